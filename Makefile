@@ -1,0 +1,100 @@
+# Every command of the project: `make help` lists them.
+#
+# Commands set up .venv when it is missing or older than pyproject.toml. With an interpreter named on the command line
+# (`make test PYTHON=python3`) they use that one as it is and install nothing: for GPU hosts that bring their own torch
+# and Triton and have no network.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# What pip is asked for as torch; empty: chosen by whether the machine has an NVIDIA GPU.
+TORCH ?=
+# Passed on to the command, as in `make test ARGS="-k causal"`.
+ARGS ?=
+
+# The plain torch wheel brings gigabytes of CUDA, which a machine without a GPU has no use for.
+TORCH_CPU := torch==2.13.0+cpu
+
+ifeq ($(origin PYTHON),command line)
+PY := $(PYTHON)
+else
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip -qq --disable-pip-version-check
+TEST_READY := $(VENV)/.ready-test
+DEV_READY := $(VENV)/.ready-dev
+BENCH_READY := $(VENV)/.ready-bench
+endif
+
+.PHONY: help run test check format gpu-test bench races clean
+
+help: ## List every command
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo 'PYTHON=python3    use this interpreter as it is, install nothing (GPU hosts with their own torch and Triton)'
+	@echo 'TORCH=torch       the torch that set-up installs; default: a CPU build where there is no NVIDIA GPU'
+	@echo 'ARGS="..."        passed on to the command, as in: make test ARGS="-k causal"'
+
+run: $(TEST_READY) ## Run attention here and now and print what it saw
+	@$(PY) -m gluon_attn $(ARGS)
+
+test: $(TEST_READY) ## Run all tests; without a Hopper card those that need one are skipped, with the reason
+	@$(PY) -m pytest tests/cpu tests/gpu $(ARGS)
+
+check: $(DEV_READY) ## Check formatting, lint and types
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+format: $(DEV_READY) ## Format the code and apply the lint's safe fixes
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+gpu-test: $(TEST_READY) ## Run the tests that need a Hopper card
+	@$(PY) -m pytest tests/gpu -m gpu $(ARGS)
+
+bench: $(BENCH_READY) ## Run the benchmarks (needs a Hopper card)
+	@$(PY) -m bench $(ARGS)
+
+races: $(TEST_READY) ## Run the kernels under Triton's concurrency sanitizer (needs a Hopper card)
+	@$(PY) -m pytest tests/gpu/test_consan.py $(ARGS)
+
+clean: ## Remove caches, builds and what runs left behind; .venv stays
+	@rm -rf build dist .out .pytest_cache .mypy_cache .ruff_cache .triton *.egg-info
+	@find . \( -name .git -o -name .venv \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+ifdef VENV
+$(TEST_READY): pyproject.toml
+	@if [[ ! -x $(PY) ]]; then \
+	    echo 'set-up: making $(VENV) with $(PYTHON)'; \
+	    $(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@torch='$(TORCH)'; \
+	if [[ -z $$torch ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	    torch='$(TORCH_CPU)'; \
+	fi; \
+	if [[ -n $$torch ]] && ! $(PIP) show torch >/dev/null; then \
+	    echo "set-up: installing $$torch (a minute or two)"; \
+	    $(PIP) install "$$torch" || { \
+	        echo "set-up: pip could not install $$torch; its reason is above."; \
+	        echo "If it found no such version: point pip at PyTorch's CPU wheel index through PIP_EXTRA_INDEX_URL,"; \
+	        echo "or accept the CUDA build, several gigabytes, with: make TORCH=torch $(MAKECMDGOALS)"; \
+	        exit 1; \
+	    } >&2; \
+	fi
+	@echo 'set-up: installing gluon-attn and what its tests need (a minute or two)'
+	@$(PIP) install -e '.[test]'
+	@touch $@
+
+$(DEV_READY): $(TEST_READY)
+	@echo 'set-up: installing the formatter, the linter and the type checker (under a minute)'
+	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+$(BENCH_READY): $(TEST_READY)
+	@echo 'set-up: installing what the benchmarks need (under a minute)'
+	@$(PIP) install -e '.[bench]'
+	@touch $@
+endif

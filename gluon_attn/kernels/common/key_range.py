@@ -1,0 +1,47 @@
+"""Which keys a block of query rows sees: the one trip count of every role, and the mask."""
+
+from gluon_attn.compat import aggregate, gl, jit
+
+
+@aggregate
+class Rows:
+    """ROWS consecutive query rows from `first` on, against keys in blocks of BLOCK_N.
+
+    A row sees keys 0 ... visible - 1. Causal is bottom-right aligned: the last query sees every key. Blocks are walked
+    from the last one that any row sees to block 0, so that those with a masked key come first.
+    """
+
+    first: gl.tensor
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    ROWS: gl.constexpr
+    BLOCK_N: gl.constexpr
+    CAUSAL: gl.constexpr
+
+    @jit
+    def visible(self, row):
+        """How many keys `row` (a scalar or a tensor) sees; zero or negative for none."""
+        if self.CAUSAL:
+            return gl.minimum(self.kv_len, row + (self.kv_len - self.q_len) + 1)
+        else:
+            return row * 0 + self.kv_len
+
+    @jit
+    def blocks(self):
+        """Blocks to walk: at least one, even if all of it is masked, as its statistics are then those of no key."""
+        seen = gl.maximum(self.visible(self.first + (self.ROWS - 1)), 1)
+        return (seen + self.BLOCK_N - 1) // self.BLOCK_N
+
+    @jit
+    def masked_blocks(self):
+        """How many of them, from the last one on, hold a key that some row does not see; may be 0."""
+        return self.blocks() - gl.maximum(self.visible(self.first), 0) // self.BLOCK_N
+
+    @jit
+    def mask(self, scores, block):
+        """Scores [ROWS, BLOCK_N] of key block `block`, -inf where a row does not see a key."""
+        layout: gl.constexpr = scores.type.layout
+        rows = self.first + gl.arange(0, self.ROWS, gl.SliceLayout(1, layout))
+        keys = gl.arange(0, self.BLOCK_N, gl.SliceLayout(0, layout))
+        seen = self.visible(rows) - block * self.BLOCK_N
+        return gl.where(keys[None, :] < seen[:, None], scores, float("-inf"))

@@ -1,0 +1,69 @@
+"""Online softmax: the running maximum and sum of each row, over scores that arrive block by block.
+
+The method is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), in base 2, as in
+FlashAttention-2: the factor log2(e) goes into the scale, so that a probability costs one FMA and one exp2.
+"""
+
+from gluon_attn.compat import aggregate, constexpr_function, gl, jit
+
+
+@aggregate
+class RowStats:
+    max: gl.tensor  # [M] fp32: running maximum of the raw scores, -inf as long as a row has seen no key
+    sum: gl.tensor  # [M, 4] fp32: running sum of the probabilities, one partial sum per thread that shares the row
+
+
+@constexpr_function
+def per_thread_shape(shape):
+    """Splits the columns of an accumulator so that axes 1 and 3 lie within a thread, axis 2 across its quad."""
+    return [shape[0], shape[1] // 8, 4, 2]
+
+
+@jit
+def thread_sums(p):
+    """Row sums as far as a thread gets alone: [M, N] -> [M, 4]. The exchange between threads waits for the last block."""
+    return gl.sum(gl.sum(p.reshape(per_thread_shape(p.shape)), axis=3), axis=1)
+
+
+@jit
+def rescale_sums(sums, alpha):
+    return sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
+@jit
+def first_probabilities(scores, scale_log2):
+    """Of the first block, where nothing has to be rescaled: (probabilities [M, N] fp32, RowStats)."""
+    row_max = gl.max(scores, axis=1)
+    p = probabilities(scores, row_max, scale_log2, MASKED=True)
+    return p, RowStats(row_max, thread_sums(p))
+
+
+@jit
+def next_probabilities(scores, stats, scale_log2, MASKED: gl.constexpr):
+    """Of a further block: (probabilities [M, N] fp32, RowStats, the factor [M] for what was accumulated before)."""
+    row_max = gl.maximum(stats.max, gl.max(scores, axis=1))
+    alpha = gl.exp2((stats.max - finite(row_max, MASKED)) * scale_log2)
+    p = probabilities(scores, row_max, scale_log2, MASKED)
+    return p, RowStats(row_max, rescale_sums(stats.sum, alpha) + thread_sums(p)), alpha
+
+
+@jit
+def probabilities(scores, row_max, scale_log2, MASKED: gl.constexpr):
+    return gl.exp2(scores * scale_log2 - (finite(row_max, MASKED) * scale_log2)[:, None])
+
+
+@jit
+def finite(row_max, MASKED: gl.constexpr):
+    """-inf - (-inf) would be NaN in a row that has seen no key yet; without a mask there is no such row."""
+    return gl.where(row_max == float("-inf"), 0.0, row_max) if MASKED else row_max
+
+
+@jit
+def normalise(acc, stats, scale_log2):
+    """(O [M, D] fp32, natural-log LSE [M]) of accumulated P V. A row that saw no key: O = 0, LSE = -inf."""
+    LN_2: gl.constexpr = 0.6931471805599453
+    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    row_sum = gl.convert_layout(gl.sum(stats.sum, axis=1), layout)  # [M]
+    row_max = gl.convert_layout(stats.max, layout)
+    out = acc * (1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+    return out, (row_max * scale_log2 + gl.log2(row_sum)) * LN_2

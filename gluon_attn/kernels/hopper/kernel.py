@@ -1,0 +1,49 @@
+"""Attention forward on Hopper: one persistent kernel of warp-specialised roles on clusters of 1 or 2 CTAs."""
+
+from gluon_attn.compat import gl, jit
+
+from ..common.schedule import tile_schedule
+from .roles import Operands, load, softmax
+from .wires import alloc_wires
+
+
+@jit(do_not_specialize=["blocks_per_item"])
+def attention_forward(
+    q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D], rows sharded over the CTAs of a cluster
+    k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], the same in every CTA
+    v_desc,  # as k_desc
+    o_desc,  # as q_desc
+    lse_ptr,  # (B, H, Sq) fp32, contiguous
+    scale_log2,  # softmax scale times log2(e)
+    blocks_per_item,  # 1, or 2 to pair heavy row blocks with light ones
+    CAUSAL: gl.constexpr,
+    SOFTMAX_ROLES: gl.constexpr,
+    QUERY_SLOTS: gl.constexpr,
+    KV_SLOTS: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+    STAGE_IN_QUERIES: gl.constexpr,
+    SOFTMAX_REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = SOFTMAX_ROLES * q_desc.block_shape[2]
+    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    wires = alloc_wires(
+        q_desc, k_desc, v_desc, o_desc, SOFTMAX_ROLES, QUERY_SLOTS, KV_SLOTS, TAKE_TURNS, STAGE_IN_QUERIES
+    )
+    schedule = tile_schedule(q_desc.shape, k_desc.shape, blocks_per_item, BLOCK_M, BLOCK_N, CAUSAL)
+    wires.init()
+
+    operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2)
+
+    gl.warp_specialize(
+        [
+            (softmax, (wires, schedule, operands, 0)),
+            (softmax, (wires, schedule, operands, 1)),
+            (softmax, (wires, schedule, operands, 2)),
+            (softmax, (wires, schedule, operands, 3)),
+        ][:SOFTMAX_ROLES]
+        + [(load, (wires, schedule, operands))],
+        [4] * (SOFTMAX_ROLES - 1) + [1],  # warps; the first role runs in the warps that the kernel was launched with
+        [SOFTMAX_REGISTERS] * (SOFTMAX_ROLES - 1) + [LOAD_REGISTERS],
+    )
+    wires.close()

@@ -1,0 +1,19 @@
+"""Register layouts of the Hopper kernel, derived from the descriptors."""
+
+from gluon_attn.compat import constexpr_function, gl
+
+
+@constexpr_function
+def accumulator_layout(desc_layout, columns, element_bits):
+    """Layout of a wgmma accumulator [rows, columns] of one warpgroup per CTA, rows sharded over CTAs as in `desc_layout`.
+
+    The descriptor is rank 4, (batch, head, row, column); an accumulator has the last two of its dimensions.
+    """
+    cga_layout = [list(basis[2:]) for basis in desc_layout.cga_layout]
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // element_bits], cga_layout)
+
+
+@constexpr_function
+def left_operand_layout(accumulator, element_bits):
+    """Layout in which a tensor of `accumulator`'s family feeds wgmma from registers as its left operand."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=32 // element_bits)

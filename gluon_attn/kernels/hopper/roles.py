@@ -1,0 +1,164 @@
+"""The two roles of the Hopper kernel: one warp loads; each softmax warpgroup takes its query rows from QKᵀ to O."""
+
+from channels import tma
+from gluon_attn.compat import aggregate, gl, jit, tma_descriptor, warpgroup_mma, warpgroup_mma_wait
+
+from ..common.row_stats import first_probabilities, next_probabilities, normalise
+from .layouts import accumulator_layout, left_operand_layout
+from .wires import Blocks, turn_of
+
+
+@aggregate
+class Operands:
+    """The kernel's tensors, each in global memory behind its TMA descriptor; `lse` by pointer."""
+
+    q: tma_descriptor  # (B, H, Sq, D), tiles [1, 1, ROWS, D]
+    k: tma_descriptor  # (B, Hkv, Sk, D), tiles [1, 1, BLOCK_N, D]
+    v: tma_descriptor  # as k
+    o: tma_descriptor  # as q
+    lse: gl.tensor  # (B, H, Sq) fp32
+    scale_log2: gl.tensor  # softmax scale times log2(e)
+
+
+@jit
+def load(wires, schedule, operands):
+    """Fills queries, keys and values, in the order in which the softmax roles ask for them."""
+    BLOCK_N: gl.constexpr = operands.k.block_shape[2]
+    ROWS: gl.constexpr = operands.q.block_shape[2]
+    queries, keys, values = wires.queries.producer(), wires.keys.producer(), wires.values.producer()
+    heads_per_kv_head = operands.q.shape[1] // operands.k.shape[1]
+
+    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
+        for i in range(schedule.tiles_in(item)):
+            tile = schedule.tile(item, i)
+            rows = schedule.rows(tile.first_row, schedule.BLOCK_M)
+            kv_head = tile.head // heads_per_kv_head
+
+            q, queries = queries.acquire()
+            tma.expect(q, PARTS=wires.queries.PARTS)
+            for part in gl.static_range(wires.queries.PARTS):
+                tma.copy(q, operands.q, [tile.batch, tile.head, tile.first_row + part * ROWS, 0], part)
+
+            # In one step a softmax role multiplies with the keys of a block and the values of the block before it.
+            key = (rows.blocks() - 1) * BLOCK_N
+            k, keys = keys.acquire()
+            tma.load(k, operands.k, [tile.batch, kv_head, key, 0])
+            for _ in range(1, rows.blocks()):
+                k, keys = keys.acquire()
+                tma.load(k, operands.k, [tile.batch, kv_head, key - BLOCK_N, 0])
+                v, values = values.acquire()
+                tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
+                key -= BLOCK_N
+            v, values = values.acquire()
+            tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
+
+
+@jit
+def multiply_qk(q, k, LAYOUT: gl.constexpr):
+    """Issue S = Q Kᵀ: [ROWS, BLOCK_N] fp32, registers, to be waited for."""
+    scores = gl.zeros([q.shape[0], k.shape[0]], gl.float32, LAYOUT)
+    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=False, is_async=True)
+
+
+@jit
+def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
+    """(P [ROWS, BLOCK_N] fp32, its row statistics, next ends) of the first block walked.
+
+    It has nothing to rescale and no product of an earlier block to overlap with. It is masked whether it needs it or
+    not: once per tile that costs little, and one kernel serves every length.
+    """
+    k, keys = blocks.keys.acquire()
+    turn = blocks.turn.take()
+    scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
+    turn.pass_on()
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    k.release()
+    p, stats = first_probabilities(rows.mask(scores, block), scale_log2)
+    return p, stats, Blocks(keys, blocks.values, turn)
+
+
+@jit
+def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.constexpr, MASKED: gl.constexpr):
+    """One step: the softmax of this block beside the product of the block before, P V. Same returns as its arguments."""
+    k, keys = blocks.keys.acquire()
+    turn = blocks.turn.take()
+    scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
+    v, values = blocks.values.acquire()
+    acc = warpgroup_mma(p, v.view([rows.BLOCK_N, q.shape[1]]), acc, is_async=True)
+    turn.pass_on()
+
+    scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
+    k.release()
+    if MASKED:
+        scores = rows.mask(scores, block)
+    p_next, stats, alpha = next_probabilities(scores, stats, scale_log2, MASKED)
+    p_next = gl.convert_layout(p_next.to(q.dtype), p.type.layout)
+
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    v.release()
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return p_next, acc, stats, Blocks(keys, values, turn)
+
+
+@jit
+def last_product(p, acc, blocks, rows):
+    """P V of the last block, with nothing left to overlap."""
+    v, values = blocks.values.acquire()
+    acc = warpgroup_mma(p, v.view([rows.BLOCK_N, acc.shape[1]]), acc, is_async=True)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    v.release()
+    return acc, Blocks(blocks.keys, values, blocks.turn)
+
+
+@jit
+def softmax(wires, schedule, operands, ROLE: gl.constexpr):
+    """Computes and stores O and LSE of its ROWS of every tile."""
+    BLOCK_N: gl.constexpr = operands.k.block_shape[2]
+    ROWS: gl.constexpr = operands.q.block_shape[2]
+    D: gl.constexpr = operands.q.block_shape[3]
+    BITS: gl.constexpr = operands.q.dtype.primitive_bitwidth
+    SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
+    OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
+    P: gl.constexpr = left_operand_layout(OUT, BITS)
+    queries = wires.queries.consumer()
+    blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn_of(wires, ROLE))
+
+    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
+        for i in range(schedule.tiles_in(item)):
+            tile = schedule.tile(item, i)
+            tile_rows = schedule.rows(tile.first_row, schedule.BLOCK_M)
+            rows = schedule.rows(tile.first_row + ROLE * ROWS, ROWS)
+            last = rows.blocks() - 1
+
+            q_slot, queries = queries.acquire()
+            q = q_slot.view([ROWS, D], part=ROLE)
+            for _ in range(rows.blocks(), tile_rows.blocks()):
+                blocks = blocks.skip()
+
+            p, stats, blocks = first_block(q, blocks, rows, last, operands.scale_log2, SCORES)
+            p = gl.convert_layout(p.to(q.dtype), P)  # [ROWS, BLOCK_N] left operand, registers
+            acc = gl.zeros([ROWS, D], gl.float32, OUT)
+            for j in range(1, rows.masked_blocks()):
+                p, acc, stats, blocks = next_block(q, p, acc, stats, blocks, rows, last - j, operands.scale_log2, SCORES, True)
+            for j in range(gl.maximum(rows.masked_blocks(), 1), rows.blocks()):
+                p, acc, stats, blocks = next_block(q, p, acc, stats, blocks, rows, last - j, operands.scale_log2, SCORES, False)
+            if not wires.STAGE_IN_QUERIES:
+                q_slot.release()
+            acc, blocks = last_product(p, acc, blocks, rows)
+
+            out, lse = normalise(acc, stats, operands.scale_log2)
+            lse_row = rows.first + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+            head = (tile.batch * operands.q.shape[1] + tile.head).to(gl.int64)
+            gl.store(operands.lse + head * rows.q_len + lse_row, lse, mask=lse_row < rows.q_len)
+
+            if wires.STAGE_IN_QUERIES:
+                staged = q_slot.part(ROLE)
+            else:
+                staged = wires.output.index(ROLE)
+                tma.wait_stores_read()
+            staged.reshape([ROWS, D]).store(out.to(operands.o.dtype))
+            tma.store(operands.o, [tile.batch, tile.head, rows.first, 0], staged)
+            if wires.STAGE_IN_QUERIES:
+                tma.wait_stores_read()
+                q_slot.release()
+    tma.wait_stores_read()

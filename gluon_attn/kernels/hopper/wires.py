@@ -1,0 +1,129 @@
+"""The wires of the Hopper kernel: its channels, by what flows through them."""
+
+from channels import SharedMemoryChannel, SignalChannel, cluster_fence
+from channels.channel import SharedMemoryConsumer, SignalConsumer, SignalProducer
+from gluon_attn.compat import aggregate, gl, jit
+
+
+@aggregate
+class Wires:
+    """Each channel's contract: who fills it -> who reads it, its slots, who frees them.
+
+    queries: load -> every softmax role; QUERY_SLOTS slots of one tile per softmax role; freed by each role after its
+             last use of the tile. Sharded: each CTA of a cluster loads its own rows.
+    keys:    load -> every softmax role; KV_SLOTS slots of [BLOCK_N, D]; freed by each role when QKᵀ is done. With two
+             CTAs one load fills both (multicast), and the slot is free when both CTAs have freed it.
+    values:  as keys, freed when PV is done.
+    turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued its
+             products lets the next role issue, so that one role's softmax runs beside another's products.
+    output:  no channel but memory: one tile per softmax role, in which it alone stages O for its TMA store.
+    """
+
+    queries: SharedMemoryChannel
+    keys: SharedMemoryChannel
+    values: SharedMemoryChannel
+    turns: SignalChannel
+    output: gl.shared_memory_descriptor
+    TAKE_TURNS: gl.constexpr
+    STAGE_IN_QUERIES: gl.constexpr  # O is staged in the tile of Q it comes from, where shared memory is short (D = 256)
+
+    @jit
+    def init(self):
+        self.queries.init()
+        self.keys.init()
+        self.values.init()
+        self.turns.init()
+        cluster_fence()
+
+    @jit
+    def close(self):
+        """All roles of this CTA are done; a peer may still arrive on, or load into, what is ours until it is done too."""
+        cluster_fence()
+        self.queries.close()
+        self.keys.close()
+        self.values.close()
+        self.turns.close()
+
+
+@jit
+def alloc_wires(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    SOFTMAX_ROLES: gl.constexpr,
+    QUERY_SLOTS: gl.constexpr,
+    KV_SLOTS: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+    STAGE_IN_QUERIES: gl.constexpr,
+):
+    SHARED: gl.constexpr = gl.num_ctas() > 1
+    queries = SharedMemoryChannel.alloc(q_desc, SLOTS=QUERY_SLOTS, CONSUMERS=SOFTMAX_ROLES, PARTS=SOFTMAX_ROLES)
+    keys = SharedMemoryChannel.alloc(k_desc, SLOTS=KV_SLOTS, CONSUMERS=SOFTMAX_ROLES, MULTICAST=SHARED)
+    values = SharedMemoryChannel.alloc(v_desc, SLOTS=KV_SLOTS, CONSUMERS=SOFTMAX_ROLES, MULTICAST=SHARED)
+    turns = SignalChannel.alloc(LANES=SOFTMAX_ROLES)
+    if STAGE_IN_QUERIES:
+        output = queries.tiles
+    else:
+        output = gl.allocate_shared_memory(o_desc.dtype, [SOFTMAX_ROLES] + o_desc.block_shape, o_desc.layout)
+    return Wires(
+        queries=queries,
+        keys=keys,
+        values=values,
+        turns=turns,
+        output=output,
+        TAKE_TURNS=TAKE_TURNS,
+        STAGE_IN_QUERIES=STAGE_IN_QUERIES,
+    )
+
+
+@aggregate
+class Turn:
+    """A softmax role's place in the ring of turns. Immutable: `take()` returns the next one. No-op if not TAKE_TURNS."""
+
+    mine: SignalConsumer
+    following: SignalProducer
+    TAKE_TURNS: gl.constexpr
+
+    @jit
+    def take(self):
+        if self.TAKE_TURNS:
+            return Turn(self.mine.acquire(), self.following, self.TAKE_TURNS)
+        else:
+            return self
+
+    @jit
+    def pass_on(self):
+        if self.TAKE_TURNS:
+            self.following.release()
+
+
+@jit
+def turn_of(wires, ROLE: gl.constexpr):
+    mine = wires.turns.consumer(ROLE, FIRST_IS_FREE=ROLE == 0)
+    following = wires.turns.producer((ROLE + 1) % wires.turns.LANES)
+    return Turn(mine, following, wires.TAKE_TURNS)
+
+
+@aggregate
+class Blocks:
+    """The ends through which a softmax role gets one key block after the other."""
+
+    keys: SharedMemoryConsumer
+    values: SharedMemoryConsumer
+    turn: Turn
+
+    @jit
+    def skip(self):
+        """Pass over one block that only other roles' rows see.
+
+        Each slot is waited for even so before it is freed: to free it unseen would let this role pass a later wait one
+        lap early.
+        """
+        k, keys = self.keys.acquire()
+        k.release()
+        v, values = self.values.acquire()
+        v.release()
+        turn = self.turn.take()
+        turn.pass_on()
+        return Blocks(keys, values, turn)

@@ -1,0 +1,70 @@
+"""Which tests can run on this machine, and a limit for each of them."""
+
+import faulthandler
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+HOPPER = (9, 0)
+
+
+@functools.cache
+def why_no_hopper() -> str | None:
+    """What was found in place of a Hopper card, or None if there is one."""
+    import torch  # takes seconds: only when a test asks for the card
+
+    if not torch.cuda.is_available():
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        return f"torch {torch.__version__} ({build} in this build) finds no CUDA device"
+    found = torch.cuda.get_device_capability()
+    if found != HOPPER:
+        return f"found {torch.cuda.get_device_name()} with capability {found[0]}.{found[1]}"
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A GPU host may have pytest alone, and a hung kernel must not hang the run there either.
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.pluginmanager.register(FallbackTimeout(float(config.getini("timeout"))))
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds a test may take")
+        parser.addini("timeout_method", "for pytest-timeout; without it a late test always ends the run")
+
+
+class FallbackTimeout:
+    """Stands in for pytest-timeout: prints all stacks and ends the run when a test is late."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else 2  # pytest captures the original
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        marker = item.get_closest_marker("timeout")
+        seconds = float(marker.args[0] if marker else self.seconds)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.stderr)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(GPU_TESTS):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture touches the card
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (found := why_no_hopper()):
+        pytest.skip(f"needs a Hopper card (capability 9.0): {found}")
