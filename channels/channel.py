@@ -132,13 +132,13 @@ class SharedMemoryProducer:
     def acquire(self):
         """Wait until the next slot is free, in every CTA that a load into it reaches. Returns (slot, next end)."""
         at = self.ring
-        mbarrier.wait(self.channel.freed.index(at.slot), at.previous_lap())
+        mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())
         if self.channel.MULTICAST:
             # Our own CTA's slot is free. The lead issues the load for both CTAs, so it must know that of its peer too;
             # the compiler lets only the lead wait here. The peer cannot run ahead: its own `freed` holds it back.
-            mbarrier.arrive(self.channel.handover.index(at.slot))
-            mbarrier.wait(self.channel.handover.index(at.slot), at.this_lap())
-        return self.channel.slot(at.slot), SharedMemoryProducer(self.channel, at.next())
+            mbarrier.arrive(self.channel.handover.index(at.slot()))
+            mbarrier.wait(self.channel.handover.index(at.slot()), at.this_lap())
+        return self.channel.slot(at.slot()), SharedMemoryProducer(self.channel, at.next())
 
 
 @aggregate
@@ -152,8 +152,8 @@ class SharedMemoryConsumer:
     def acquire(self):
         """Wait until the next slot is filled. Returns (slot, next end)."""
         at = self.ring
-        mbarrier.wait(self.channel.filled.index(at.slot), at.this_lap())
-        return self.channel.slot(at.slot), SharedMemoryConsumer(self.channel, at.next())
+        mbarrier.wait(self.channel.filled.index(at.slot()), at.this_lap())
+        return self.channel.slot(at.slot()), SharedMemoryConsumer(self.channel, at.next())
 
 
 @aggregate
@@ -182,8 +182,7 @@ class SignalChannel:
     @jit
     def consumer(self, LANE: gl.constexpr, FIRST_IS_FREE: gl.constexpr = False):
         """The waiting end of a lane. FIRST_IS_FREE: its first `acquire` passes as if a signal had been sent before."""
-        start = ring_start(1)
-        return SignalConsumer(self.sent.index(LANE), start.back() if FIRST_IS_FREE else start)
+        return SignalConsumer(self.sent.index(LANE), ring_start(1, LAP=1 if FIRST_IS_FREE else 0))
 
     @jit
     def close(self):

@@ -14,36 +14,37 @@ from .compat import aggregate, gl, jit
 
 @aggregate
 class Ring:
-    """A position in a ring: slot index and lap parity, both int32 scalars. Immutable: `next()` returns the next one."""
+    """A position in a ring of SLOTS slots. Immutable: `next()` returns the next one.
 
-    slot: gl.tensor
-    lap: gl.tensor
+    One int32 scalar holds it, 0 ... 2 * SLOTS - 1, through two laps: a role carries it through all its loops, where
+    every register counts.
+    """
+
+    position: gl.tensor
     SLOTS: gl.constexpr
 
     @jit
+    def slot(self):
+        if self.SLOTS == 1:
+            return gl.to_tensor(0)
+        else:
+            return gl.where(self.position < self.SLOTS, self.position, self.position - self.SLOTS)
+
+    @jit
     def this_lap(self):
-        return self.lap
+        return (self.position >= self.SLOTS).to(gl.int32)
 
     @jit
     def previous_lap(self):
-        return self.lap ^ 1
-
-    @jit
-    def back(self):
-        """One lap earlier at the same slot: from the start, the position whose wait a fresh barrier lets pass."""
-        return Ring(self.slot, self.lap ^ 1, self.SLOTS)
+        return (self.position < self.SLOTS).to(gl.int32)
 
     @jit
     def next(self):
-        if self.SLOTS == 1:
-            return Ring(self.slot, self.lap ^ 1, self.SLOTS)
-        else:
-            following = self.slot + 1
-            wraps = following == self.SLOTS
-            return Ring(gl.where(wraps, 0, following), self.lap ^ wraps.to(gl.int32), self.SLOTS)
+        following = self.position + 1
+        return Ring(gl.where(following == 2 * self.SLOTS, 0, following), self.SLOTS)
 
 
 @jit
-def ring_start(SLOTS: gl.constexpr):
-    """The position every end of a channel starts from: slot 0, first lap."""
-    return Ring(gl.to_tensor(0), gl.to_tensor(0), SLOTS)
+def ring_start(SLOTS: gl.constexpr, LAP: gl.constexpr = 0):
+    """Where every end of a channel starts: slot 0, first lap. LAP=1: a lap ahead, where a fresh barrier lets it pass."""
+    return Ring(gl.to_tensor(LAP * SLOTS), SLOTS)

@@ -2,6 +2,8 @@
 
 from gluon_attn.compat import aggregate, gl, jit
 
+from .thread_view import keep_first_columns
+
 
 @aggregate
 class Rows:
@@ -40,8 +42,5 @@ class Rows:
     @jit
     def mask(self, scores, block):
         """Scores [ROWS, BLOCK_N] of key block `block`, -inf where a row does not see a key."""
-        layout: gl.constexpr = scores.type.layout
-        rows = self.first + gl.arange(0, self.ROWS, gl.SliceLayout(1, layout))
-        keys = gl.arange(0, self.BLOCK_N, gl.SliceLayout(0, layout))
-        seen = self.visible(rows) - block * self.BLOCK_N
-        return gl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
+        rows = self.first + gl.arange(0, self.ROWS, gl.SliceLayout(1, scores.type.layout))
+        return keep_first_columns(scores, self.visible(rows) - block * self.BLOCK_N, float("-inf"))

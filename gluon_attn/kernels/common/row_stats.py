@@ -4,25 +4,15 @@ The method is that of Milakov and Gimelshein, "Online normalizer calculation for
 FlashAttention-2: the factor log2(e) goes into the scale, so that a probability costs one FMA and one exp2.
 """
 
-from gluon_attn.compat import aggregate, constexpr_function, gl, jit
+from gluon_attn.compat import aggregate, gl, jit
+
+from .thread_view import thread_sums
 
 
 @aggregate
 class RowStats:
     max: gl.tensor  # [M] fp32: running maximum of the raw scores, -inf as long as a row has seen no key
-    sum: gl.tensor  # [M, 4] fp32: running sum of the probabilities, one partial sum per thread that shares the row
-
-
-@constexpr_function
-def per_thread_shape(shape):
-    """Splits the columns of an accumulator so that axes 1 and 3 lie within a thread, axis 2 across its quad."""
-    return [shape[0], shape[1] // 8, 4, 2]
-
-
-@jit
-def thread_sums(p):
-    """Row sums as far as a thread gets alone: [M, N] -> [M, 4]. The exchange between threads waits for the last block."""
-    return gl.sum(gl.sum(p.reshape(per_thread_shape(p.shape)), axis=3), axis=1)
+    sum: gl.tensor  # [M, T] fp32: running sum of the probabilities, a partial one in each of the T threads of a row
 
 
 @jit

@@ -4,6 +4,7 @@ from channels import tma
 from gluon_attn.compat import aggregate, gl, jit, tma_descriptor, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.row_stats import first_probabilities, next_probabilities, normalise
+from ..common.thread_view import pack_pairs, unpack_pairs
 from .layouts import accumulator_layout, left_operand_layout
 from .wires import Blocks, turn_of
 
@@ -61,6 +62,12 @@ def multiply_qk(q, k, LAYOUT: gl.constexpr):
 
 
 @jit
+def to_left_operand(p, dtype: gl.constexpr, ACCUMULATOR: gl.constexpr):
+    """P [ROWS, BLOCK_N] in the tensors' dtype, in the registers that wgmma reads its left operand from."""
+    return unpack_pairs(p, dtype, left_operand_layout(ACCUMULATOR, dtype.primitive_bitwidth))
+
+
+@jit
 def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
     """(P [ROWS, BLOCK_N] fp32, its row statistics, next ends) of the first block walked.
 
@@ -74,7 +81,7 @@ def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
     p, stats = first_probabilities(rows.mask(scores, block), scale_log2)
-    return p, stats, Blocks(keys, blocks.values, turn)
+    return pack_pairs(p, q.dtype), stats, Blocks(keys, blocks.values, turn)
 
 
 @jit
@@ -84,6 +91,7 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
     v, values = blocks.values.acquire()
+    p = to_left_operand(p, q.dtype, acc.type.layout)
     acc = warpgroup_mma(p, v.view([rows.BLOCK_N, q.shape[1]]), acc, is_async=True)
     turn.pass_on()
 
@@ -92,7 +100,7 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
     if MASKED:
         scores = rows.mask(scores, block)
     p_next, stats, alpha = next_probabilities(scores, stats, scale_log2, MASKED)
-    p_next = gl.convert_layout(p_next.to(q.dtype), p.type.layout)
+    p_next = pack_pairs(p_next, q.dtype)
 
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     v.release()
@@ -104,6 +112,7 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
 def last_product(p, acc, blocks, rows):
     """P V of the last block, with nothing left to overlap."""
     v, values = blocks.values.acquire()
+    p = to_left_operand(p, v.tiles.dtype, acc.type.layout)
     acc = warpgroup_mma(p, v.view([rows.BLOCK_N, acc.shape[1]]), acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     v.release()
@@ -119,7 +128,6 @@ def softmax(wires, schedule, operands, ROLE: gl.constexpr):
     BITS: gl.constexpr = operands.q.dtype.primitive_bitwidth
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
-    P: gl.constexpr = left_operand_layout(OUT, BITS)
     queries = wires.queries.consumer()
     blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn_of(wires, ROLE))
 
@@ -136,12 +144,16 @@ def softmax(wires, schedule, operands, ROLE: gl.constexpr):
                 blocks = blocks.skip()
 
             p, stats, blocks = first_block(q, blocks, rows, last, operands.scale_log2, SCORES)
-            p = gl.convert_layout(p.to(q.dtype), P)  # [ROWS, BLOCK_N] left operand, registers
             acc = gl.zeros([ROWS, D], gl.float32, OUT)
-            for j in range(1, rows.masked_blocks()):
-                p, acc, stats, blocks = next_block(q, p, acc, stats, blocks, rows, last - j, operands.scale_log2, SCORES, True)
+            if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
+                for j in range(1, rows.masked_blocks()):
+                    p, acc, stats, blocks = next_block(
+                        q, p, acc, stats, blocks, rows, last - j, operands.scale_log2, SCORES, MASKED=True
+                    )
             for j in range(gl.maximum(rows.masked_blocks(), 1), rows.blocks()):
-                p, acc, stats, blocks = next_block(q, p, acc, stats, blocks, rows, last - j, operands.scale_log2, SCORES, False)
+                p, acc, stats, blocks = next_block(
+                    q, p, acc, stats, blocks, rows, last - j, operands.scale_log2, SCORES, MASKED=False
+                )
             if not wires.STAGE_IN_QUERIES:
                 q_slot.release()
             acc, blocks = last_product(p, acc, blocks, rows)

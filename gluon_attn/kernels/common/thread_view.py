@@ -1,0 +1,68 @@
+"""A score tile seen as its threads hold it, for arithmetic that stays within a thread."""
+
+from gluon_attn.compat import constexpr_function, gl, jit
+
+from .inline_asm import round_pair
+
+
+@constexpr_function
+def threads_per_row(layout):
+    """A wgmma accumulator spreads a row over a quad of threads, two neighbouring columns of every eight each."""
+    return 4 if isinstance(layout, gl.NVMMADistributedLayout) else 1
+
+
+@constexpr_function
+def thread_shape(shape, layout):
+    threads = threads_per_row(layout)
+    return [shape[0], shape[1] // (2 * threads), threads, 2]
+
+
+@jit
+def thread_view(x):
+    """[M, N] as [M, N / 2T, T, 2], T threads to a row: axes 1 and 3 lie within a thread. Costs no instruction."""
+    SHAPE: gl.constexpr = thread_shape(x.shape, x.type.layout)
+    return x.reshape(SHAPE)
+
+
+@jit
+def thread_sums(x):
+    """Row sums as far as a thread gets alone: [M, N] -> [M, T]."""
+    return gl.sum(gl.sum(thread_view(x), axis=3), axis=1)
+
+
+@jit
+def keep_first_columns(x, columns, other):
+    """`other` in row m where the column is not below columns[m], a tensor [M].
+
+    In the thread's view a column is a constant plus what the thread adds; with the latter moved to the other side, each
+    comparison is with a constant and no column number occupies a register.
+    """
+    view = thread_view(x)
+    layout: gl.constexpr = view.type.layout
+    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    limits = gl.convert_layout(columns, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
+    limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]
+    kept = gl.where(column < limit, view, other)
+    return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@jit
+def pack_pairs(x, dtype: gl.constexpr):
+    """[M, N] fp32 rounded to the 16-bit `dtype`, as uint32 [M, N / 2T, T]: a thread's two neighbours to a register.
+
+    For values that a loop carries: carried as 16-bit elements, each would cost two more instructions a step.
+    """
+    low, high = gl.split(thread_view(x))
+    return round_pair(low, high, dtype)
+
+
+@jit
+def unpack_pairs(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """The inverse of `pack_pairs`: [M, N] of `dtype` in LAYOUT."""
+    low = packed.to(gl.uint16)
+    high = (packed >> 16).to(gl.uint16)
+    pairs = gl.join(low, high).to(dtype, bitcast=True)
+    return gl.convert_layout(pairs.reshape([packed.shape[0], packed.shape[1] * packed.shape[2] * 2]), LAYOUT)
