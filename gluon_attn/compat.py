@@ -1,7 +1,83 @@
 """The names of Triton that attention uses and that are experimental, private or moving: imported here only."""
 
+from typing import Any
+
+import triton
+import triton.knobs as knobs
 from channels.compat import aggregate, constexpr_function, gl, jit
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor as tma_descriptor
+from triton.runtime import driver
 
-__all__ = ["aggregate", "constexpr_function", "gl", "jit", "tma_descriptor", "warpgroup_mma", "warpgroup_mma_wait"]
+__all__ = [
+    "CompiledKernel",
+    "aggregate",
+    "check_triton_version",
+    "compile_gluon",
+    "constexpr_function",
+    "current_stream",
+    "encode_tma",
+    "gl",
+    "jit",
+    "launch",
+    "tma_descriptor",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+
+def check_triton_version() -> None:
+    """RuntimeError unless Triton is 3.9: Gluon changes with every minor release."""
+    if triton.__version__.split(".")[:2] != ["3", "9"]:
+        raise RuntimeError(
+            f"triton: expected version 3.9, got {triton.__version__}; install it with pip install 'triton>=3.9,<3.10' "
+            "(add --no-deps beside a torch that pins another)"
+        )
+
+
+def compile_gluon(
+    fn: Any, signature: dict[str, str], constants: dict[str, Any], *, arch: int, num_warps: int, num_ctas: int
+) -> CompiledKernel:
+    """Compile a Gluon kernel for an architecture (90 for sm_90a), with or without such a card; Triton caches it on disk.
+
+    signature: Triton's type of each parameter that is not in `constants`. Pointers are taken to be 16-byte aligned.
+    Nothing else about arguments is specialised on, so that a new length never needs a new kernel.
+    """
+    names = fn.arg_names
+    types = {name: "constexpr" if name in constants else signature[name] for name in names}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
+    source = GluonASTSource(fn, types, {(names.index(n),): value for n, value in constants.items()}, aligned)
+    options = {
+        "num_warps": num_warps,
+        "num_ctas": num_ctas,
+        "enable_fp_fusion": True,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> Any:
+    """The 128-byte TMA descriptor (a CUtensorMap) of a tensor; `meta` is the compiled kernel's for that parameter."""
+    return driver.active.utils.fill_tma_descriptor_tiled(
+        address, meta["swizzle"], meta["elem_size"], meta["elem_type"], meta["block_size"], shape, strides, 0
+    )
+
+
+def current_stream(device_index: int) -> int:
+    """torch's current CUDA stream of a device, as a raw handle."""
+    return driver.active.get_current_stream(device_index)
+
+
+def launch(kernel: CompiledKernel, programs: int, stream: int, arguments: list[Any]) -> None:
+    """Launch with run-time arguments that are already flat and encoded: for a descriptor its map, shape and strides.
+
+    Triton's own launch would build and check its descriptor objects anew each time, 60 µs of a call.
+    """
+    launcher = kernel.run  # loads the kernel on the current device the first time
+    launcher.launch = driver.active.utils.launch
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    metadata = kernel.launch_metadata((programs, 1, 1), stream) if enter is not None else None
+    launcher(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)

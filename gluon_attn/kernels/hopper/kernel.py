@@ -1,13 +1,24 @@
-"""Attention forward on Hopper: one persistent kernel of warp-specialised roles on clusters of 1 or 2 CTAs."""
+"""Attention forward on Hopper: one persistent kernel of warp-specialised roles, on clusters of 1 or 2 CTAs."""
 
-from gluon_attn.compat import gl, jit
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluon_attn.compat import CompiledKernel, compile_gluon, current_stream, gl, jit, launch
+from gluon_attn.descriptors import View, descriptor_types
+from gluon_attn.device import Device
+from gluon_attn.problem import Problem
+from gluon_attn.tuning import TileConfig
 
 from ..common.schedule import tile_schedule
 from .roles import Operands, load, softmax
 from .wires import alloc_wires
 
 
-@jit(do_not_specialize=["blocks_per_item"])
+@jit
 def attention_forward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D], rows sharded over the CTAs of a cluster
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], the same in every CTA
@@ -47,3 +58,58 @@ def attention_forward(
         [SOFTMAX_REGISTERS] * (SOFTMAX_ROLES - 1) + [LOAD_REGISTERS],
     )
     wires.close()
+
+
+def constants_of(tile: TileConfig, causal: bool) -> dict[str, Any]:
+    """The kernel's compile-time parameters."""
+    return {
+        "CAUSAL": causal,
+        "SOFTMAX_ROLES": tile.softmax_roles,
+        "QUERY_SLOTS": tile.query_slots,
+        "KV_SLOTS": tile.kv_slots,
+        "TAKE_TURNS": tile.take_turns,
+        "STAGE_IN_QUERIES": tile.stage_in_queries,
+        "SOFTMAX_REGISTERS": tile.softmax_registers,
+        "LOAD_REGISTERS": tile.load_registers,
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(dtype: torch.dtype, padded_head_dim: int, causal: bool, tile: TileConfig, device_index: int = 0) -> CompiledKernel:
+    """The kernel for these compile-time choices; the lengths, batches, heads and strides are arguments of the launch.
+
+    A compiled kernel is loaded on one card, hence `device_index`.
+    """
+    constants = constants_of(tile, causal)
+    types = descriptor_types(dtype, padded_head_dim, tile)
+    types |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "blocks_per_item": "i32"}
+    return compile_gluon(attention_forward, types, constants, arch=90, num_warps=4, num_ctas=tile.num_ctas)
+
+
+class Launch:
+    """A launch, but for the tensors: all that depends on shapes, strides and options. Keeps no tensor alive."""
+
+    def __init__(self, problem: Problem, tile: TileConfig, device: Device, q: Tensor, k: Tensor, v: Tensor, out: Tensor):
+        """The tensors are looked at for their shapes and strides only."""
+        self.is_empty = problem.is_empty
+        self.lse_shape = (problem.batch, problem.heads, problem.q_len)
+        if self.is_empty:
+            return
+        self.device_index = q.device.index
+        self.kernel = compiled(problem.dtype, problem.padded_head_dim, problem.causal, tile, self.device_index)
+        self.views = [View.of(t, problem) for t in (q, k, v, out)]
+
+        programs, row_blocks = device.sm_count // tile.num_ctas, -(-problem.q_len // tile.block_m)
+        # Pairs even out what a causal mask makes uneven; with a program for every tile there is nothing to even out.
+        blocks_per_item = 2 if problem.causal and problem.batch * problem.heads * row_blocks > programs else 1
+        self.programs = min(programs, problem.batch * problem.heads * -(-row_blocks // blocks_per_item))
+        constants = [None] * len(constants_of(tile, problem.causal))  # a launch takes a place for each, and no value
+        self.scalars = [problem.scale * math.log2(math.e), blocks_per_item, *constants]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Enqueue on the current stream of the tensors' device, which must be the current one."""
+        arguments: list[Any] = []
+        for view, t, meta in zip(self.views, (q, k, v, out), self.kernel.metadata.tensordesc_meta, strict=True):
+            arguments += view.arguments(t.data_ptr(), meta)
+        arguments += (lse, *self.scalars)
+        launch(self.kernel, self.programs, current_stream(self.device_index), arguments)

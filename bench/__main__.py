@@ -1,0 +1,160 @@
+"""`python -m bench`: attention forward on this card against cuDNN (through torch's SDPA), timed in one process."""
+
+import argparse
+import concurrent.futures
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.candidates import CANDIDATES, label
+from bench.provenance import clocks, provenance
+from bench.timing import host_seconds, time_interleaved
+from gluon_attn import attention
+from gluon_attn.kernels.hopper.kernel import compiled
+from gluon_attn.tuning import TABLE, TileConfig
+
+TOKENS = 16384  # B * S of every point
+MODEL_DIM = 2048  # H * D of every point
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem of the sweep: self-attention over `length` tokens, TOKENS in the batch, MODEL_DIM over all heads."""
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    length: int
+
+    @property
+    def flops(self) -> float:
+        """4 B H S² D for the two products, half of it under a causal mask."""
+        return 4 * TOKENS * self.length * MODEL_DIM / (2 if self.causal else 1)
+
+    @property
+    def name(self) -> str:
+        return f"D={self.head_dim} {'causal' if self.causal else 'full'} {self.length}"
+
+    def tensors(self) -> list[torch.Tensor]:
+        shape = (TOKENS // self.length, MODEL_DIM // self.head_dim, self.length, self.head_dim)
+        torch.manual_seed(0)
+        return [torch.randn(shape, dtype=DTYPES[self.dtype], device="cuda") for _ in range(3)]
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def precompile(jobs: set[tuple[torch.dtype, int, bool, TileConfig]]) -> Iterator[None]:
+    """Compile in parallel processes, into Triton's cache on disk."""
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(compiled_to_disk, *job) for job in jobs]):
+            done.result()
+            yield
+
+
+def compiled_to_disk(*job: Any) -> None:
+    compiled(*job)
+
+
+def calls_of(point: Point, tiles: list[TileConfig]) -> dict[str, Callable[[], object]]:
+    """What is timed at a point: cuDNN, then ours as the table picks it, with 1 and 2 CTAs, or with each of `tiles`."""
+    q, k, v = point.tensors()
+    calls: dict[str, Callable[[], object]] = {"cudnn": lambda: cudnn(q, k, v, point.causal)}
+    if tiles:
+        return calls | {label(t): lambda t=t: attention(q, k, v, causal=point.causal, tile=t) for t in tiles}
+    calls["ours"] = lambda: attention(q, k, v, causal=point.causal)
+    for n in (1, 2):
+        calls[f"ours {n}cta"] = lambda n=n: attention(q, k, v, causal=point.causal, num_ctas=n)
+    return calls
+
+
+def measure(point: Point, tiles: list[TileConfig], rounds: int) -> dict[str, Any]:
+    timings = time_interleaved(calls_of(point, tiles), rounds=rounds)
+    return {
+        "point": vars(point),
+        "clocks": clocks(),
+        "results": {
+            name: {
+                "ms": t.median * 1e3,
+                "tflops": point.flops / t.median / 1e12,
+                "spread": t.spread,
+                "ratio_to_cudnn": timings["cudnn"].median / t.median,
+            }
+            for name, t in timings.items()
+        },
+    }
+
+
+def host_times() -> dict[str, float]:
+    """Host microseconds of a call on small work, (1, 16, 512, 128) bf16."""
+    q, k, v = (torch.randn(1, 16, 512, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    return {
+        "ours": host_seconds(lambda: attention(q, k, v)) * 1e6,
+        "cudnn": host_seconds(lambda: cudnn(q, k, v, causal=False)) * 1e6,
+    }
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--head-dim", type=int, nargs="+", choices=sorted(CANDIDATES), default=[64, 128])
+    parser.add_argument("--mask", nargs="+", choices=["full", "causal"], default=["full", "causal"])
+    parser.add_argument("--length", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--candidates", action="store_true", help="time every tile of bench/candidates.py instead")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="where to write the JSON, for example bench/results/h200_forward.json")
+    parser.add_argument("--commit", help="commit of the measured tree, where git cannot tell")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if not torch.cuda.is_available():
+        sys.exit("bench: needs a Hopper card, found no CUDA device; nothing was timed")
+    points = [Point(args.dtype, d, m == "causal", n) for d in args.head_dim for m in args.mask for n in args.length]
+    tiles = {d: CANDIDATES[d] if args.candidates else [] for d in args.head_dim}
+    kernels = {
+        (DTYPES[args.dtype], d, causal, t)
+        for d, causal in {(p.head_dim, p.causal) for p in points}
+        for t in tiles[d] or [row.tile for row in TABLE if (row.padded_head_dim, row.causal) == (d, causal)]
+    }
+    for i, _ in enumerate(precompile(kernels), start=1):
+        print(f"\rcompiled {i} of {len(kernels)} kernels", end="", flush=True)
+    print()
+
+    report: dict[str, Any] = {"provenance": provenance(args.commit), "method": time_interleaved.__doc__, "points": []}
+    report["host_us"] = host_times()
+    print("host µs per call at (1, 16, 512, 128):", {k: round(v, 1) for k, v in report["host_us"].items()})
+    start = time.time()
+    for i, point in enumerate(points, start=1):
+        report["points"].append(measure(point, tiles[point.head_dim], args.rounds))
+        results = report["points"][-1]["results"]
+        cells = (f"{n} {r['tflops']:.0f} ({r['ratio_to_cudnn']:.3f} ±{r['spread'] / 2:.1%})" for n, r in results.items())
+        left = (time.time() - start) / i * (len(points) - i)
+        print(f"[{left:3.0f} s left] {point.name:20} " + " | ".join(cells), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if not args.candidates:
+        ratios = [p["results"]["ours"]["ratio_to_cudnn"] for p in report["points"]]
+        print(f"geometric mean of ours / cuDNN over {len(ratios)} points: {geometric_mean(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Where a figure comes from: card, clocks, versions, commit."""
+
+import datetime
+import subprocess
+from typing import Any
+
+import torch
+import triton
+
+
+def output_of(*command: str) -> str:
+    """Standard output of a command, or "" if there is no such command or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def clocks() -> str:
+    """SM clock, memory clock, power and temperature as the driver gives them now."""
+    return output_of(
+        "nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu", "--format=csv,noheader"
+    )
+
+
+def provenance(commit: str | None) -> dict[str, Any]:
+    """For a result file. commit: of the tree that is measured, if git cannot tell."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": commit or output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown",
+        "card": torch.cuda.get_device_name(),
+        "driver": output_of("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "clocks": clocks(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }

@@ -1,0 +1,66 @@
+"""Timing of several calls against each other on one card."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # more than four times the L2 cache of an H200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a call: the median over all its runs, and the spread of its rounds' medians around their median."""
+
+    median: float
+    round_medians: tuple[float, ...]
+
+    @property
+    def spread(self) -> float:
+        return (max(self.round_medians) - min(self.round_medians)) / statistics.median(self.round_medians)
+
+
+def time_interleaved(
+    calls: Mapping[str, Callable[[], object]], *, rounds: int = 9, runs: int = 15, warmup: int = 4
+) -> dict[str, Timing]:
+    """Time every call in turn, round after round, so that clocks and temperature drift for all of them alike.
+
+    Each run starts with a cold L2 cache and is timed by CUDA events. `warmup` runs precede the timed ones in each round:
+    9 rounds make 36 warm-up and 135 timed runs.
+    """
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for _ in range(warmup):
+                call()
+            events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+            for start, end in events:
+                flush.zero_()
+                start.record()
+                call()
+                end.record()
+            torch.cuda.synchronize()
+            seconds[name].append([start.elapsed_time(end) / 1e3 for start, end in events])
+    return {
+        name: Timing(statistics.median(sum(per_round, [])), tuple(statistics.median(r) for r in per_round))
+        for name, per_round in seconds.items()
+    }
+
+
+def host_seconds(call: Callable[[], object], *, runs: int = 400) -> float:
+    """Median host time of one call, with the device kept ahead so that it never blocks on a full queue."""
+    import time
+
+    for _ in range(20):
+        call()
+    taken = []
+    for i in range(runs):
+        if i % 50 == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return statistics.median(taken)

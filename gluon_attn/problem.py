@@ -1,0 +1,157 @@
+"""One attention problem: its shapes and options. All validation of user input is here."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("bhsd", "bshd")
+DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+TMA_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """q (B, H, Sq, D), k and v (B, Hkv, Sk, D), in the dimension order that `layout` names; scale finite and positive."""
+
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    causal: bool
+    scale: float
+    layout: str
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        layout: str = "bhsd",
+        out: Tensor | None = None,
+    ) -> "Problem":
+        """The problem that these tensors pose, all of its shapes, dtypes, devices and strides checked.
+
+        Base addresses are not looked at here (`check_addresses`): they change from call to call.
+        Raises TypeError or ValueError naming the argument, what it should be, what it is, and what to do.
+        """
+        named = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
+        for name, t in named.items():
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+        for name, t in named.items():
+            check_tensor(name, t, q)
+        batch, heads, q_len, head_dim = in_bhsd(q, layout).shape
+        if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"q: expected a head_dim that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}; "
+                "pad q, k and v with zeros to the next multiple of 8 and give scale explicitly"
+            )
+        check_shapes(in_bhsd(q, layout), in_bhsd(k, layout), in_bhsd(v, layout))
+        if out is not None and out.shape != q.shape:
+            raise ValueError(f"out: expected shape {tuple(q.shape)} (as q), got {tuple(out.shape)}")
+        return Problem(
+            dtype=q.dtype,
+            batch=batch,
+            heads=heads,
+            kv_heads=in_bhsd(k, layout).shape[1],
+            q_len=q_len,
+            kv_len=in_bhsd(k, layout).shape[2],
+            head_dim=head_dim,
+            causal=causal,
+            scale=checked_scale(scale, head_dim),
+            layout=layout,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch: no query, or no key."""
+        return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
+
+    @property
+    def padded_head_dim(self) -> int:
+        """The head dim of the kernel that computes it: 64, 128 or 256. TMA fills the columns between with zeros."""
+        return max(64, 1 << (self.head_dim - 1).bit_length())
+
+
+def in_bhsd(t: Tensor, layout: str) -> Tensor:
+    """A view of `t` with dimensions (batch, head, sequence, head_dim)."""
+    return t.transpose(1, 2) if layout == "bshd" else t
+
+
+def check_tensor(name: str, t: Tensor, q: Tensor) -> None:
+    """What each tensor must be by itself and to q."""
+    if t.dim() != 4:
+        raise ValueError(f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); unsqueeze a batch of 1")
+    if t.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected dtype float16 or bfloat16, got {t.dtype}; convert with .to(torch.bfloat16)")
+    if t.dtype != q.dtype:
+        raise TypeError(f"{name}: expected dtype {q.dtype} (as q), got {t.dtype}")
+    if t.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}")
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: expected stride 1 in the last dimension, got {t.stride(-1)}; "
+            "call .contiguous() on it, nothing is copied silently"
+        )
+    for dim in range(3):
+        stride_bytes = t.stride(dim) * t.element_size()
+        if t.shape[dim] > 1 and stride_bytes % TMA_ALIGNMENT_BYTES:
+            raise ValueError(
+                f"{name}: expected strides that are multiples of {TMA_ALIGNMENT_BYTES} bytes, "
+                f"got {stride_bytes} bytes in dimension {dim}; call .contiguous() on it, nothing is copied silently"
+            )
+        if name == "out" and t.shape[dim] > 1 and t.stride(dim) == 0:
+            raise ValueError(f"out: expected no expanded dimension, got stride 0 in dimension {dim}; allocate it in full")
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """That q (B, H, Sq, D), k and v (B, Hkv, Sk, D) fit together."""
+    for name, t in (("k", k), ("v", v)):
+        if t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: expected batch {q.shape[0]} (as q), got {t.shape[0]}")
+        if t.shape[3] != q.shape[3]:
+            hint = "; a V head dim unlike Q's is not supported" if name == "v" else ""
+            raise ValueError(f"{name}: expected head_dim {q.shape[3]} (as q), got {t.shape[3]}{hint}")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v: expected {k.shape[1]} heads (as k), got {v.shape[1]}")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"v: expected {k.shape[2]} keys (as k), got {v.shape[2]}")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"q: expected a number of heads that is a multiple of the {kv_heads} KV heads, got {heads}; "
+            "check the layout argument"
+        )
+
+
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}; call .item() on a tensor")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale: expected a finite positive number, got {scale}")
+    return float(scale)
+
+
+def check_addresses(**tensors: Tensor) -> None:
+    """ValueError unless TMA can address each tensor: its base is 16-byte aligned."""
+    for name, t in tensors.items():
+        if t.data_ptr() % TMA_ALIGNMENT_BYTES:
+            raise ValueError(
+                f"{name}: expected a base address that is a multiple of {TMA_ALIGNMENT_BYTES} bytes, "
+                f"got {t.data_ptr():#x}; slice at a multiple of 8 elements, or .clone() it: nothing is copied silently"
+            )
