@@ -1,13 +1,11 @@
 """`python -m bench`: attention forward on this card against cuDNN (through torch's SDPA), timed in one process."""
 
 import argparse
-import concurrent.futures
 import json
 import math
-import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.candidates import CANDIDATES, label
+from bench.precompile import precompile
 from bench.provenance import clocks, provenance
 from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention
-from gluon_attn.kernels.hopper.kernel import compiled
 from gluon_attn.tuning import TABLE, TileConfig
 
 TOKENS = 16384  # B * S of every point
@@ -55,18 +53,6 @@ class Point:
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def precompile(jobs: set[tuple[torch.dtype, int, bool, TileConfig]]) -> Iterator[None]:
-    """Compile in parallel processes, into Triton's cache on disk."""
-    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(compiled_to_disk, *job) for job in jobs]):
-            done.result()
-            yield
-
-
-def compiled_to_disk(*job: Any) -> None:
-    compiled(*job)
 
 
 def calls_of(point: Point, tiles: list[TileConfig]) -> dict[str, Callable[[], object]]:

@@ -6,6 +6,7 @@ import triton
 import triton.knobs as knobs
 from channels.compat import aggregate, constexpr_function, gl, jit
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
@@ -61,8 +62,9 @@ def compile_gluon(
 
 def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> Any:
     """The 128-byte TMA descriptor (a CUtensorMap) of a tensor; `meta` is the compiled kernel's for that parameter."""
+    element_type = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
     return driver.active.utils.fill_tma_descriptor_tiled(
-        address, meta["swizzle"], meta["elem_size"], meta["elem_type"], meta["block_size"], shape, strides, 0
+        address, meta["swizzle"], meta["elem_size"], element_type, meta["block_size"], shape, strides, 0
     )
 
 

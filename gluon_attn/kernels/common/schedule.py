@@ -38,7 +38,7 @@ class TileSchedule:
     def tiles_in(self, item):
         """Row blocks of this item: 1, or 2 for a pair (the middle block of an odd number has no partner)."""
         from_end = item % self.items_per_head
-        return gl.minimum(self.blocks_per_item, self.row_blocks - 2 * from_end)
+        return gl.where(self.blocks_per_item == 1, 1, gl.minimum(2, self.row_blocks - 2 * from_end))
 
     @jit
     def tile(self, item, i):

@@ -102,7 +102,8 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
     p_next, stats, alpha = next_probabilities(scores, stats, scale_log2, MASKED)
     p_next = pack_pairs(p_next, q.dtype)
 
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    values.acquire()
+    acc, p, p_next = warpgroup_mma_wait(0, deps=[acc, p, p_next])
     v.release()
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return p_next, acc, stats, Blocks(keys, values, turn)

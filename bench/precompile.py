@@ -1,0 +1,25 @@
+"""Compile kernels in parallel, ahead of their first use."""
+
+import concurrent.futures
+import multiprocessing
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from gluon_attn.kernels.hopper.kernel import compiled
+from gluon_attn.tuning import TileConfig
+
+Job = tuple[torch.dtype, int, bool, TileConfig]  # the arguments of `compiled`
+
+
+def compile_to_disk(job: Job) -> None:
+    compiled(*job)
+
+
+def precompile(jobs: Iterable[Job]) -> Iterator[None]:
+    """Compile into Triton's cache on disk, one process for each core; yields once for each kernel that is ready."""
+    # Not forked: the parent may have a CUDA context already, which a forked process cannot use.
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for ready in concurrent.futures.as_completed([pool.submit(compile_to_disk, job) for job in jobs]):
+            ready.result()
+            yield

@@ -1,0 +1,166 @@
+"""attention() where there is no card: what it refuses, in which order, and what it says."""
+
+import re
+
+import pytest
+import torch
+import triton
+from gluon_attn import TileConfig, attention
+from gluon_attn.compat import check_triton_version
+from gluon_attn.device import Device
+from gluon_attn.problem import Problem
+from gluon_attn.tuning import pick_tile
+
+
+def qkv(requires_grad: bool = False) -> list[torch.Tensor]:
+    return [torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)]
+
+
+def a_tile() -> TileConfig:
+    return pick_tile(Problem.of(*qkv()), Device.hopper(), num_ctas=1)
+
+
+def test_tensors_without_a_card_are_refused():
+    with pytest.raises(RuntimeError, match=r"Hopper") as caught:
+        attention(*qkv())
+    assert type(caught.value) is RuntimeError
+    assert "cpu" in str(caught.value)
+
+
+def test_running_without_a_card_comes_later():
+    with pytest.raises(NotImplementedError, match="cpu|CPU"):
+        attention(*qkv(), device=Device.hopper())
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    """A copy of `t`, two bytes past an aligned address."""
+    copy = torch.zeros(t.numel() + 8, dtype=t.dtype)[1 : t.numel() + 1].view(t.shape)
+    assert copy.data_ptr() % 16 == 2
+    return copy.copy_(t)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_misaligned_base_is_refused(name):
+    tensors = dict(zip(("q", "k", "v", "out"), (*qkv(), qkv()[0]), strict=True))
+    tensors[name] = misaligned(tensors[name])
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*16 bytes.*, got .*"):
+        attention(**tensors)
+
+
+# Each is wrong by itself, and would be on any machine: the lack of a card must not hide it.
+REFUSED = {
+    "shapes": (ValueError, r"^k: expected head_dim 64 \(as q\), got 32", {"k": qkv()[1][..., :32]}),
+    "dtype": (TypeError, r"^q: expected .*float16 or bfloat16.*got torch.float32", {"q": qkv()[0].float()}),
+    "layout": (ValueError, r"^layout: expected .*got 'sbhd'", {"layout": "sbhd"}),
+    "scale": (ValueError, r"^scale: expected .*got -1", {"scale": -1.0}),
+    "out": (ValueError, r"^out: expected .*got", {"out": qkv()[0][:, :1]}),
+    "num_ctas 3": (ValueError, r"^num_ctas: expected .*got 3", {"num_ctas": 3}),
+    "num_ctas 0": (ValueError, r"^num_ctas: expected .*got 0", {"num_ctas": 0}),
+    "num_ctas that the tile has not": (ValueError, r"^num_ctas: expected 1.*got 2", {"num_ctas": 2, "tile": a_tile()}),
+    "tile": (TypeError, r"^tile: expected a TileConfig.*got tuple", {"tile": (128, 128)}),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "change"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(error, message, change):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        attention(**(dict(zip("qkv", qkv(), strict=True)) | change))
+    assert type(caught.value) is error
+
+
+UNSUPPORTED = {
+    "window_size": (128, 0),
+    "softcap": 30.0,
+    "bias": torch.zeros(1),
+    "attn_mask": torch.zeros(1),
+    "dropout_p": 0.1,
+    "cu_seqlens_q": torch.zeros(2),
+    "cu_seqlens_k": torch.zeros(2),
+    "max_seqlen_q": 16,
+    "max_seqlen_k": 16,
+    "block_table": torch.zeros(1),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_feature_is_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match=rf"\b{name}\b"):
+        attention(*qkv(), **{name: UNSUPPORTED[name]})
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_fp8_scales_are_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match=rf"\b{name}\b"):
+        attention(*qkv(), **{name: torch.ones(1, 2)})
+
+
+def test_unknown_keyword():
+    with pytest.raises(TypeError, match="is_causal"):
+        attention(*qkv(), is_causal=True)  # type: ignore[call-arg, unused-ignore]
+
+
+def test_options_are_keywords():
+    with pytest.raises(TypeError, match="positional"):
+        attention(*qkv(), True)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("i", [0, 1, 2], ids=["q", "k", "v"])
+def test_gradients_are_refused_in_grad_mode(i):
+    tensors = qkv()
+    tensors[i].requires_grad_()
+    with pytest.raises(NotImplementedError, match="forward"):
+        attention(*tensors)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inputs_that_require_grad_are_fine_without_grad_mode(mode):
+    tensors = qkv(requires_grad=True)
+    with mode(), pytest.raises(RuntimeError, match="Hopper") as caught:
+        attention(*tensors)
+    assert type(caught.value) is RuntimeError  # the lack of a card, not of gradients
+
+
+# Hopper's successors and predecessors; that there are tensor cores in them does not make the kernels run.
+CARDS = {
+    "Ampere": ((8, 0), 108, 166912),
+    "Ada": ((8, 9), 142, 101376),
+    "Blackwell, data centre": ((10, 0), 148, 232448),
+    "Blackwell, workstation": ((12, 0), 188, 101376),
+}
+
+
+@pytest.mark.parametrize(("capability", "sm_count", "smem_bytes"), CARDS.values(), ids=CARDS.keys())
+def test_another_card_is_refused(capability, sm_count, smem_bytes):
+    card = Device(name="a card", capability=capability, sm_count=sm_count, smem_bytes=smem_bytes)
+    with pytest.raises(RuntimeError) as caught:
+        attention(*qkv(), device=card)
+    assert type(caught.value) is RuntimeError
+    found = re.escape(f"{capability[0]}.{capability[1]}")
+    why = r"[^;]*: (\w+[ ,-]+){3,}"  # a reason in words follows what was found
+    assert re.search(rf"^device: expected .*Hopper.*9\.0.*, got a card.*{found}{why}", str(caught.value)), caught.value
+
+
+def test_hopper_is_an_h200():
+    h200 = Device.hopper()
+    assert (h200.capability, h200.sm_count, h200.smem_bytes) == ((9, 0), 132, 232448)
+    assert "H200" in h200.name
+
+
+@pytest.mark.parametrize("version", ["3.8.0", "3.8.1", "3.10.0", "4.9.0", "3.90.0", "2.3.9"])
+def test_another_triton_is_refused(monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    with pytest.raises(RuntimeError, match=rf"^triton: expected .*3\.9.*, got {re.escape(version)}.*pip install"):
+        check_triton_version()
+
+
+@pytest.mark.parametrize("version", ["3.9.0", "3.9.1", "3.9.0+git1234567", "3.9.0.post1"])
+def test_triton_3_9_is_accepted(monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    check_triton_version()
+
+
+def test_attention_checks_the_version(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.8.0")
+    q, k, v = (t[:, :, :13] for t in qkv())  # a shape that no other test has asked for
+    with pytest.raises(RuntimeError, match=r"^triton: expected"):
+        attention(q, k, v)

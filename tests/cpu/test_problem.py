@@ -1,0 +1,275 @@
+"""What a Problem accepts, and the message for each thing it does not."""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from gluon_attn.problem import Problem
+
+HEAD_DIMS = range(8, 257, 8)
+
+
+def qkv(
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    q_len: int = 16,
+    kv_len: int = 32,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+) -> dict[str, torch.Tensor]:
+    q, k, v = (
+        torch.zeros(batch, h, s, head_dim, dtype=dtype)
+        for h, s in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    )
+    if layout == "bshd":
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    return {"q": q, "k": k, "v": v}
+
+
+class Refused(NamedTuple):
+    """Arguments on top of valid ones, and the error: its type, the argument, what was expected, what came."""
+
+    change: dict[str, Any]
+    error: type[Exception]
+    name: str
+    want: str
+    got: str
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+VALID = qkv()
+REFUSED = {
+    # Rank and kind.
+    "q is no tensor": Refused({"q": [1.0]}, TypeError, "q", "torch.Tensor", "list"),
+    "k is no tensor": Refused({"k": VALID["k"].float().numpy()}, TypeError, "k", "torch.Tensor", "ndarray"),
+    "v is None": Refused({"v": None}, TypeError, "v", "torch.Tensor", "NoneType"),
+    "out is no tensor": Refused({"out": 3}, TypeError, "out", "torch.Tensor", "int"),
+    "q of rank 3": Refused({"q": half(4, 16, 128)}, ValueError, "q", "4 dimensions", "3"),
+    "k of rank 5": Refused({"k": half(1, 2, 2, 32, 128)}, ValueError, "k", "4 dimensions", "5"),
+    "v of rank 2": Refused({"v": half(32, 128)}, ValueError, "v", "4 dimensions", "2"),
+    "out of rank 3": Refused({"out": half(4, 16, 128)}, ValueError, "out", "4 dimensions", "3"),
+    # Shapes that do not match.
+    "k of another batch": Refused({"k": half(3, 2, 32, 128)}, ValueError, "k", "batch 2 (as q)", "3"),
+    "v of another batch": Refused({"v": half(1, 2, 32, 128)}, ValueError, "v", "batch 2 (as q)", "1"),
+    "k of another head dim": Refused({"k": half(2, 2, 32, 64)}, ValueError, "k", "head_dim 128 (as q)", "64"),
+    "v of another head dim": Refused({"v": half(2, 2, 32, 64)}, ValueError, "v", "head_dim 128 (as q)", "64"),
+    "v of other heads than k": Refused({"v": half(2, 4, 32, 128)}, ValueError, "v", "2 heads (as k)", "4"),
+    "v of another length than k": Refused({"v": half(2, 2, 31, 128)}, ValueError, "v", "32", "31"),
+    "out of another shape": Refused({"out": half(2, 4, 17, 128)}, ValueError, "out", "(2, 4, 16, 128)", "17, 128)"),
+    # Heads.
+    "heads no multiple of KV heads": Refused(
+        {"k": half(2, 3, 32, 128), "v": half(2, 3, 32, 128)}, ValueError, "q", "multiple of the 3 KV heads", "4"
+    ),
+    "fewer heads than KV heads": Refused(
+        {"k": half(2, 8, 32, 128), "v": half(2, 8, 32, 128)}, ValueError, "q", "multiple of the 8 KV heads", "4"
+    ),
+    "no KV heads": Refused(
+        {"k": half(2, 0, 32, 128), "v": half(2, 0, 32, 128)}, ValueError, "q", "multiple of the 0 KV heads", "4"
+    ),
+    # Dtype.
+    "float32": Refused(qkv(dtype=torch.float32), TypeError, "q", "float16 or bfloat16", "torch.float32"),
+    "float64": Refused(qkv(dtype=torch.float64), TypeError, "q", "float16 or bfloat16", "torch.float64"),
+    "fp8": Refused(qkv(dtype=torch.float8_e4m3fn), TypeError, "q", "float16 or bfloat16", "torch.float8_e4m3fn"),
+    "int": Refused(qkv(dtype=torch.int16), TypeError, "q", "float16 or bfloat16", "torch.int16"),
+    "k of another dtype": Refused({"k": VALID["k"].half()}, TypeError, "k", "torch.bfloat16 (as q)", "torch.float16"),
+    "v of another dtype": Refused({"v": VALID["v"].half()}, TypeError, "v", "torch.bfloat16 (as q)", "torch.float16"),
+    "v of float32": Refused({"v": VALID["v"].float()}, TypeError, "v", "bfloat16", "torch.float32"),
+    "out of another dtype": Refused(
+        {"out": VALID["q"].half()}, TypeError, "out", "torch.bfloat16 (as q)", "torch.float16"
+    ),
+    # Head dim.
+    "head dim 0": Refused(qkv(head_dim=0), ValueError, "q", "multiple of 8", "0"),
+    "head dim 4": Refused(qkv(head_dim=4), ValueError, "q", "multiple of 8", "4"),
+    "head dim 100": Refused(qkv(head_dim=100), ValueError, "q", "multiple of 8", "100"),
+    "head dim 264": Refused(qkv(head_dim=264), ValueError, "q", "256", "264"),
+    # Devices.
+    "k on another device": Refused({"k": VALID["k"].to("meta")}, ValueError, "k", "cpu (as q)", "meta"),
+    "v on another device": Refused({"v": VALID["v"].to("meta")}, ValueError, "v", "cpu (as q)", "meta"),
+    "out on another device": Refused({"out": VALID["q"].to("meta")}, ValueError, "out", "cpu (as q)", "meta"),
+    # Strides.
+    "q with last stride 2": Refused({"q": half(2, 4, 16, 256)[..., ::2]}, ValueError, "q", "stride 1", "2"),
+    "k transposed": Refused({"k": half(2, 2, 128, 32).mT}, ValueError, "k", "stride 1", "32"),
+    "v with last stride 0": Refused({"v": half(2, 2, 32, 1).expand(-1, -1, -1, 128)}, ValueError, "v", "stride 1", "0"),
+    "out with last stride 2": Refused({"out": half(2, 4, 16, 256)[..., ::2]}, ValueError, "out", "stride 1", "2"),
+    "q rows off by 8 bytes": Refused({"q": half(2, 4, 16, 132)[..., :128]}, ValueError, "q", "16 bytes", "264"),
+    "k heads off by 2 bytes": Refused(
+        {"k": half(2 * 2 * 4097).as_strided((2, 2, 32, 128), (2 * 4097 - 2, 4097, 128, 1))},
+        ValueError,
+        "k",
+        "16 bytes",
+        "8194",
+    ),
+    "v batches off by 4 bytes": Refused(
+        {"v": half(20000).as_strided((2, 2, 32, 128), (8194, 4096, 128, 1))}, ValueError, "v", "16 bytes", "16388"
+    ),
+    "out rows off by 8 bytes": Refused({"out": half(2, 4, 16, 132)[..., :128]}, ValueError, "out", "16 bytes", "264"),
+    "out expanded": Refused({"out": half(2, 1, 16, 128).expand(-1, 4, -1, -1)}, ValueError, "out", "expanded", "0"),
+    # Options.
+    "unknown layout": Refused({"layout": "sbhd"}, ValueError, "layout", "'bhsd', 'bshd'", "'sbhd'"),
+    "no layout": Refused({"layout": None}, ValueError, "layout", "'bhsd', 'bshd'", "None"),
+    "causal is a string": Refused({"causal": "top-left"}, TypeError, "causal", "bool", "str"),
+    "causal is a number": Refused({"causal": 1}, TypeError, "causal", "bool", "int"),
+    "scale 0": Refused({"scale": 0.0}, ValueError, "scale", "finite positive", "0.0"),
+    "negative scale": Refused({"scale": -0.5}, ValueError, "scale", "finite positive", "-0.5"),
+    "infinite scale": Refused({"scale": float("inf")}, ValueError, "scale", "finite positive", "inf"),
+    "scale NaN": Refused({"scale": float("nan")}, ValueError, "scale", "finite positive", "nan"),
+    "scale is a string": Refused({"scale": "1"}, TypeError, "scale", "float", "str"),
+    "scale is a tensor": Refused({"scale": torch.tensor(0.5)}, TypeError, "scale", "float", "Tensor"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED.values(), ids=REFUSED.keys())
+def test_refused(row):
+    arguments = VALID | row.change
+    with pytest.raises((TypeError, ValueError)) as caught:
+        Problem.of(**arguments)
+    assert type(caught.value) is row.error
+    message = str(caught.value)
+    # Name, want, got; then what to do, which has no fixed form.
+    expected = rf"^{row.name}: expected .*{re.escape(row.want)}.*, got .*{re.escape(row.got)}(?![\d.])"
+    assert re.search(expected, message), message
+
+
+ADVICE = {
+    "q of rank 3": "unsqueeze",
+    "float32": ".to(torch.bfloat16)",
+    "head dim 100": "pad",
+    "q with last stride 2": ".contiguous()",
+    "q rows off by 8 bytes": ".contiguous()",
+    "v of another head dim": "not supported",
+    "heads no multiple of KV heads": "layout",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_message_says_what_to_do(name):
+    with pytest.raises(REFUSED[name].error, match=re.escape(ADVICE[name])):
+        Problem.of(**(VALID | REFUSED[name].change))
+
+
+def test_bshd_given_as_bhsd_points_to_the_layout():
+    with pytest.raises(ValueError, match="layout"):
+        Problem.of(**qkv(heads=8, kv_heads=2, q_len=32, kv_len=30, layout="bshd"))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_both_layouts_pose_the_same_problem(layout):
+    problem = Problem.of(**qkv(layout=layout), causal=True, scale=0.25, layout=layout)
+    assert dataclasses.asdict(problem) == {
+        "dtype": torch.bfloat16,
+        "batch": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "q_len": 16,
+        "kv_len": 32,
+        "head_dim": 128,
+        "causal": True,
+        "scale": 0.25,
+        "layout": layout,
+    }
+
+
+def test_defaults():
+    problem = Problem.of(**qkv(head_dim=64))
+    assert (problem.causal, problem.layout) == (False, "bhsd")
+    assert problem.scale == pytest.approx(0.125, rel=1e-15)
+
+
+def test_scale_may_be_an_int():
+    problem = Problem.of(**qkv(), scale=1)
+    assert problem.scale == 1.0
+    assert isinstance(problem.scale, float)
+
+
+def test_frozen():
+    problem = Problem.of(**qkv())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        problem.causal = True  # type: ignore[misc]
+    assert hash(problem) == hash(Problem.of(**qkv()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_dim_is_accepted(head_dim, dtype):
+    problem = Problem.of(**qkv(head_dim=head_dim, dtype=dtype))
+    assert (problem.head_dim, problem.dtype) == (head_dim, dtype)
+    assert problem.scale == pytest.approx(head_dim**-0.5, rel=1e-15)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 4, 7, 9, 12, 36, 100, 127, 129, 252, 255, 257, 260, 264, 512])
+def test_no_other_head_dim_is_accepted(head_dim):
+    with pytest.raises(ValueError, match=rf"^q: .*multiple of 8.*got {head_dim}\b"):
+        Problem.of(**qkv(head_dim=head_dim))
+
+
+def odd_strides(t: torch.Tensor) -> torch.Tensor:
+    """The same, with a stride that TMA would refuse in each dimension of size 1."""
+    return t.as_strided(t.shape, [7 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)])
+
+
+ACCEPTED = {
+    "MQA": (qkv(kv_heads=1), {}),
+    "GQA 4:1": (qkv(heads=8, kv_heads=2), {}),
+    "one query": (qkv(q_len=1), {}),
+    "one key": (qkv(kv_len=1), {}),
+    "more queries than keys, causal": (qkv(q_len=33, kv_len=32), {"causal": True}),
+    "out": (qkv(), {"out": half(2, 4, 16, 128)}),
+    "out of other strides than q": (qkv(), {"out": half(2, 16, 4, 128).transpose(1, 2)}),
+    "out sliced": (qkv(), {"out": half(2, 4, 20, 136)[:, :, 2:18, 8:]}),
+    "memory in the order of the other layout": (
+        {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in VALID.items()},
+        {},
+    ),
+    "sliced rows": ({name: t[:, :, 3:-5] for name, t in qkv(q_len=24, kv_len=40).items()}, {}),
+    "sliced columns": ({name: t[..., 8:136] for name, t in qkv(head_dim=256).items()}, {}),
+    "sliced heads": ({name: t[:, ::2] for name, t in qkv(heads=8, kv_heads=4).items()}, {}),
+    "packed q, k, v": (
+        dict(zip("qkv", half(2, 16, 3, 4, 128).unbind(2), strict=True)),
+        {"layout": "bshd"},
+    ),
+    "odd strides where the size is 1": (
+        {name: odd_strides(t) for name, t in qkv(batch=1, heads=1, kv_heads=1, q_len=1, kv_len=1).items()},
+        {},
+    ),
+    "odd strides of out where the size is 1": (
+        qkv(batch=1, q_len=1),
+        {"out": odd_strides(half(1, 4, 1, 128))},
+    ),
+    "K and V expanded over the heads": (
+        VALID | {name: half(2, 1, 32, 128).expand(-1, 4, -1, -1) for name in ("k", "v")},
+        {},
+    ),
+    "K and V expanded over the batch": (
+        VALID | {name: half(1, 2, 32, 128).expand(2, -1, -1, -1) for name in ("k", "v")},
+        {},
+    ),
+    "no batch": (qkv(batch=0), {}),
+    "no heads": (qkv(heads=0, kv_heads=0), {}),
+    "no queries": (qkv(q_len=0), {}),
+    "no keys": (qkv(kv_len=0), {}),
+}
+
+
+@pytest.mark.parametrize(("tensors", "options"), ACCEPTED.values(), ids=ACCEPTED.keys())
+def test_accepted(tensors, options):
+    problem = Problem.of(**tensors, **options)
+    q, k = tensors["q"], tensors["k"]
+    sequence, head = (1, 2) if options.get("layout") == "bshd" else (2, 1)
+    assert (problem.batch, problem.heads, problem.q_len) == (q.shape[0], q.shape[head], q.shape[sequence])
+    assert (problem.kv_heads, problem.kv_len) == (k.shape[head], k.shape[sequence])
+
+
+def test_nothing_is_copied_or_touched():
+    tensors = {name: t.fill_(3.0) for name, t in qkv().items()}
+    addresses = {name: t.data_ptr() for name, t in tensors.items()}
+    Problem.of(**tensors)
+    assert addresses == {name: t.data_ptr() for name, t in tensors.items()}
+    assert all(bool((t == 3.0).all()) for t in tensors.values())

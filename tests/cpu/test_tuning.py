@@ -1,0 +1,206 @@
+"""Each row of the tuning table fits the card and says where it was measured; the picker has an answer for everything."""
+
+import dataclasses
+import datetime
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gluon_attn import TileConfig
+from gluon_attn.device import Device
+from gluon_attn.problem import Problem
+from gluon_attn.tuning import TABLE, pick_tile
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+# Of an H100 or H200, from CUDA's programming guide.
+SMEM_BYTES = 232448
+REGISTERS = 65536
+MAX_THREADS = 1024
+MAX_REGISTERS_PER_THREAD = 255
+
+ELEMENT_BYTES = 2  # fp16 and bf16
+WARPGROUP = 128
+ROWS = 64  # query rows of a softmax warpgroup in each CTA
+
+# What a compiled kernel has beside its tiles: mbarriers, and what the compiler itself needs.
+OTHER_SMEM_BYTES = 8192
+
+ROW_IDS = [f"row {i}: D={row.padded_head_dim}, {row.tile.num_ctas} CTAs" for i, row in enumerate(TABLE)]
+every_row = pytest.mark.parametrize("row", TABLE, ids=ROW_IDS)
+
+
+def tile_bytes(tile: TileConfig, head_dim: int, element_bytes: int) -> int:
+    """The tiles of one CTA: Q in its slots, K and V in theirs, O in a buffer of its own unless it is staged in Q's."""
+    row_bytes = head_dim * element_bytes
+    query_tiles = tile.query_slots + (0 if tile.stage_in_queries else 1)
+    return (query_tiles * tile.softmax_roles * ROWS + 2 * tile.kv_slots * tile.block_n) * row_bytes
+
+
+def test_there_are_rows():
+    assert {(row.padded_head_dim, row.tile.num_ctas) for row in TABLE} == set(itertools.product((64, 128, 256), (1, 2)))
+
+
+@every_row
+def test_row_fits_shared_memory(row):
+    assert tile_bytes(row.tile, row.padded_head_dim, ELEMENT_BYTES) <= SMEM_BYTES
+    assert row.tile.smem_bytes(row.padded_head_dim, ELEMENT_BYTES) <= SMEM_BYTES
+
+
+@every_row
+def test_row_fits_the_registers(row):
+    # Registers are handed out by warpgroup, so the one load warp takes those of four.
+    per_thread = [row.tile.softmax_registers] * row.tile.softmax_roles + [row.tile.load_registers]
+    assert sum(WARPGROUP * registers for registers in per_thread) <= REGISTERS
+    assert all(24 <= registers <= MAX_REGISTERS_PER_THREAD and registers % 8 == 0 for registers in per_thread)
+
+
+@every_row
+def test_row_fits_the_threads(row):
+    assert WARPGROUP * (row.tile.softmax_roles + 1) <= MAX_THREADS
+
+
+@every_row
+def test_row_says_where_it_was_measured(row):
+    assert re.search(r"H[12]00", row.card)
+    assert datetime.date.fromisoformat(row.date) >= datetime.date(2026, 1, 1)
+    result = RESULTS / row.result_file
+    assert result.parent == RESULTS
+    assert result.is_file(), f"{result} is missing"
+    assert result.stat().st_size > 0
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@every_row
+def test_smem_bytes_covers_the_tiles(row, head_dim, element_bytes):
+    tiles = tile_bytes(row.tile, head_dim, element_bytes)
+    assert tiles < row.tile.smem_bytes(head_dim, element_bytes) <= tiles + OTHER_SMEM_BYTES
+
+
+def problem(**fields: Any) -> Problem:
+    standard = {
+        "dtype": torch.bfloat16,
+        "batch": 2,
+        "heads": 16,
+        "kv_heads": 16,
+        "q_len": 1024,
+        "kv_len": 1024,
+        "head_dim": 128,
+        "causal": False,
+        "scale": 0.1,
+        "layout": "bhsd",
+    }
+    return Problem(**(standard | fields))
+
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 512, 1000, 4097, 16384, 1 << 20)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_a_tile_for_every_problem(head_dim):
+    padded = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    for dtype, causal, q_len, kv_len, layout in itertools.product(
+        (torch.float16, torch.bfloat16), (False, True), LENGTHS, LENGTHS, ("bhsd", "bshd")
+    ):
+        asked = problem(dtype=dtype, causal=causal, q_len=q_len, kv_len=kv_len, head_dim=head_dim, layout=layout)
+        for num_ctas in (None, 1, 2):
+            tile = pick_tile(asked, Device.hopper(), num_ctas)
+            assert num_ctas in (None, tile.num_ctas), asked
+            assert tile.smem_bytes(padded, ELEMENT_BYTES) <= SMEM_BYTES, asked
+            assert tile_bytes(tile, padded, ELEMENT_BYTES) <= SMEM_BYTES, asked
+
+
+@pytest.mark.parametrize("batch", [1, 7, 512])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (32, 8), (5, 1), (128, 128)])
+def test_a_tile_for_any_number_of_heads(batch, heads, kv_heads):
+    for causal, head_dim in itertools.product((False, True), (64, 128, 256)):
+        asked = problem(batch=batch, heads=heads, kv_heads=kv_heads, causal=causal, head_dim=head_dim)
+        assert isinstance(pick_tile(asked, Device.hopper()), TileConfig)
+
+
+def test_picking_is_pure(monkeypatch):
+    asked = problem(causal=True)
+    first = pick_tile(asked, Device.hopper())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    monkeypatch.setattr(torch.cuda, "is_available", None)
+    assert pick_tile(asked, Device.hopper()) == first
+    # The name of a card says nothing of what fits it.
+    assert pick_tile(asked, dataclasses.replace(Device.hopper(), name="NVIDIA H100")) == first
+
+
+def test_a_card_with_less_shared_memory_gets_what_fits_or_an_error():
+    small = dataclasses.replace(Device.hopper(), smem_bytes=1024)
+    with pytest.raises(ValueError, match="1024"):
+        pick_tile(problem(), small)
+
+
+VALID: dict[str, Any] = {
+    "softmax_roles": 2,
+    "block_n": 128,
+    "query_slots": 1,
+    "kv_slots": 2,
+    "take_turns": True,
+    "stage_in_queries": False,
+    "softmax_registers": 240,
+    "load_registers": 24,
+    "cga_layout": (),
+}
+
+# What is wrong, and how the message starts and goes on.
+REFUSED = {
+    "no softmax role": ({"softmax_roles": 0}, "self.softmax_roles=0 must be .*1.*4"),
+    "five softmax roles": ({"softmax_roles": 5, "softmax_registers": 24}, "self.softmax_roles=5 must be .*1.*4"),
+    "block_n 32": ({"block_n": 32}, "self.block_n=32 must be 64 or 128"),
+    "block_n 96": ({"block_n": 96}, "self.block_n=96 must be 64 or 128"),
+    "block_n 256": ({"block_n": 256}, "self.block_n=256 must be 64 or 128"),
+    "no query slot": ({"query_slots": 0}, "self.query_slots=0 must be at least 1"),
+    "no K/V slot": ({"kv_slots": 0}, "self.kv_slots=0 must be at least 1"),
+    "negative K/V slots": ({"kv_slots": -2}, "self.kv_slots=-2 must be at least 1"),
+    "softmax registers 12": ({"softmax_registers": 12}, "self.softmax_registers=12 must be a multiple of 8"),
+    "softmax registers 100": ({"softmax_registers": 100}, "self.softmax_registers=100 must be a multiple of 8"),
+    "softmax registers 264": ({"softmax_registers": 264}, "self.softmax_registers=264 must be a multiple of 8"),
+    "load registers 16": ({"load_registers": 16}, "self.load_registers=16 must be a multiple of 8"),
+    "load registers 25": ({"load_registers": 25}, "self.load_registers=25 must be a multiple of 8"),
+    "load registers 264": ({"load_registers": 264}, "self.load_registers=264 must be a multiple of 8"),
+    "more registers than there are": (
+        {"softmax_roles": 4, "softmax_registers": 128},
+        "self.registers=68608 must be at most 65536",
+    ),
+    "sharded along D": ({"cga_layout": ((0, 1),)}, r"self.cga_layout=\(\(0, 1\),\) must be \(\).*\(\(1, 0\),\)"),
+    "not sharded": ({"cga_layout": ((0, 0),)}, r"self.cga_layout=\(\(0, 0\),\) must be \(\).*\(\(1, 0\),\)"),
+    "four CTAs": ({"cga_layout": ((1, 0), (2, 0))}, r"self.cga_layout=\(\(1, 0\), \(2, 0\)\) must be"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_tile_config_checks_itself(change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        TileConfig(**(VALID | change))
+
+
+def test_tile_config_is_keyword_only_and_frozen():
+    with pytest.raises(TypeError, match="positional"):
+        TileConfig(*VALID.values())  # type: ignore[misc]
+    tile = TileConfig(**VALID)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tile.kv_slots = 3  # type: ignore[misc]
+    assert hash(tile) == hash(TileConfig(**VALID))
+
+
+def test_a_changed_copy_is_checked_too():
+    with pytest.raises(ValueError, match=r"self.kv_slots=0 must be at least 1"):
+        dataclasses.replace(TileConfig(**VALID), kv_slots=0)
+
+
+@pytest.mark.parametrize("softmax_roles", [1, 2, 3, 4])
+@pytest.mark.parametrize(("cga_layout", "num_ctas"), [((), 1), (((1, 0),), 2)])
+def test_rows_of_a_tile(softmax_roles, cga_layout, num_ctas):
+    fields = VALID | {"softmax_roles": softmax_roles, "softmax_registers": 96, "cga_layout": cga_layout}
+    tile = TileConfig(**fields)
+    assert tile.num_ctas == num_ctas
+    assert tile.block_m == 64 * softmax_roles * num_ctas

@@ -1,0 +1,309 @@
+"""What the tests on the card share: inputs and poisoned outputs, the error budget, and a process of its own for what may hang.
+
+A hung kernel cannot be stopped from within its process, and a failed one takes the process's CUDA context with it. So
+tests hand *items* (names of cases) to `Apart`, which runs them in groups, each group in a process, several at a time.
+When an item hangs or kills its process, it fails with what the process printed, and the rest of the group goes on in a
+new process. By hand, in the foreground:
+
+    echo '["name of a case"]' | python -m tests.gpu.checks tests.gpu.test_attention:run_case /dev/stderr 60
+"""
+
+import concurrent.futures
+import dataclasses
+import faulthandler
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from gluon_attn import reference_attention
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs and outputs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def normal_qkv(
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    q_len: int,
+    kv_len: int | None = None,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv_heads = heads if kv_heads is None else kv_heads
+    kv_len = q_len if kv_len is None else kv_len
+    sizes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    shapes = [(batch, h, s, head_dim) if layout == "bhsd" else (batch, s, h, head_dim) for h, s in sizes]
+    q, k, v = (normal(*shape, dtype=dtype, seed=3 * seed + i) for i, shape in enumerate(shapes))
+    return q, k, v
+
+
+class Surrounded:
+    """A view of the given shape in the middle of a larger tensor of NaN: around every head, row and column.
+
+    As an input it shows whether anything outside of it is read, as an output whether anything outside is written.
+    """
+
+    def __init__(self, shape: Iterable[int], dtype: torch.dtype) -> None:
+        batch, outer, inner, columns = shape
+        self.buffer = torch.full(
+            (batch + 2, outer + 2, inner + 2, columns + 16), float("nan"), dtype=dtype, device="cuda"
+        )
+        self.view = self.inside(self.buffer)
+
+    @staticmethod
+    def inside(buffer: Tensor) -> Tensor:
+        return buffer[1:-1, 1:-1, 1:-1, 8:-8]
+
+    @classmethod
+    def copy_of(cls, t: Tensor) -> Tensor:
+        surrounded = cls(t.shape, t.dtype)
+        return surrounded.view.copy_(t)
+
+    def check_outside_untouched(self) -> None:
+        outside = self.buffer.clone()
+        self.inside(outside).fill_(float("nan"))
+        written = int((~outside.isnan()).sum())
+        assert written == 0, f"{written} elements outside of the output were written"
+
+
+def poison_free_memory(*like: tuple[Iterable[int], torch.dtype]) -> None:
+    """Fill memory of these shapes with NaN and free it: what is allocated next is likely to get it."""
+    poisoned = [torch.full(tuple(shape), float("nan"), dtype=dtype, device="cuda") for shape, dtype in like]
+    del poisoned
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The error budget
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def last_place(dtype: torch.dtype, at: float) -> float:
+    """One unit in the last place of `dtype` at a number of that magnitude."""
+    info = torch.finfo(dtype)
+    return info.eps * 2.0 ** math.floor(math.log2(max(abs(at), info.tiny)))
+
+
+def largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    what: str = "",
+) -> None:
+    """O and LSE against float64.
+
+    O may be off by twice what plain PyTorch in the same dtype is, plus one unit in the last place at the largest |O|.
+
+    LSE is fp32, whatever the inputs' dtype, so twice the error of plain PyTorch in fp32, plus 2^-16 of the largest
+    |LSE| (at least 1): products on the tensor cores are summed with truncation, up to 16 steps for D = 256, each off
+    by 2^-23 of partial sums that can be several times the score; exp2 and log2 are approximations to 2^-22.
+    """
+    q_len = q.shape[2] if layout == "bhsd" else q.shape[1]
+    heads = q.shape[1] if layout == "bhsd" else q.shape[2]
+    assert (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device), f"{what}: O is {out.shape}, {out.dtype}"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options = {"causal": causal, "scale": scale, "layout": layout}
+    want, want_lse = reference_attention(q.double(), k.double(), v.double(), **options)  # type: ignore[arg-type]
+    plain, _ = reference_attention(q, k, v, **options)  # type: ignore[arg-type]
+    _, single_lse = reference_attention(q.float(), k.float(), v.float(), **options)  # type: ignore[arg-type]
+
+    bad = int((~out.isfinite()).sum())
+    assert bad == 0, f"{what}: {bad} of {out.numel()} elements of O are not finite"
+    error, plain_error = largest(out.double() - want), largest(plain.double() - want)
+    budget = 2 * plain_error + last_place(q.dtype, largest(want))
+    assert error <= budget, f"{what}: O is off by {error:.3e}, budget {budget:.3e} (plain PyTorch: {plain_error:.3e})"
+
+    sees_nothing = want_lse == float("-inf")  # (B, H, Sq)
+    rows = out if layout == "bhsd" else out.transpose(1, 2)
+    assert bool((rows[sees_nothing] == 0).all()), f"{what}: O is not 0 in a row that sees no key"
+    if lse is None:
+        return
+    assert (lse.shape, lse.dtype) == ((q.shape[0], heads, q_len), torch.float32), f"{what}: LSE {lse.shape} {lse.dtype}"
+    assert torch.equal(lse == float("-inf"), sees_nothing), f"{what}: LSE is -inf in other rows than see no key"
+    lse, want_lse, single_lse = (t.double()[~sees_nothing] for t in (lse, want_lse, single_lse))
+    bad = int((~lse.isfinite()).sum())
+    assert bad == 0, f"{what}: {bad} elements of LSE are not finite"
+    error, single_error = largest(lse - want_lse), largest(single_lse - want_lse)
+    budget = 2 * single_error + 2.0**-16 * max(1.0, largest(want_lse))
+    assert error <= budget, f"{what}: LSE is off by {error:.3e}, budget {budget:.3e} (plain fp32: {single_error:.3e})"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A process of its own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    verdict: str  # passed, failed, skipped
+    text: str = ""
+
+    def settle(self) -> None:
+        """Let the running test end like this."""
+        if self.verdict == "skipped":
+            pytest.skip(self.text)
+        if self.verdict != "passed":
+            pytest.fail(self.text, pytrace=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Apart:
+    """How a test module runs its items: `module:function` is called with one name after the other.
+
+    group: items of one group share a process, one after the other. item_seconds: limit for one item, a first compile
+    included. restarts: how many items of a group may hang or crash before the rest of it is given up.
+    """
+
+    function: str
+    item_seconds: float
+    group: Callable[[str], object] = lambda name: name
+    processes: int = os.cpu_count() or 1
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    restarts: int = 2
+
+    def start(self, names: Iterable[str], pool: concurrent.futures.Executor) -> dict[str, "concurrent.futures.Future"]:
+        groups: dict[object, list[str]] = {}
+        for name in names:
+            groups.setdefault(self.group(name), []).append(name)
+        futures = {}
+        for members in sorted(groups.values(), key=len, reverse=True):
+            future = pool.submit(self.run_group, members)
+            futures |= dict.fromkeys(members, future)
+        return futures
+
+    def run_group(self, names: list[str]) -> dict[str, Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        for _ in range(self.restarts + 1):
+            left = [name for name in names if name not in outcomes]
+            if left:
+                outcomes |= self.run_process(left)
+        given_up = Outcome("failed", f"not run: {self.restarts + 1} items of its group before it hung or crashed")
+        return {name: outcomes.get(name, given_up) for name in names}
+
+    def run_process(self, names: list[str]) -> dict[str, Outcome]:
+        """What became of the items up to the one that ended the process, if one did."""
+        with tempfile.TemporaryDirectory() as folder:
+            wanted, results, printed = (Path(folder) / name for name in ("wanted", "results", "printed"))
+            wanted.write_text(json.dumps(names), encoding="utf-8")
+            results.touch()
+            with wanted.open() as stdin, printed.open("w") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.gpu.checks", self.function, str(results), str(self.item_seconds)],
+                    cwd=ROOT,
+                    env={**os.environ, **self.env},
+                    stdin=stdin,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                ended = self.wait(process, results)
+            rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+            output_of = dict(section.partition("\n")[::2] for section in printed.read_text(errors="replace").split(ITEM))
+        outcomes = {}
+        for name, verdict, text in rows:
+            shown = f"{text}\nIt printed:\n{output_of.get(name, '')[-4000:]}" if verdict == "failed" else text
+            outcomes[name] = Outcome(verdict, shown)
+        # A failed item may have taken the context with it; then it is known, and the next one is not to blame.
+        if len(rows) < len(names) and not (rows and rows[-1][1] == "failed" and ended == LOST):
+            name = names[len(rows)]
+            text = output_of.get(name, "\n".join(output_of.values()))
+            outcomes[name] = Outcome("failed", f"hung or crashed ({ended}); it printed:\n{text[-8000:]}")
+        return outcomes
+
+    def wait(self, process: subprocess.Popen, results: Path) -> str:
+        """Until the process ends. It ends itself when an item is late; one that cannot even do that is killed."""
+        seconds = self.item_seconds + 60
+        finished = -1
+        while True:
+            try:
+                return f"exit status {process.wait(seconds)}"
+            except subprocess.TimeoutExpired:
+                if results.stat().st_size == finished:
+                    process.kill()
+                    process.wait()
+                    return f"killed after {seconds:.0f} s"
+                finished = results.stat().st_size
+
+
+# Precedes an item's name in what its process prints.
+ITEM = "\n--- item: "
+# How a process ends when a failed item took its CUDA context with it.
+LOST_STATUS = 3
+LOST = f"exit status {LOST_STATUS}"
+
+
+def outcomes_of(apart: Apart, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Outcome]]:
+    """Body of a module's fixture: starts all selected items (a test's parameter `name`), and waits for the one asked."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    items = [item for item in items if item.module is request.module and hasattr(item, "callspec")]
+    names = dict.fromkeys(item.callspec.params["name"] for item in items if "name" in item.callspec.params)
+    with concurrent.futures.ThreadPoolExecutor(apart.processes) as pool:
+        futures = apart.start(names, pool)
+        yield lambda name: futures[name].result()[name]
+
+
+def main(function: str, results: str, item_seconds: str) -> None:
+    """In the process: run the items that stdin lists, and write a line of JSON for each."""
+    names = json.load(sys.stdin)
+    faulthandler.dump_traceback_later(float(item_seconds), exit=True)
+    module, _, attribute = function.partition(":")
+    run = getattr(importlib.import_module(module), attribute)
+    with open(results, "w", encoding="utf-8") as file:
+        for name in names:
+            print(f"{ITEM}{name}", flush=True)
+            faulthandler.dump_traceback_later(float(item_seconds), exit=True)
+            verdict, text = "passed", ""
+            try:
+                run(name)
+                torch.cuda.synchronize()
+            except pytest.skip.Exception as skipped:
+                verdict, text = "skipped", str(skipped)
+            except Exception:
+                verdict, text = "failed", traceback.format_exc()
+            file.write(json.dumps([name, verdict, text]) + "\n")
+            file.flush()
+            if verdict == "failed" and not context_alive():
+                os._exit(LOST_STATUS)  # an orderly exit would fail, or hang, on what is left of it
+    faulthandler.cancel_dump_traceback_later()
+
+
+def context_alive() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
