@@ -1,6 +1,7 @@
 """How many arrivals complete a phase of each barrier: each count follows from who arrives, and how often."""
 
 import pytest
+
 from channels.arrivals import (
     filled_arrivals,
     freed_arrivals,

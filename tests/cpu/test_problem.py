@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
 from gluon_attn.problem import Problem
 
 HEAD_DIMS = range(8, 257, 8)
@@ -21,7 +22,7 @@ def qkv(
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     layout: str = "bhsd",
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     q, k, v = (
         torch.zeros(batch, h, s, head_dim, dtype=dtype)
         for h, s in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))

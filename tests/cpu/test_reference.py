@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from gluon_attn import reference_attention
 from torch.nn.attention.bias import causal_lower_right
+
+from gluon_attn import reference_attention
 
 NEG_INF = float("-inf")
 
@@ -19,7 +20,7 @@ def qkv(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float64):
 
 def row_by_row(q, k, v, causal, scale):
     """The definition: one row at a time, only over the keys that it sees."""
-    batch, heads, q_len, head_dim = q.shape
+    batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     out = torch.full_like(q, float("nan"))
     lse = torch.full((batch, heads, q_len), float("nan"), dtype=q.dtype)

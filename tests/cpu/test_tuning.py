@@ -1,4 +1,4 @@
-"""Each row of the tuning table fits the card and says where it was measured; the picker has an answer for everything."""
+"""Each row of the tuning table fits the card and says where it was measured; the picker always has an answer."""
 
 import dataclasses
 import datetime
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from gluon_attn import TileConfig
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
@@ -82,7 +83,7 @@ def test_smem_bytes_covers_the_tiles(row, head_dim, element_bytes):
 
 
 def problem(**fields: Any) -> Problem:
-    standard = {
+    standard: dict[str, Any] = {
         "dtype": torch.bfloat16,
         "batch": 2,
         "heads": 16,
@@ -185,7 +186,7 @@ def test_tile_config_checks_itself(change, message):
 
 def test_tile_config_is_keyword_only_and_frozen():
     with pytest.raises(TypeError, match="positional"):
-        TileConfig(*VALID.values())  # type: ignore[misc]
+        TileConfig(*VALID.values())  # type: ignore[call-arg]
     tile = TileConfig(**VALID)
     with pytest.raises(dataclasses.FrozenInstanceError):
         tile.kv_slots = 3  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What the tests on the card share: inputs and poisoned outputs, the error budget, and a process of its own for what may hang.
+"""What the tests on the card share: inputs, poisoned outputs, the error budget, and processes for what may hang.
 
 A hung kernel cannot be stopped from within its process, and a failed one takes the process's CUDA context with it. So
 tests hand *items* (names of cases) to `Apart`, which runs them in groups, each group in a process, several at a time.
@@ -24,8 +24,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gluon_attn import reference_attention
 from torch import Tensor
+
+from gluon_attn import reference_attention
 
 ROOT = Path(__file__).parents[2]
 
@@ -192,11 +193,11 @@ class Apart:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     restarts: int = 2
 
-    def start(self, names: Iterable[str], pool: concurrent.futures.Executor) -> dict[str, "concurrent.futures.Future"]:
+    def start(self, names: Iterable[str], pool: concurrent.futures.Executor) -> dict[str, concurrent.futures.Future]:
         groups: dict[object, list[str]] = {}
         for name in names:
             groups.setdefault(self.group(name), []).append(name)
-        futures = {}
+        futures: dict[str, concurrent.futures.Future] = {}
         for members in sorted(groups.values(), key=len, reverse=True):
             future = pool.submit(self.run_group, members)
             futures |= dict.fromkeys(members, future)
@@ -228,7 +229,9 @@ class Apart:
                 )
                 ended = self.wait(process, results)
             rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-            output_of = dict(section.partition("\n")[::2] for section in printed.read_text(errors="replace").split(ITEM))
+            output_of = dict(
+                section.partition("\n")[::2] for section in printed.read_text(errors="replace").split(ITEM)
+            )
         outcomes = {}
         for name, verdict, text in rows:
             shown = f"{text}\nIt printed:\n{output_of.get(name, '')[-4000:]}" if verdict == "failed" else text
@@ -263,10 +266,10 @@ LOST = f"exit status {LOST_STATUS}"
 
 
 def outcomes_of(apart: Apart, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Outcome]]:
-    """Body of a module's fixture: starts all selected items (a test's parameter `name`), and waits for the one asked."""
+    """Body of a module's fixture: starts all selected items (parameter `name` of its tests), waits for one."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     items = [item for item in items if item.module is request.module and hasattr(item, "callspec")]
-    names = dict.fromkeys(item.callspec.params["name"] for item in items if "name" in item.callspec.params)
+    names = dict.fromkeys(str(item.callspec.params["name"]) for item in items if "name" in item.callspec.params)
     with concurrent.futures.ThreadPoolExecutor(apart.processes) as pool:
         futures = apart.start(names, pool)
         yield lambda name: futures[name].result()[name]

@@ -3,17 +3,17 @@
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
 from gluon_attn.tuning import TABLE, pick_tile
-from torch import Tensor
-
 from tests.gpu.checks import Apart, Surrounded, check, normal_qkv, outcomes_of, poison_free_memory
 
 pytestmark = pytest.mark.timeout(600)
@@ -178,7 +178,7 @@ def odd_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(map(odd, tensors))
 
 
-MEMORY = {
+MEMORY: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "surrounded": surrounded,
     "contiguous": contiguous,
     "other order": other_order,
@@ -259,7 +259,7 @@ def run_case(name: str) -> None:
         v,
         **options,
         return_lse=True,
-        out=around and around.view,
+        out=around.view if around else None,
         num_ctas=None if case.tile else case.num_ctas,
         tile=case.tile,
     )

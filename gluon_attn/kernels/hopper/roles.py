@@ -100,11 +100,14 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
     if MASKED:
         scores = rows.mask(scores, block)
     p_next, stats, alpha = next_probabilities(scores, stats, scale_log2, MASKED)
-    p_next = pack_pairs(p_next, q.dtype)
-
-    values.acquire()
+    # The slot of v is ours still, so this passes at once. It is here for its branch: across one, the assembler does not
+    # move the softmax, which it would else put behind the wait for the product that it is to overlap with.
+    blocks.values.acquire()
     acc, p, p_next = warpgroup_mma_wait(0, deps=[acc, p, p_next])
     v.release()
+    # Not before the wait: P's registers would then not be the ones that the product is reading, and a copy between
+    # the products would make the assembler serialise them.
+    p_next = pack_pairs(p_next, q.dtype)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return p_next, acc, stats, Blocks(keys, values, turn)
 

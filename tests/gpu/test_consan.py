@@ -1,0 +1,125 @@
+"""Triton's concurrency sanitizer (ConSan) on the kernels, and on one that it must reject.
+
+ConSan watches the one schedule that runs, buffer by buffer. A finding is a device assert, which ends the context: each
+check has a process of its own.
+"""
+
+import itertools
+
+import pytest
+import torch
+import triton
+
+from channels import SignalChannel, cluster_fence
+from channels.compat import gl, jit
+from gluon_attn import attention
+from tests.gpu.checks import Apart, check, normal_qkv, outcomes_of
+
+pytestmark = pytest.mark.timeout(900)
+
+FINDING = "Buffer being accessed has outstanding"
+
+# CTAs, causal, D -> lengths (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
+CASES = {
+    f"{num_ctas} CTA{'s' * (num_ctas - 1)}, {'causal' if causal else 'full'}, D={head_dim}": (
+        num_ctas,
+        causal,
+        head_dim,
+    )
+    for num_ctas, causal, head_dim in itertools.product((2, 1), (True, False), (128, 64))
+}
+LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
+
+
+@jit
+def fill(tile, ready):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile.store(gl.full([128], 1.0, gl.float32, layout))
+    ready.producer(0).release()
+
+
+@jit
+def read(tile, ready, out_ptr, WAIT: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if WAIT:
+        ready.consumer(0).acquire()
+    gl.store(out_ptr + gl.arange(0, 128, layout), tile.load(layout))
+
+
+@jit
+def hand_over(out_ptr, WAIT: gl.constexpr):
+    """One role fills a tile in shared memory and signals; the other reads it, after the signal or (a race) before."""
+    tile = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = SignalChannel.alloc(LANES=1)
+    ready.init()
+    cluster_fence()
+    gl.warp_specialize([(fill, (tile, ready)), (read, (tile, ready, out_ptr, WAIT))], [4], [64])
+    cluster_fence()
+    ready.close()
+
+
+def run_hand_over(wait: bool) -> None:
+    out = torch.full((128,), float("nan"), device="cuda")
+    hand_over[(1,)](out, WAIT=wait, num_warps=4)
+    torch.cuda.synchronize()
+    if wait:
+        assert bool((out == 1).all())
+
+
+def run_attention(num_ctas: int, causal: bool, head_dim: int) -> None:
+    for q_len, kv_len in LENGTHS:
+        q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+        out, lse = attention(q, k, v, causal=causal, num_ctas=num_ctas, return_lse=True)
+        torch.cuda.synchronize()
+        check(q, k, v, out, lse, causal=causal, what=f"Sq={q_len}, Sk={kv_len}")
+
+
+def run_persistent(num_ctas: int) -> None:
+    """More tiles than programs, so that each channel lives on from tile to tile."""
+    programs = torch.cuda.get_device_properties().multi_processor_count // num_ctas
+    q, k, v = normal_qkv(heads=2 * programs + 1, kv_heads=1, q_len=100, kv_len=200)
+    out, lse = attention(q, k, v, causal=True, num_ctas=num_ctas, return_lse=True)
+    torch.cuda.synchronize()
+    check(q, k, v, out, lse, causal=True)
+
+
+RUNS = {
+    **{name: (run_attention, case) for name, case in CASES.items()},
+    "more tiles than programs, 2 CTAs": (run_persistent, (2,)),
+    "more tiles than programs, 1 CTA": (run_persistent, (1,)),
+    "a role that waits": (run_hand_over, (True,)),
+    "a role that does not wait": (run_hand_over, (False,)),
+}
+
+
+def run(name: str) -> None:
+    # The sanitizer keeps its books in global memory.
+    triton.set_allocator(lambda size, alignment, stream: torch.zeros(size, dtype=torch.int8, device="cuda"))
+    function, arguments = RUNS[name]
+    function(*arguments)  # type: ignore[operator]
+
+
+APART = Apart(
+    function="tests.gpu.test_consan:run",
+    item_seconds=180,
+    processes=4,
+    env={"TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"},
+)
+
+
+@pytest.fixture(scope="module")
+def outcome(request):
+    yield from outcomes_of(APART, request)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "a role that does not wait"])
+def test_no_findings(name, outcome):
+    outcome(name).settle()
+
+
+@pytest.mark.parametrize("name", ["a role that does not wait"])
+def test_a_race_is_found(name, outcome):
+    """Otherwise the sanitizer was not on, and the passes above mean nothing."""
+    found = outcome(name)
+    assert found.verdict == "failed", f"the race was not found: {found}"
+    assert FINDING in found.text, found.text
