@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,9 @@ def calls_of(point: Point, tiles: list[TileConfig]) -> dict[str, Callable[[], ob
     q, k, v = point.tensors()
     calls: dict[str, Callable[[], object]] = {"cudnn": lambda: cudnn(q, k, v, point.causal)}
     if tiles:
-        return calls | {label(t): lambda t=t: attention(q, k, v, causal=point.causal, tile=t) for t in tiles}
-    calls["ours"] = lambda: attention(q, k, v, causal=point.causal)
-    for n in (1, 2):
-        calls[f"ours {n}cta"] = lambda n=n: attention(q, k, v, causal=point.causal, num_ctas=n)
-    return calls
+        return calls | {label(t): partial(attention, q, k, v, causal=point.causal, tile=t) for t in tiles}
+    ours = partial(attention, q, k, v, causal=point.causal)
+    return calls | {"ours": ours} | {f"ours {n}cta": partial(ours, num_ctas=n) for n in (1, 2)}
 
 
 def measure(point: Point, tiles: list[TileConfig], rounds: int) -> dict[str, Any]:
@@ -132,7 +131,9 @@ def main() -> None:
     for i, point in enumerate(points, start=1):
         report["points"].append(measure(point, tiles[point.head_dim], args.rounds))
         results = report["points"][-1]["results"]
-        cells = (f"{n} {r['tflops']:.0f} ({r['ratio_to_cudnn']:.3f} ±{r['spread'] / 2:.1%})" for n, r in results.items())
+        cells = (
+            f"{n} {r['tflops']:.0f} ({r['ratio_to_cudnn']:.3f} ±{r['spread'] / 2:.1%})" for n, r in results.items()
+        )
         left = (time.time() - start) / i * (len(points) - i)
         print(f"[{left:3.0f} s left] {point.name:20} " + " | ".join(cells), flush=True)
         if args.out:

@@ -1,6 +1,8 @@
 """Timing of several calls against each other on one card."""
 
+import itertools
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -26,8 +28,8 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time every call in turn, round after round, so that clocks and temperature drift for all of them alike.
 
-    Each run starts with a cold L2 cache and is timed by CUDA events. `warmup` runs precede the timed ones in each round:
-    9 rounds make 36 warm-up and 135 timed runs.
+    Each run starts with a cold L2 cache and is timed by CUDA events. In each round `warmup` runs precede the timed
+    ones: 9 rounds make 36 warm-up and 135 timed runs.
     """
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
@@ -44,15 +46,13 @@ def time_interleaved(
             torch.cuda.synchronize()
             seconds[name].append([start.elapsed_time(end) / 1e3 for start, end in events])
     return {
-        name: Timing(statistics.median(sum(per_round, [])), tuple(statistics.median(r) for r in per_round))
+        name: Timing(statistics.median(itertools.chain(*per_round)), tuple(map(statistics.median, per_round)))
         for name, per_round in seconds.items()
     }
 
 
 def host_seconds(call: Callable[[], object], *, runs: int = 400) -> float:
     """Median host time of one call, with the device kept ahead so that it never blocks on a full queue."""
-    import time
-
     for _ in range(20):
         call()
     taken = []

@@ -1,7 +1,19 @@
-"""The names of Gluon that channels use: experimental ones move with every Triton release, so they are imported here only."""
+"""The names of Gluon that channels use. Experimental, they move with every Triton release: imported here only."""
 
-from triton.experimental.gluon import aggregate, constexpr_function, jit
+from typing import TYPE_CHECKING, TypeVar, dataclass_transform
+
+from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import cluster, fence_async_shared, mbarrier, tma
+
+if TYPE_CHECKING:
+    T = TypeVar("T")
+
+    @dataclass_transform()
+    def aggregate(cls: type[T]) -> type[T]:
+        """Triton's decorator as a type checker can understand it: the fields are the constructor's arguments."""
+        return cls
+else:
+    from triton.experimental.gluon import aggregate
 
 __all__ = ["aggregate", "cluster", "constexpr_function", "fence_async_shared", "gl", "jit", "mbarrier", "tma"]

@@ -46,5 +46,5 @@ class Ring:
 
 @jit
 def ring_start(SLOTS: gl.constexpr, LAP: gl.constexpr = 0):
-    """Where every end of a channel starts: slot 0, first lap. LAP=1: a lap ahead, where a fresh barrier lets it pass."""
+    """Where every end starts: slot 0, first lap. LAP=1: a lap ahead, where `this_lap` passes on a fresh barrier."""
     return Ring(gl.to_tensor(LAP * SLOTS), SLOTS)

@@ -87,7 +87,7 @@ def attention(
     try:
         key = (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, causal, scale, layout, num_ctas, tile, device,
+            q.device, k.device, v.device, causal, type(causal), scale, layout, num_ctas, type(num_ctas), tile, device,
             out if out is None else (out.shape, out.stride(), out.dtype, out.device),
         )  # fmt: skip
         launch = _launches[key]
@@ -96,11 +96,7 @@ def attention(
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError(
-            "q, k, v: expected tensors that do not require grad, as only the forward pass is supported so far, got "
-            "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() them"
-        )
+    check_no_gradients(q, k, v)
 
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(launch.lse_shape, dtype=torch.float32, device=q.device)
@@ -115,6 +111,14 @@ def attention(
             with torch.cuda.device(q.device):
                 launch(q, k, v, out, lse)
     return (out, lse) if return_lse else out
+
+
+def check_no_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise NotImplementedError(
+            "q, k, v: expected tensors that do not require grad, as only the forward pass is supported so far, got "
+            "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() them"
+        )
 
 
 def refuse(**unsupported: Any) -> None:
@@ -150,6 +154,9 @@ def prepare(
         raise TypeError(f"tile: expected a TileConfig or None, got {type(tile).__name__}")
     if tile is not None and num_ctas not in (None, tile.num_ctas):
         raise ValueError(f"num_ctas: expected {tile.num_ctas} (as tile.cga_layout says), got {num_ctas}; leave one out")
+    check_no_gradients(q, k, v)
+    if not problem.is_empty:
+        check_addresses(q=q, k=k, v=v, **({} if out is None else {"out": out}))
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
     if q.device.type != "cuda":

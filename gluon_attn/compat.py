@@ -4,7 +4,6 @@ from typing import Any
 
 import triton
 import triton.knobs as knobs
-from channels.compat import aggregate, constexpr_function, gl, jit
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.compiler import CompiledKernel
@@ -12,6 +11,8 @@ from triton.experimental.gluon import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor as tma_descriptor
 from triton.runtime import driver
+
+from channels.compat import aggregate, constexpr_function, gl, jit
 
 __all__ = [
     "CompiledKernel",
@@ -42,7 +43,7 @@ def check_triton_version() -> None:
 def compile_gluon(
     fn: Any, signature: dict[str, str], constants: dict[str, Any], *, arch: int, num_warps: int, num_ctas: int
 ) -> CompiledKernel:
-    """Compile a Gluon kernel for an architecture (90 for sm_90a), with or without such a card; Triton caches it on disk.
+    """Compile a Gluon kernel for an architecture (90 for sm_90a), with or without the card. Triton caches it on disk.
 
     signature: Triton's type of each parameter that is not in `constants`. Pointers are taken to be 16-byte aligned.
     Nothing else about arguments is specialised on, so that a new length never needs a new kernel.

@@ -53,7 +53,9 @@ class View:
     def of(t: Tensor, problem: Problem) -> "View":
         t = in_bhsd(t, problem.layout)
         # A dimension of size 1 may come with any stride, also one that TMA would refuse; it is never used.
-        strides = (stride if size > 1 else t.shape[-1] for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
+        strides = (
+            stride if size > 1 else t.shape[-1] for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)
+        )
         return View(tuple(t.shape), (*strides, 1))
 
     def arguments(self, address: int, meta: dict[str, Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 class Device:
     """A card, real (`Device.of`) or described (`Device.hopper`), so that every choice can be tested without one.
 
-    capability: CUDA compute capability. sm_count: streaming multiprocessors. smem_bytes: shared memory one CTA can have.
+    capability: CUDA compute capability. sm_count: streaming multiprocessors. smem_bytes: shared memory a CTA can have.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Device:
             name=card.name,
             capability=(card.major, card.minor),
             sm_count=card.multi_processor_count,
-            smem_bytes=card.shared_memory_per_block_optin,
+            smem_bytes=card.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs lack it
         )
 
     def require_supported(self) -> None:

@@ -14,7 +14,7 @@ TMA_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """q (B, H, Sq, D), k and v (B, Hkv, Sk, D), in the dimension order that `layout` names; scale finite and positive."""
+    """q (B, H, Sq, D), k and v (B, Hkv, Sk, D), dimensions in the order of `layout`; scale finite and positive."""
 
     dtype: torch.dtype
     batch: int
@@ -52,7 +52,7 @@ class Problem:
         if not isinstance(causal, bool):
             raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
         for name, t in named.items():
-            check_tensor(name, t, q)
+            check_kind(name, t, q)
         batch, heads, q_len, head_dim = in_bhsd(q, layout).shape
         if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
             raise ValueError(
@@ -62,6 +62,8 @@ class Problem:
         check_shapes(in_bhsd(q, layout), in_bhsd(k, layout), in_bhsd(v, layout))
         if out is not None and out.shape != q.shape:
             raise ValueError(f"out: expected shape {tuple(q.shape)} (as q), got {tuple(out.shape)}")
+        for name, t in named.items():
+            check_strides(name, t)
         return Problem(
             dtype=q.dtype,
             batch=batch,
@@ -91,16 +93,22 @@ def in_bhsd(t: Tensor, layout: str) -> Tensor:
     return t.transpose(1, 2) if layout == "bshd" else t
 
 
-def check_tensor(name: str, t: Tensor, q: Tensor) -> None:
-    """What each tensor must be by itself and to q."""
+def check_kind(name: str, t: Tensor, q: Tensor) -> None:
+    """Rank, dtype and device."""
     if t.dim() != 4:
-        raise ValueError(f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); unsqueeze a batch of 1")
+        raise ValueError(
+            f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); unsqueeze a batch of 1"
+        )
     if t.dtype not in DTYPES:
         raise TypeError(f"{name}: expected dtype float16 or bfloat16, got {t.dtype}; convert with .to(torch.bfloat16)")
     if t.dtype != q.dtype:
         raise TypeError(f"{name}: expected dtype {q.dtype} (as q), got {t.dtype}")
     if t.device != q.device:
         raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}")
+
+
+def check_strides(name: str, t: Tensor) -> None:
+    """That TMA can address the tensor by its strides."""
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         raise ValueError(
             f"{name}: expected stride 1 in the last dimension, got {t.stride(-1)}; "
@@ -114,7 +122,9 @@ def check_tensor(name: str, t: Tensor, q: Tensor) -> None:
                 f"got {stride_bytes} bytes in dimension {dim}; call .contiguous() on it, nothing is copied silently"
             )
         if name == "out" and t.shape[dim] > 1 and t.stride(dim) == 0:
-            raise ValueError(f"out: expected no expanded dimension, got stride 0 in dimension {dim}; allocate it in full")
+            raise ValueError(
+                f"out: expected no expanded dimension, got stride 0 in dimension {dim}; allocate it in full"
+            )
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -19,7 +19,7 @@ def reference_attention(
     if layout == "bshd":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // max(t.shape[1], 1), dim=1) for t in (k, v))
     statistics = torch.promote_types(q.dtype, torch.float32)
 
     scores = (q @ k.mT).to(statistics) * scale

@@ -75,7 +75,7 @@ class TileConfig:
         return 128 * (self.softmax_roles * self.softmax_registers + self.load_registers)
 
     def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
-        """Shared memory of a CTA for a padded head dim (64, 128 or 256), barriers and the compiler's own use included."""
+        """Shared memory of a CTA for a padded head dim (64, 128 or 256), with barriers and the compiler's own use."""
         row = head_dim * element_bytes
         query_tiles = self.query_slots + (0 if self.stage_in_queries else 1)
         tiles = query_tiles * self.softmax_roles * ROWS_PER_ROLE * row + 2 * self.kv_slots * self.block_n * row

@@ -27,7 +27,7 @@ def thread_view(x):
 @jit
 def thread_sums(x):
     """Row sums as far as a thread gets alone: [M, N] -> [M, T]."""
-    return gl.sum(gl.sum(thread_view(x), axis=3), axis=1)
+    return gl.sum(gl.sum(thread_view(x), axis=1), axis=2)
 
 
 @jit
@@ -51,18 +51,16 @@ def keep_first_columns(x, columns, other):
 
 @jit
 def pack_pairs(x, dtype: gl.constexpr):
-    """[M, N] fp32 rounded to the 16-bit `dtype`, as uint32 [M, N / 2T, T]: a thread's two neighbours to a register.
+    """[M, N] fp32 rounded to the 16-bit `dtype`, as uint32 [M, N / 2]: two neighbouring columns to a register.
 
     For values that a loop carries: carried as 16-bit elements, each would cost two more instructions a step.
     """
-    low, high = gl.split(thread_view(x))
+    low, high = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
     return round_pair(low, high, dtype)
 
 
 @jit
 def unpack_pairs(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     """The inverse of `pack_pairs`: [M, N] of `dtype` in LAYOUT."""
-    low = packed.to(gl.uint16)
-    high = (packed >> 16).to(gl.uint16)
-    pairs = gl.join(low, high).to(dtype, bitcast=True)
-    return gl.convert_layout(pairs.reshape([packed.shape[0], packed.shape[1] * packed.shape[2] * 2]), LAYOUT)
+    pairs = gl.join(packed.to(gl.uint16), (packed >> 16).to(gl.uint16)).to(dtype, bitcast=True)
+    return gl.convert_layout(pairs.reshape([packed.shape[0], packed.shape[1] * 2]), LAYOUT)

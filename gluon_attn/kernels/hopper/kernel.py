@@ -75,7 +75,9 @@ def constants_of(tile: TileConfig, causal: bool) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def compiled(dtype: torch.dtype, padded_head_dim: int, causal: bool, tile: TileConfig, device_index: int = 0) -> CompiledKernel:
+def compiled(
+    dtype: torch.dtype, padded_head_dim: int, causal: bool, tile: TileConfig, device_index: int = 0
+) -> CompiledKernel:
     """The kernel for these compile-time choices; the lengths, batches, heads and strides are arguments of the launch.
 
     A compiled kernel is loaded on one card, hence `device_index`.
@@ -89,7 +91,9 @@ def compiled(dtype: torch.dtype, padded_head_dim: int, causal: bool, tile: TileC
 class Launch:
     """A launch, but for the tensors: all that depends on shapes, strides and options. Keeps no tensor alive."""
 
-    def __init__(self, problem: Problem, tile: TileConfig, device: Device, q: Tensor, k: Tensor, v: Tensor, out: Tensor):
+    def __init__(
+        self, problem: Problem, tile: TileConfig, device: Device, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ):
         """The tensors are looked at for their shapes and strides only."""
         self.is_empty = problem.is_empty
         self.lse_shape = (problem.batch, problem.heads, problem.q_len)

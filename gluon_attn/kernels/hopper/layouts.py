@@ -5,7 +5,7 @@ from gluon_attn.compat import constexpr_function, gl
 
 @constexpr_function
 def accumulator_layout(desc_layout, columns, element_bits):
-    """Layout of a wgmma accumulator [rows, columns] of one warpgroup per CTA, rows sharded over CTAs as in `desc_layout`.
+    """Layout of a wgmma accumulator [rows, columns], a warpgroup per CTA, rows sharded over CTAs as in `desc_layout`.
 
     The descriptor is rank 4, (batch, head, row, column); an accumulator has the last two of its dimensions.
     """

@@ -86,7 +86,7 @@ def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
 
 @jit
 def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.constexpr, MASKED: gl.constexpr):
-    """One step: the softmax of this block beside the product of the block before, P V. Same returns as its arguments."""
+    """One step: the softmax of this block beside the product P V of the block before. Returns what it updates."""
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)

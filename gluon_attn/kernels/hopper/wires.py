@@ -14,8 +14,8 @@ class Wires:
     keys:    load -> every softmax role; KV_SLOTS slots of [BLOCK_N, D]; freed by each role when QKᵀ is done. With two
              CTAs one load fills both (multicast), and the slot is free when both CTAs have freed it.
     values:  as keys, freed when PV is done.
-    turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued its
-             products lets the next role issue, so that one role's softmax runs beside another's products.
+    turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued
+             its products lets the next role issue, so that one role's softmax runs beside another's products.
     output:  no channel but memory: one tile per softmax role, in which it alone stages O for its TMA store.
     """
 
@@ -37,7 +37,7 @@ class Wires:
 
     @jit
     def close(self):
-        """All roles of this CTA are done; a peer may still arrive on, or load into, what is ours until it is done too."""
+        """The roles of this CTA are done; a peer may arrive on, or load into, what is ours until its roles are too."""
         cluster_fence()
         self.queries.close()
         self.keys.close()
@@ -79,7 +79,7 @@ def alloc_wires(
 
 @aggregate
 class Turn:
-    """A softmax role's place in the ring of turns. Immutable: `take()` returns the next one. No-op if not TAKE_TURNS."""
+    """A softmax role's place in the ring of turns. Immutable: `take()` returns the next. No-op if not TAKE_TURNS."""
 
     mine: SignalConsumer
     following: SignalProducer

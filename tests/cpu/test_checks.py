@@ -1,0 +1,148 @@
+"""The checks of the tests on the card can fail: each planted fault is found, and a hang stops nothing else."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from gluon_attn import reference_attention
+from tests.gpu.checks import Apart, Surrounded, check, last_place
+
+NEG_INF = float("-inf")
+
+
+def problem():
+    """Causal, with more queries than keys, so that the first 8 of 40 rows see no key."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, 40, 64), (1, 2, 32, 64), (1, 2, 32, 64))
+    return [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+
+
+def good_result(q, k, v):
+    out, lse = reference_attention(q.double(), k.double(), v.double(), causal=True)
+    return out.to(q.dtype), lse.float()
+
+
+def test_a_good_result_passes():
+    q, k, v = problem()
+    check(q, k, v, *good_result(q, k, v), causal=True)
+
+
+def a_key_too_many(q, k, v, out, lse):
+    wrong, wrong_lse = good_result(q, torch.cat((k, k[:, :, :1]), 2), torch.cat((v, v[:, :, :1]), 2))
+    return wrong[:, :, :40], wrong_lse
+
+
+def one_row_of_another(q, k, v, out, lse):
+    out[0, 0, 39] = out[0, 1, 39]
+    return out, lse
+
+
+def nan_at_one_place(q, k, v, out, lse):
+    out[0, 3, 39, 63] = float("nan")
+    return out, lse
+
+
+def something_in_a_masked_row(q, k, v, out, lse):
+    out[0, 0, 3, 0] = 1e-6
+    return out, lse
+
+
+FAULTS = {
+    "a key too many": (a_key_too_many, "O is off"),
+    "one row of another head": (one_row_of_another, "O is off"),
+    "NaN at one place": (nan_at_one_place, "not finite"),
+    "O not 0 in a row that sees no key": (something_in_a_masked_row, "O is not 0"),
+    "O in fp32": (lambda q, k, v, out, lse: (out.float(), lse), "O is"),
+    "O too short": (lambda q, k, v, out, lse: (out[:, :, 1:], lse), "O is"),
+    "LSE in base 2": (lambda q, k, v, out, lse: (out, lse * 1.4427), "LSE is off"),
+    "LSE off by 0.001": (lambda q, k, v, out, lse: (out, lse + 1e-3), "LSE is off"),
+    "LSE of a masked row is inf": (lambda q, k, v, out, lse: (out, lse.abs()), "LSE is -inf in other rows"),
+    "LSE in bf16": (lambda q, k, v, out, lse: (out, lse.bfloat16()), "LSE"),
+    "LSE (B, Sq, H)": (lambda q, k, v, out, lse: (out, lse.transpose(1, 2)), "LSE"),
+    "LSE NaN": (lambda q, k, v, out, lse: (out, lse.masked_fill(lse > 3, float("nan"))), "LSE.* not finite"),
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_found(fault, message):
+    q, k, v = problem()
+    with pytest.raises(AssertionError, match=message):
+        check(q, k, v, *fault(q, k, v, *good_result(q, k, v)), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "at", "unit"),
+    [
+        (torch.bfloat16, 1.0, 2**-7),
+        (torch.bfloat16, 1.9, 2**-7),
+        (torch.bfloat16, 0.9, 2**-8),
+        (torch.float16, 4, 2**-8),
+    ],
+)
+def test_last_place(dtype, at, unit):
+    assert last_place(dtype, at) == unit
+
+
+@pytest.mark.parametrize("where", [(0, 1, 1, 8), (2, 1, 1, 8), (1, 0, 1, 8), (1, 4, 2, 8), (1, 1, 6, 9), (1, 1, 1, 7)])
+def test_a_write_outside_is_found(where):
+    around = Surrounded((1, 3, 5, 16), torch.bfloat16, "cpu")
+    assert around.view.shape == (1, 3, 5, 16)
+    assert around.view.data_ptr() % 16 == 0
+    around.view.zero_()
+    around.check_outside_untouched()
+    around.buffer[where] = 0.0
+    with pytest.raises(AssertionError, match="1 elements outside"):
+        around.check_outside_untouched()
+
+
+def run_item(name: str) -> None:
+    """Runs in a process of its own, see below."""
+    print(f"this is {name}")
+    if name == "fails":
+        raise ValueError("a reason")
+    if name == "skips":
+        pytest.skip("another reason")
+    if name == "hangs":
+        time.sleep(600)
+    if name == "crashes":
+        os.abort()
+    assert os.environ["GIVEN"] == "yes"
+
+
+ITEMS = ("first", "fails", "hangs", "second", "crashes", "skips", "last")
+
+
+def test_a_hang_stops_nothing_else():
+    apart = Apart(
+        function="tests.cpu.test_checks:run_item",
+        group=lambda name: "all",
+        item_seconds=10,
+        env={"GIVEN": "yes"},
+    )
+    with ThreadPoolExecutor(1) as pool:
+        outcomes = next(iter(apart.start(ITEMS, pool).values())).result()
+    assert {name: outcome.verdict for name, outcome in outcomes.items()} == {
+        "first": "passed",
+        "fails": "failed",
+        "hangs": "failed",
+        "second": "passed",
+        "crashes": "failed",
+        "skips": "skipped",
+        "last": "passed",
+    }
+    assert "ValueError: a reason" in outcomes["fails"].text
+    assert "this is fails" in outcomes["fails"].text
+    assert "this is hangs" in outcomes["hangs"].text
+    assert "run_item" in outcomes["hangs"].text  # where it hung
+    assert "this is crashes" in outcomes["crashes"].text
+    assert "another reason" in outcomes["skips"].text
+
+
+def test_a_group_that_keeps_crashing_is_given_up():
+    apart = Apart(function="tests.cpu.test_checks:run_item", group=lambda name: "all", item_seconds=60, restarts=0)
+    outcomes = apart.run_group(["crashes", "first"])
+    assert outcomes["crashes"].verdict == "failed"
+    assert "not run" in outcomes["first"].text
