@@ -11,7 +11,7 @@ CANDIDATES: dict[int, list[TileConfig]] = {
     64: [
         *both(3, 128, 2, 2, 160, take_turns=True),
         *both(3, 128, 2, 2, 160, take_turns=False),
-        *both(3, 128, 1, 2, 160, take_turns=True),
+        *both(3, 64, 2, 4, 160, take_turns=True),
         *both(4, 64, 2, 4, 112, take_turns=True),
         *both(4, 64, 2, 4, 112, take_turns=False),
         *both(2, 128, 2, 2, 240, take_turns=True),
@@ -20,7 +20,7 @@ CANDIDATES: dict[int, list[TileConfig]] = {
         *both(2, 128, 2, 2, 240, take_turns=True),
         *both(2, 128, 2, 2, 240, take_turns=False),
         *both(2, 128, 1, 2, 240, take_turns=False),
-        *both(3, 64, 1, 3, 160, take_turns=True),
+        *both(2, 128, 1, 3, 240, take_turns=True, stage_in_queries=True),
     ],
     256: [
         *both(2, 64, 1, 2, 240, take_turns=True, stage_in_queries=True),
@@ -30,7 +30,8 @@ CANDIDATES: dict[int, list[TileConfig]] = {
 
 
 def label(config: TileConfig) -> str:
-    """Short name in tables: roles x keys, slots of queries / keys and values, t for turns, CTAs."""
+    """Short name in tables: roles x keys, slots of Q / K and V, t for turns, s for O staged in Q, CTAs."""
     turns = "t" if config.take_turns else ""
     slots = f"q{config.query_slots}kv{config.kv_slots}"
-    return f"{config.softmax_roles}x{config.block_n} {slots}{turns} {config.num_ctas}cta"
+    staged = "s" if config.stage_in_queries else ""
+    return f"{config.softmax_roles}x{config.block_n} {slots}{turns}{staged} {config.num_ctas}cta"

@@ -1,5 +1,10 @@
 """The names of Triton that attention uses and that are experimental, private or moving: imported here only."""
 
+import atexit
+import os
+import subprocess
+import sys
+import tempfile
 from typing import Any
 
 import triton
@@ -17,14 +22,17 @@ from channels.compat import aggregate, constexpr_function, gl, jit
 __all__ = [
     "CompiledKernel",
     "aggregate",
+    "assembler_version",
     "check_triton_version",
     "compile_gluon",
     "constexpr_function",
     "current_stream",
+    "disassemble",
     "encode_tma",
     "gl",
     "jit",
     "launch",
+    "quiet_exit",
     "tma_descriptor",
     "warpgroup_mma",
     "warpgroup_mma_wait",
@@ -59,6 +67,29 @@ def compile_gluon(
         "instrumentation_mode": knobs.compilation.instrumentation_mode,
     }
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def disassemble(kernel: CompiledKernel) -> str:
+    """The machine code of a kernel (SASS) as text, by the disassembler that comes with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def assembler_version() -> str:
+    """The release of the assembler (ptxas) that Triton assembles Hopper kernels with."""
+    version = subprocess.run(
+        [knobs.nvidia.ptxas_blackwell.path, "--version"], capture_output=True, text=True, check=True
+    )
+    return version.stdout.split("release ")[1].split(",")[0]
+
+
+def quiet_exit() -> None:
+    """Drop what is written to standard error after the program's own end: Triton 3.9's bindings leak a few objects when
+    they compile a reduction, and say so on exit in thirty lines."""
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
 
 
 def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> Any:

@@ -1,0 +1,132 @@
+"""`python -m gluon_attn`: run attention on this machine's Hopper card, or else compile it, and print what it saw."""
+
+import statistics
+import sys
+import time
+
+import torch
+
+from . import attention, reference_attention
+from .compat import assembler_version, check_triton_version, quiet_exit
+from .device import Device
+from .kernels.hopper.kernel import compiled
+from .problem import Problem
+from .resources import Resources, resources
+from .tuning import TABLE, TileConfig, pick_tile
+
+# The attention of one layer of Llama-3-8B over a prompt of 4096 tokens.
+PREFILL = Problem(
+    dtype=torch.bfloat16,
+    batch=1,
+    heads=32,
+    kv_heads=8,
+    q_len=4096,
+    kv_len=4096,
+    head_dim=128,
+    causal=True,
+    scale=128**-0.5,
+    layout="bhsd",
+)
+COLUMNS = (
+    "head dim  mask    CTAs  tile        softmax regs  load  smem KB  instr  wgmma  TMA ld/st  spills: loop  other"
+)
+
+
+def describe(padded_head_dim: int, causal: bool, tile: TileConfig, found: Resources) -> str:
+    """One row under COLUMNS."""
+    in_loops = sum(loop.spills for loop in found.loops)
+    softmax = f"{found.first_role_registers}" + f"+{tile.softmax_registers}" * (tile.softmax_roles - 1)
+    size, tma = f"{tile.block_m:>3} x {tile.block_n}", f"{found.tma_loads}/{found.tma_stores}"
+    return (
+        f"{padded_head_dim:<9} {'causal' if causal else 'full':<7} {tile.num_ctas:<5} {size:<11} {softmax:<13} "
+        f"{tile.load_registers:<5} {found.smem_bytes / 1024:<8.1f} {found.instructions:<6} {found.products:<6} "
+        f"{tma:<10} {in_loops:<13} {found.spills - in_loops}"
+    )
+
+
+def compile_all() -> None:
+    """Compile every kernel of the tuning table for sm_90a and print what each takes."""
+    print(
+        f"Compiling the {len(TABLE)} kernels of the tuning table for sm_90a (bf16), assembler {assembler_version()}:\n"
+    )
+    print(COLUMNS)
+    start = time.time()
+    for i, row in enumerate(TABLE, start=1):
+        if sys.stdout.isatty():
+            print(f"\r{i} of {len(TABLE)}, {time.time() - start:.0f} s ...", end="", flush=True)
+        found = resources(compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile))
+        print("\r" * sys.stdout.isatty() + describe(row.padded_head_dim, row.causal, row.tile, found), flush=True)
+    print(
+        f"\n{time.time() - start:.0f} s. Nothing was executed: this machine has no Hopper card. The table is what the "
+        "compiler made of the kernels."
+    )
+
+
+def milliseconds(call, runs: int = 30) -> float:  # type: ignore[no-untyped-def]  # any call without arguments
+    """Median over `runs`, by CUDA events, after a warm-up."""
+    for _ in range(5):
+        call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def run_prefill(device: Device) -> None:
+    """Run PREFILL on the card, check it against the reference, time it against torch's SDPA through cuDNN."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    p = PREFILL
+    print(
+        f"{device.name}: Llama-3-8B prefill, {p.heads} query heads, {p.kv_heads} KV heads, D={p.head_dim}, S={p.q_len}"
+    )
+    torch.manual_seed(0)
+    q = torch.randn(p.batch, p.heads, p.q_len, p.head_dim, dtype=p.dtype, device="cuda")
+    k, v = (torch.randn(p.batch, p.kv_heads, p.kv_len, p.head_dim, dtype=p.dtype, device="cuda") for _ in range(2))
+
+    out, lse = attention(q, k, v, causal=p.causal, return_lse=True)
+    # A KV head at a time: the reference materialises all scores, in float64.
+    group = p.heads // p.kv_heads
+    out_error = lse_error = plain_error = 0.0
+    for head in range(p.kv_heads):
+        rows = slice(head * group, (head + 1) * group)
+        one = (q[:, rows], k[:, head : head + 1], v[:, head : head + 1])
+        want, want_lse = reference_attention(*(t.double() for t in one), causal=p.causal)
+        plain, _ = reference_attention(*one, causal=p.causal)
+        out_error = max(out_error, (out[:, rows] - want).abs().max().item())
+        plain_error = max(plain_error, (plain - want).abs().max().item())
+        lse_error = max(lse_error, (lse[:, rows] - want_lse).abs().max().item())
+    print(f"largest error against float64: O {out_error:.1e} (plain bf16: {plain_error:.1e}), LSE {lse_error:.1e}")
+    if not out_error <= 2 * plain_error:
+        sys.exit("the error is larger than twice that of plain PyTorch: something is wrong")
+
+    def cudnn() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=p.causal, enable_gqa=True)
+
+    flops = 4 * p.batch * p.heads * p.q_len * p.kv_len * p.head_dim / 2
+    ours, theirs = milliseconds(lambda: attention(q, k, v, causal=p.causal)), milliseconds(cudnn)
+    print(f"ours:  {ours:.3f} ms, {flops / ours / 1e9:.0f} TFLOP/s")
+    print(f"cuDNN: {theirs:.3f} ms, {flops / theirs / 1e9:.0f} TFLOP/s (torch SDPA, same run)")
+    print(f"ours runs at {theirs / ours:.2f} times cuDNN's speed")
+
+    tile = pick_tile(p, device)
+    found = resources(compiled(p.dtype, p.padded_head_dim, p.causal, tile))
+    print(f"\nThe kernel, assembler {assembler_version()}:\n{COLUMNS}")
+    print(describe(p.padded_head_dim, p.causal, tile, found))
+
+
+def main() -> None:
+    check_triton_version()
+    quiet_exit()
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        run_prefill(Device.of(torch.device("cuda", torch.cuda.current_device())))
+    else:
+        compile_all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What a compiled kernel takes of the card, read from its machine code: no card is needed to look."""
+
+import re
+from dataclasses import dataclass
+
+from .compat import CompiledKernel, disassemble
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;")
+LABEL = re.compile(r"^\s*(\.L_x_\d+):")
+# Only a conditional branch closes a loop: an unconditional one backwards returns from a wait's out-of-line retry.
+BRANCH = re.compile(r"^IF BRA\b.*`\((\.L_x_\d+)\)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """An innermost loop with warpgroup products in it: the body of the walk over key blocks.
+
+    products: warpgroup product instructions. waits: waits for products; as many as the source has, or the assembler
+    has serialised the products. spills: stores to and loads from local memory. hidden_exp2: exp2 instructions before
+    the last wait, that is, beside the product waited for, of all `exp2`.
+    """
+
+    instructions: int
+    products: int
+    waits: int
+    spills: int
+    exp2: int
+    hidden_exp2: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Of a whole kernel. first_role_registers: per thread, of the role in the warps that the kernel is launched with:
+    what the other roles, which ask for a number, leave it."""
+
+    first_role_registers: int
+    smem_bytes: int
+    instructions: int
+    products: int
+    tma_loads: int
+    tma_stores: int
+    spills: int
+    loops: tuple[Loop, ...]
+
+
+def resources(kernel: CompiledKernel) -> Resources:
+    """Count what is in the kernel's machine code, by Triton's own disassembler."""
+    code, labels = instructions(disassemble(kernel))
+    return Resources(
+        first_role_registers=int(re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", kernel.asm["ptx"])[0]),
+        smem_bytes=kernel.metadata.shared,
+        instructions=len(code),
+        products=count(code, "HGMMA"),
+        tma_loads=count(code, "UTMALDG"),
+        tma_stores=count(code, "UTMASTG"),
+        spills=count(code, "STL", "LDL"),
+        loops=steady_loops(code, labels),
+    )
+
+
+def instructions(sass: str) -> tuple[list[str], dict[str, int]]:
+    """The instructions of a disassembly without their predicates, but for a conditional branch, which begins with IF;
+    and for each label the index of the instruction after it."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := INSTRUCTION.search(line):
+            code.append("IF " * (found[1] is not None and found[2].startswith("BRA")) + found[2])
+    return code, labels
+
+
+def count(code: list[str], *names: str) -> int:
+    return sum(line.startswith(names) for line in code)
+
+
+def steady_loops(code: list[str], labels: dict[str, int]) -> tuple[Loop, ...]:
+    """The innermost loops with products and exponentials."""
+    spans = {
+        (labels[branch[1]], i)
+        for i, line in enumerate(code)
+        if (branch := BRANCH.match(line)) and labels.get(branch[1], i + 1) <= i
+    }
+    with_products = {(a, b) for a, b in spans if count(code[a : b + 1], "HGMMA")}
+    innermost = [s for s in with_products if not any(s[0] <= a and b <= s[1] and (a, b) != s for a, b in with_products)]
+    loops = []
+    for first, last in sorted(innermost):
+        body = code[first : last + 1]
+        waits = [i for i, line in enumerate(body) if line.startswith("WARPGROUP.DEPBAR")]
+        exp2 = [i for i, line in enumerate(body) if line.startswith("MUFU.EX2")]
+        if waits and exp2:
+            loops.append(
+                Loop(
+                    instructions=len(body),
+                    products=count(body, "HGMMA"),
+                    waits=len(waits),
+                    spills=count(body, "STL", "LDL"),
+                    exp2=len(exp2),
+                    hidden_exp2=sum(i < waits[-1] for i in exp2),
+                )
+            )
+    return tuple(loops)

@@ -1,0 +1,42 @@
+"""The names of Gluon that the kernels of these tests use, taken from the packages' own compatibility files."""
+
+from channels.compat import aggregate, cluster, constexpr_function, fence_async_shared, gl, jit, mbarrier, tma
+from gluon_attn.compat import warpgroup_mma, warpgroup_mma_wait
+from gluon_cpu.compat import TensorDescriptor
+
+async_copy = gl.nvidia.ampere.async_copy
+blackwell = gl.nvidia.blackwell
+clc = gl.nvidia.blackwell.clc
+tma_blackwell = gl.nvidia.blackwell.tma
+allocate_tensor_memory = gl.nvidia.blackwell.allocate_tensor_memory
+tcgen05_commit = gl.nvidia.blackwell.tcgen05_commit
+tcgen05_copy = gl.nvidia.blackwell.tcgen05_copy
+tcgen05_mma = gl.nvidia.blackwell.tcgen05_mma
+tcgen05_mma_barrier_count = gl.nvidia.blackwell.tcgen05_mma_barrier_count
+tcgen05_mma_scaled = gl.nvidia.blackwell.tcgen05_mma_scaled
+TensorMemoryLayout = gl.nvidia.blackwell.TensorMemoryLayout
+
+__all__ = [
+    "TensorDescriptor",
+    "TensorMemoryLayout",
+    "aggregate",
+    "allocate_tensor_memory",
+    "async_copy",
+    "blackwell",
+    "clc",
+    "cluster",
+    "constexpr_function",
+    "fence_async_shared",
+    "gl",
+    "jit",
+    "mbarrier",
+    "tcgen05_commit",
+    "tcgen05_copy",
+    "tcgen05_mma",
+    "tcgen05_mma_barrier_count",
+    "tcgen05_mma_scaled",
+    "tma",
+    "tma_blackwell",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
