@@ -33,6 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FallbackTimeout(float(config.getini("timeout"))))
 
 
+def pytest_unconfigure() -> None:
+    if "triton" in sys.modules:
+        from gluon_attn.compat import quiet_exit
+
+        quiet_exit()
+
+
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds a test may take")

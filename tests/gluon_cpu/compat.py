@@ -2,7 +2,7 @@
 
 from channels.compat import aggregate, cluster, constexpr_function, fence_async_shared, gl, jit, mbarrier, tma
 from gluon_attn.compat import warpgroup_mma, warpgroup_mma_wait
-from gluon_cpu.compat import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 async_copy = gl.nvidia.ampere.async_copy
 blackwell = gl.nvidia.blackwell

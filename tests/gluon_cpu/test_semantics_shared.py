@@ -64,7 +64,7 @@ def views(x_ptr, out_ptr, which):
     tile = tiles.index(which)
     store_matrix(out_ptr, tile.slice(32, 32, dim=1).load(MATRIX))
     store_matrix(out_ptr + 1024, tile.slice(0, 32, dim=1).permute((1, 0)).load(MATRIX))
-    store_matrix(out_ptr + 2048, tile.slice(16, 16, dim=0).reshape([32, 32]).load(MATRIX))
+    store_matrix(out_ptr + 2048, tile.reshape([64, 32]).slice(32, 32, dim=0).load(MATRIX))
 
 
 def test_index_slice_permute_reshape(launch):

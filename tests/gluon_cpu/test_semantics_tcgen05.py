@@ -1,0 +1,469 @@
+"""Blackwell's tensor memory and tensor core queue, with one CTA and with pairs."""
+
+import pytest
+import torch
+
+from tests.gluon_cpu.compat import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    blackwell,
+    clc,
+    cluster,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tcgen05_commit,
+    tcgen05_copy,
+    tcgen05_mma,
+    tcgen05_mma_barrier_count,
+    tcgen05_mma_scaled,
+    tma,
+)
+from tests.gluon_cpu.support import (
+    MATRIX,
+    ROW,
+    addresses,
+    descriptor,
+    load_matrix,
+    new_barrier,
+    normal,
+    poisoned,
+    same,
+    small_integers,
+    store_matrix,
+)
+
+TMEM = gl.constexpr(TensorMemoryLayout((128, 128), col_stride=1))
+
+
+@pytest.fixture
+def blackwell_launch(launch):
+    return lambda kernel, grid, *args, target="sm_100a", **options: launch(kernel, grid, *args, target=target, **options)
+
+
+@jit
+def to_registers(x, tmem):
+    return gl.convert_layout(x, tmem.get_reg_layout())
+
+
+@jit
+def load_tile(desc):
+    tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, tile.nbytes_per_cta)
+    tma.async_load(desc, [0, 0], loaded, tile)
+    mbarrier.wait(loaded, 0)
+    return tile
+
+
+@jit
+def tensor_memory(x_ptr, out_ptr):
+    """Store, load; slices are column offsets; 16-bit values in half of the columns of 32-bit ones."""
+    x = load_matrix(x_ptr, 128, 128, MATRIX)
+    tmem = allocate_tensor_memory(gl.float32, [128, 128], TMEM)
+    tmem.store(to_registers(x, tmem))
+    store_matrix(out_ptr, gl.convert_layout(tmem.load(), MATRIX))
+    half = tmem.slice(64, 64)
+    half.store(to_registers(load_matrix(x_ptr, 128, 64, MATRIX) * 0.0 + 3.0, half))
+    store_matrix(out_ptr + 128 * 128, gl.convert_layout(tmem.load(), MATRIX))
+    # P [128, 128] bf16 over the first 64 columns of S: the others stay as they are.
+    P: gl.constexpr = TensorMemoryLayout((128, 128), col_stride=1)
+    p = tmem.slice(0, 64).reinterpret(gl.bfloat16, [128, 128], P)
+    p.store(to_registers((x * 2.0).to(gl.bfloat16), p))
+    store_matrix(out_ptr + 2 * 128 * 128, gl.convert_layout(p.load().to(gl.float32), MATRIX))
+    store_matrix(out_ptr + 3 * 128 * 128, gl.convert_layout(tmem.load(), MATRIX))
+
+
+def test_tensor_memory_slices_and_aliases(blackwell_launch):
+    x = normal(128, 128)
+    out = poisoned(4, 128, 128)
+    blackwell_launch(tensor_memory, (1,), x, out)
+    halved = torch.cat([x[:, :64], torch.full((128, 64), 3.0)], dim=1)
+    p = (x * 2).to(torch.bfloat16)
+    same(out[:3], torch.stack([x, halved, p.float()]))
+    same(out[3, :, 64:], halved[:, 64:])
+    same(out[3, :, :64], p.view(torch.float32))
+
+
+@jit
+def initial_value_and_index(x_ptr, out_ptr):
+    x = load_matrix(x_ptr, 128, 64, MATRIX)
+    tmem = allocate_tensor_memory(gl.float32, [2, 128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    for i in gl.static_range(2):
+        tmem.index(i).store(to_registers(x + i, tmem.index(i)))
+    store_matrix(out_ptr, gl.convert_layout(tmem.index(1).load(), MATRIX))
+    REGISTERS: gl.constexpr = tmem.index(0).get_reg_layout()
+    held = allocate_tensor_memory(
+        gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1), gl.convert_layout(x * 2.0, REGISTERS)
+    )
+    store_matrix(out_ptr + 128 * 64, gl.convert_layout(held.load(), MATRIX))
+
+
+def test_tensor_memory_index_and_initial_value(blackwell_launch):
+    x, out = normal(128, 64), poisoned(2, 128, 64)
+    blackwell_launch(initial_value_and_index, (1,), x, out)
+    same(out, torch.stack([x + 1, x * 2]))
+
+
+@jit
+def load_with_reduction(x_ptr, out_ptr, row_ptr):
+    x = load_matrix(x_ptr, 128, 64, MATRIX)
+    tmem = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    tmem.store(to_registers(x, tmem))
+    value, most = tmem.load_max()
+    _, least = tmem.load_min(abs=True)
+    store_matrix(out_ptr, gl.convert_layout(value, MATRIX))
+    gl.store(row_ptr + gl.arange(0, 128, ROW), gl.convert_layout(most, ROW))
+    gl.store(row_ptr + 128 + gl.arange(0, 128, ROW), gl.convert_layout(least, ROW))
+
+
+def test_load_with_reduction(blackwell_launch):
+    x, out, rows = normal(128, 64), poisoned(128, 64), poisoned(2, 128)
+    blackwell_launch(load_with_reduction, (1,), x, out, rows, target="sm_103a")
+    same(out, x)
+    same(rows, torch.stack([x.amax(1), x.abs().amin(1)]))
+
+
+@jit
+def multiply(a_desc, b_desc, out_ptr):
+    a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
+    acc = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    done = new_barrier(1)
+    gl.barrier()
+    tcgen05_mma(a, b, acc, use_acc=False)
+    tcgen05_mma(a, b, acc, use_acc=True)
+    tcgen05_commit(done)  # covers both
+    mbarrier.wait(done, 0)
+    store_matrix(out_ptr, gl.convert_layout(acc.load(), MATRIX))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32], ids=str
+)
+def test_mma_types_and_commit(blackwell_launch, dtype):
+    k = 32 if dtype == torch.float32 else 64
+    a, b = small_integers(128, k, dtype=dtype, seed=1), small_integers(64, k, dtype=dtype, seed=2)
+    out = poisoned(128, 64)
+    blackwell_launch(multiply, (1,), descriptor(a, [128, k]), descriptor(b, [64, k]), out)
+    same(out, 2 * (a.float() @ b.float().T))
+
+
+@jit
+def mma_signals(a_desc, b_desc, out_ptr, wanted):
+    """Barriers handed to the product itself, with predicates; a product that is switched off writes nothing."""
+    a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
+    acc = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    done, other = new_barrier(1), new_barrier(1)
+    gl.barrier()
+    tcgen05_mma(a, b, acc, use_acc=False, mbarriers=[done, other], mbarrier_preds=[True, wanted])
+    mbarrier.wait(done, 0)
+    mbarrier.wait(other, 0, pred=wanted)
+    tcgen05_mma(a, b, acc, use_acc=True, pred=wanted, mbarriers=[done])
+    mbarrier.wait(done, 1, pred=wanted)
+    store_matrix(out_ptr, gl.convert_layout(acc.load(), MATRIX))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_mma_with_barriers_and_predicates(blackwell_launch, wanted):
+    a, b = small_integers(128, 64, dtype=torch.bfloat16, seed=1), small_integers(64, 64, dtype=torch.bfloat16, seed=2)
+    out = poisoned(128, 64)
+    blackwell_launch(mma_signals, (1,), descriptor(a, [128, 64]), descriptor(b, [64, 64]), out, wanted)
+    same(out, (1 + wanted) * (a.float() @ b.float().T))
+
+
+@jit
+def p_in_tensor_memory(x_desc, out_ptr):
+    """S = X Xᵀ; P, which aliases S, is the left operand of O = P X."""
+    x = load_tile(x_desc)  # [128, 64]
+    scores = allocate_tensor_memory(gl.float32, [128, 128], TMEM)
+    out = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    done = new_barrier(1)
+    gl.barrier()
+    tcgen05_mma(x, x.permute((1, 0)), scores, use_acc=False, mbarriers=[done])
+    mbarrier.wait(done, 0)
+    s = scores.load()
+    p = scores.slice(0, 64).reinterpret(gl.bfloat16, [128, 128], TensorMemoryLayout((128, 128), col_stride=1))
+    p.store(to_registers((s * 0.125).to(gl.bfloat16), p))
+    tcgen05_mma(p, x, out, use_acc=False, mbarriers=[done])
+    mbarrier.wait(done, 1)
+    store_matrix(out_ptr, gl.convert_layout(out.load(), MATRIX))
+
+
+def test_left_operand_in_tensor_memory(blackwell_launch):
+    x = small_integers(128, 64, dtype=torch.bfloat16, largest=1)
+    out = poisoned(128, 64)
+    blackwell_launch(p_in_tensor_memory, (1,), descriptor(x, [128, 64]), out)
+    p = (x.float() @ x.float().T * 0.125).to(torch.bfloat16)
+    same(out, p.float() @ x.float())
+
+
+@jit
+def mma_role(a, b, acc, ready, free, steps):
+    for step in range(steps):
+        mbarrier.wait(free, (step + 1) & 1)
+        tcgen05_mma(a, b, acc, use_acc=False)
+        tcgen05_commit(ready)
+
+
+@jit
+def epilogue_role(acc, ready, free, out_ptr, steps):
+    total = gl.zeros([128, 64], gl.float32, acc.get_reg_layout())
+    for step in range(steps):
+        mbarrier.wait(ready, step & 1)
+        total += acc.load() * (step + 1)
+        mbarrier.arrive(free)
+    store_matrix(out_ptr, gl.convert_layout(total, MATRIX))
+
+
+@jit
+def two_roles(a_desc, b_desc, out_ptr, steps):
+    a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
+    acc = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    ready, free = new_barrier(1), new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize(
+        [(epilogue_role, (acc, ready, free, out_ptr, steps)), (mma_role, (a, b, acc, ready, free, steps))], [1], [24]
+    )
+
+
+def test_accumulator_handed_between_roles(blackwell_launch):
+    a, b = small_integers(128, 64, dtype=torch.bfloat16, seed=1), small_integers(64, 64, dtype=torch.bfloat16, seed=2)
+    out = poisoned(128, 64)
+    blackwell_launch(two_roles, (1,), descriptor(a, [128, 64]), descriptor(b, [64, 64]), out, 3)
+    same(out, 6 * (a.float() @ b.float().T))
+
+
+@jit
+def copy_to_tensor_memory(x_desc, out_ptr):
+    x = load_tile(x_desc)
+    tmem = allocate_tensor_memory(gl.float32, [128, 32], TensorMemoryLayout((128, 32), col_stride=1))
+    done = new_barrier(1)
+    gl.barrier()
+    tcgen05_copy(x, tmem)
+    tcgen05_commit(done)
+    mbarrier.wait(done, 0)
+    store_matrix(out_ptr, gl.convert_layout(tmem.load(), MATRIX))
+
+
+def test_copy_from_shared_to_tensor_memory(blackwell_launch):
+    x, out = normal(128, 32), poisoned(128, 32)
+    blackwell_launch(copy_to_tensor_memory, (1,), descriptor(x, [128, 32]), out)
+    same(out, x)
+
+
+@jit
+def scaled(a_desc, b_desc, a_scale_ptr, b_scale_ptr, out_ptr, A_TYPE: gl.constexpr, B_TYPE: gl.constexpr):
+    a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
+    SCALES: gl.constexpr = blackwell.TensorMemoryScalesLayout()
+    a_scale = allocate_tensor_memory(gl.uint8, [128, 4], SCALES)
+    b_scale = allocate_tensor_memory(gl.uint8, [64, 4], SCALES)
+    a_scale.store(gl.load(addresses(a_scale_ptr, 128, 4, a_scale.get_reg_layout())))
+    b_scale.store(gl.load(addresses(b_scale_ptr, 64, 4, b_scale.get_reg_layout())))
+    acc = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    done = new_barrier(1)
+    gl.barrier()
+    tcgen05_mma_scaled(a, b, acc, a_scale, b_scale, A_TYPE, B_TYPE, use_acc=False, mbarriers=[done])
+    mbarrier.wait(done, 0)
+    store_matrix(out_ptr, gl.convert_layout(acc.load(), MATRIX))
+
+
+def test_scaled_mma(blackwell_launch):
+    """mxfp8: a power of two for every 32 elements along K, as an exponent with bias 127."""
+    a, b = (small_integers(n, 128, dtype=torch.float8_e4m3fn, seed=n) for n in (128, 64))
+    scales = [small_integers(n, 4, dtype=torch.int32, seed=n + 1, largest=3) for n in (128, 64)]
+    out = poisoned(128, 64)
+    exponents = [(s + 127).to(torch.uint8) for s in scales]
+    blackwell_launch(
+        scaled, (1,), descriptor(a, [128, 128]), descriptor(b, [64, 128]), *exponents, out, A_TYPE="e4m3", B_TYPE="e4m3"
+    )
+    wide = [t.float() * 2.0 ** s.float().repeat_interleave(32, 1) for t, s in zip((a, b), scales, strict=True)]
+    same(out, wide[0] @ wide[1].T)
+
+
+@jit
+def packed(x_ptr, y_ptr, out_ptr):
+    x, y = load_matrix(x_ptr, 32, 32, MATRIX), load_matrix(y_ptr, 32, 32, MATRIX)
+    store_matrix(out_ptr, blackwell.add2(x, y))
+    store_matrix(out_ptr + 1024, blackwell.sub2(x, y))
+    store_matrix(out_ptr + 2048, blackwell.mul2(x, y))
+    store_matrix(out_ptr + 3072, blackwell.fma2(x, y, x))
+
+
+def test_packed_arithmetic(blackwell_launch):
+    x, y = normal(32, 32, seed=1), normal(32, 32, seed=2)
+    out = poisoned(4, 32, 32)
+    blackwell_launch(packed, (1,), x, y, out)
+    fused = (x.double() * y.double() + x.double()).float()
+    same(out, torch.stack([x + y, x - y, x * y, fused]))
+
+
+@jit
+def steal_work(out_ptr, launched_ptr):
+    """A program does its own item, then those of the programs that it cancels before they start."""
+    response = gl.allocate_shared_memory(gl.int64, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    answered = new_barrier(1)
+    gl.barrier()
+    item = gl.program_id(0)
+    gl.store(launched_ptr + item, 1)
+    phase = 0
+    going = gl.to_tensor(True)
+    while going:
+        gl.store(out_ptr + item, item * 10)
+        mbarrier.expect(answered, 16)
+        clc.try_cancel(response, answered)
+        mbarrier.wait(answered, phase)
+        result = clc.load_result(response)
+        phase ^= 1
+        going = result.is_canceled()
+        item = gl.where(going, result.program_id(0), item)
+        fence_async_shared()
+        gl.barrier()
+
+
+def test_cluster_launch_control(blackwell_launch):
+    out, launched = poisoned(40, dtype=torch.int32), torch.zeros(40, dtype=torch.int32)
+    blackwell_launch(steal_work, (40,), out, launched)
+    same(out, 10 * torch.arange(40, dtype=torch.int32))  # every item once, by whoever came first
+    assert 1 <= int(launched.sum()) <= 40 and launched[0] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs of CTAs
+# ---------------------------------------------------------------------------------------------------------------------
+
+PAIR_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], [[1, 0]]))
+
+
+@jit
+def multiply_in_pair(a_desc, b_desc, out_ptr, steps, MULTICAST: gl.constexpr):
+    """C [256, 128] += A Bᵀ: A and C sharded by rows, B by columns; the even CTA issues, both accumulators are written."""
+    a = gl.allocate_shared_memory(a_desc.dtype, a_desc.block_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(b_desc.dtype, b_desc.block_shape, b_desc.layout)
+    ACC: gl.constexpr = TensorMemoryLayout((128, 128), col_stride=1, cga_layout=((1, 0),), two_ctas=True)
+    acc = allocate_tensor_memory(gl.float32, [256, 128], ACC)
+    loaded = mbarrier.allocate_mbarrier(two_ctas=True)
+    mbarrier.init(loaded, count=1)
+    done = mbarrier.allocate_mbarrier()
+    mbarrier.init(done, count=tcgen05_mma_barrier_count([a, b], MULTICAST, True))
+    cluster.barrier()
+    for step in range(steps):
+        mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a_desc, [0, step * 64], loaded, a)
+        tma.async_load(b_desc, [0, step * 64], loaded, b)
+        mbarrier.wait(loaded, step & 1)
+        tcgen05_mma(a, b.permute((1, 0)), acc, use_acc=step != 0, multicast=MULTICAST, mbarriers=[done])
+        mbarrier.wait(done, step & 1)
+    store_matrix(out_ptr, gl.convert_layout(acc.load(), PAIR_ROWS))
+    cluster.barrier()
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mma_of_a_pair(blackwell_launch, dtype, multicast):
+    a, b = small_integers(256, 192, dtype=dtype, seed=1), small_integers(128, 192, dtype=dtype, seed=2)
+    out = poisoned(256, 128)
+    descriptors = descriptor(a, [256, 64], cga=[[1, 0]]), descriptor(b, [128, 64], cga=[[1, 0]])
+    blackwell_launch(multiply_in_pair, (1,), *descriptors, out, 3, MULTICAST=multicast, num_ctas=2)
+    same(out, a.float() @ b.float().T)
+
+
+@jit
+def pair_load(a_desc, b_desc, a, b, loaded, free, steps):
+    for step in range(steps):
+        mbarrier.wait(free, (step + 1) & 1)
+        mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_load(a_desc, [0, step * 64], loaded, a)
+        tma.async_load(b_desc, [0, step * 64], loaded, b)
+
+
+@jit
+def pair_mma(a, b, acc, loaded, free, done, steps):
+    for step in range(steps):
+        mbarrier.wait(loaded, step & 1)
+        tcgen05_mma(a, b.permute((1, 0)), acc, use_acc=step != 0)
+        tcgen05_commit(free)  # arrives in both CTAs of the pair
+    tcgen05_commit(done)
+
+
+@jit
+def pair_epilogue(acc, done, out_ptr):
+    REGISTERS: gl.constexpr = acc.get_reg_layout()
+    mbarrier.wait(done, 0)
+    store_matrix(out_ptr, acc.load(REGISTERS))
+
+
+@jit
+def pair_of_roles(a_desc, b_desc, out_ptr, steps):
+    a = gl.allocate_shared_memory(a_desc.dtype, a_desc.block_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(b_desc.dtype, b_desc.block_shape, b_desc.layout)
+    ACC: gl.constexpr = TensorMemoryLayout((128, 128), col_stride=1, cga_layout=((1, 0),), two_ctas=True)
+    acc = allocate_tensor_memory(gl.float32, [256, 128], ACC)
+    loaded = mbarrier.allocate_mbarrier(two_ctas=True)
+    mbarrier.init(loaded, count=1)
+    free, done = new_barrier(1), new_barrier(1)
+    cluster.barrier()
+    gl.warp_specialize(
+        [
+            (pair_epilogue, (acc, done, out_ptr)),
+            (pair_mma, (a, b, acc, loaded, free, done, steps)),
+            (pair_load, (a_desc, b_desc, a, b, loaded, free, steps)),
+        ],
+        [1, 1],
+        [24, 24],
+    )
+    cluster.barrier()
+
+
+def test_roles_of_a_pair(blackwell_launch):
+    a = small_integers(256, 256, dtype=torch.bfloat16, seed=1)
+    b = small_integers(128, 256, dtype=torch.bfloat16, seed=2)
+    out = poisoned(256, 128)
+    descriptors = descriptor(a, [256, 64], cga=[[1, 0]]), descriptor(b, [128, 64], cga=[[1, 0]])
+    blackwell_launch(pair_of_roles, (1,), *descriptors, out, 4, num_ctas=2)
+    same(out, a.float() @ b.float().T)
+
+
+@jit
+def multiply_in_two_pairs(a_desc, b_desc, out_ptr):
+    """Four CTAs, two pairs: A's rows differ in all, B is the same in both pairs and loaded once, by multicast."""
+    a = gl.allocate_shared_memory(a_desc.dtype, a_desc.block_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(b_desc.dtype, b_desc.block_shape, b_desc.layout)
+    ACC: gl.constexpr = TensorMemoryLayout((128, 128), col_stride=1, cga_layout=((1, 0), (2, 0)), two_ctas=True)
+    acc = allocate_tensor_memory(gl.float32, [512, 128], ACC)
+    loaded = mbarrier.allocate_mbarrier(two_ctas=True)
+    mbarrier.init(loaded, count=1)
+    done = mbarrier.allocate_mbarrier()
+    mbarrier.init(done, count=tcgen05_mma_barrier_count([a, b], True, True))
+    cluster.barrier()
+    mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+    tma.async_load(a_desc, [0, 0], loaded, a, multicast=True)
+    tma.async_load(b_desc, [0, 0], loaded, b, multicast=True)
+    mbarrier.wait(loaded, 0)
+    tcgen05_mma(a, b.permute((1, 0)), acc, use_acc=False, multicast=True, mbarriers=[done])
+    mbarrier.wait(done, 0)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], [[1, 0], [2, 0]])
+    store_matrix(out_ptr, gl.convert_layout(acc.load(), OUT))
+    cluster.barrier()
+
+
+def test_two_pairs_share_an_operand_by_multicast(blackwell_launch):
+    a, b = small_integers(512, 64, dtype=torch.bfloat16, seed=1), small_integers(128, 64, dtype=torch.bfloat16, seed=2)
+    out = poisoned(512, 128)
+    descriptors = descriptor(a, [512, 64], cga=[[1, 0], [2, 0]]), descriptor(b, [128, 64], cga=[[1, 0], [0, 0]])
+    blackwell_launch(multiply_in_two_pairs, (1,), *descriptors, out, num_ctas=4)
+    same(out, a.float() @ b.float().T)
+
+
+def test_barrier_count_is_the_number_of_leaders_that_commit():
+    """The compile-time helper, as a table: over the operands' CTA bits that are zero."""
+
+    class Operand:
+        def __init__(self, *bases: tuple[int, int]) -> None:
+            self.layout = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[list(b) for b in bases])
+
+    sharded, shared_over_pairs = Operand((1, 0), (2, 0)), Operand((0, 1), (0, 0))
+    assert tcgen05_mma_barrier_count([sharded, sharded], True, True) == 1
+    assert tcgen05_mma_barrier_count([sharded, shared_over_pairs], True, True) == 2
+    assert tcgen05_mma_barrier_count([sharded, shared_over_pairs], False, True) == 1
