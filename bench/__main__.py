@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from bench.precompile import precompile
 from bench.provenance import clocks, provenance
 from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention
+from gluon_attn.kernels.hopper.kernel import compiled
+from gluon_attn.resources import resources
 from gluon_attn.tuning import TABLE, TileConfig
 
 TOKENS = 16384  # B * S of every point
@@ -104,7 +106,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--candidates", action="store_true", help="time every tile of bench/candidates.py instead")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="where to write the JSON, for example bench/results/h200_forward.json")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/latest.json"), help="the result file, JSON")
     parser.add_argument("--commit", help="commit of the measured tree, where git cannot tell")
     return parser.parse_args()
 
@@ -124,7 +126,12 @@ def main() -> None:
         print(f"\rcompiled {i} of {len(kernels)} kernels", end="", flush=True)
     print()
 
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"provenance": provenance(args.commit), "method": time_interleaved.__doc__, "points": []}
+    report["kernels"] = [
+        {"head_dim": d, "causal": causal, "tile": label(t), **asdict(resources(compiled(dtype, d, causal, t)))}
+        for dtype, d, causal, t in sorted(kernels, key=str)
+    ]
     report["host_us"] = host_times()
     print("host µs per call at (1, 16, 512, 128):", {k: round(v, 1) for k, v in report["host_us"].items()})
     start = time.time()
@@ -136,8 +143,8 @@ def main() -> None:
         )
         left = (time.time() - start) / i * (len(points) - i)
         print(f"[{left:3.0f} s left] {point.name:20} " + " | ".join(cells), flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written: {args.out}")
     if not args.candidates:
         ratios = [p["results"]["ours"]["ratio_to_cudnn"] for p in report["points"]]
         print(f"geometric mean of ours / cuDNN over {len(ratios)} points: {geometric_mean(ratios):.3f}")

@@ -1,5 +1,7 @@
 """`python -m gluon_attn`: run attention on this machine's Hopper card, or else compile it, and print what it saw."""
 
+import atexit
+import os
 import statistics
 import sys
 import time
@@ -7,7 +9,7 @@ import time
 import torch
 
 from . import attention, reference_attention
-from .compat import assembler_version, check_triton_version, quiet_exit
+from .compat import assembler_version, check_triton_version
 from .device import Device
 from .kernels.hopper.kernel import compiled
 from .problem import Problem
@@ -27,6 +29,7 @@ PREFILL = Problem(
     scale=128**-0.5,
     layout="bhsd",
 )
+LSE_TOLERANCE = 1e-3  # LSE is fp32, near 10 here, of products that the tensor cores sum with truncation
 COLUMNS = (
     "head dim  mask    CTAs  tile        softmax regs  load  smem KB  instr  wgmma  TMA ld/st  spills: loop  other"
 )
@@ -90,18 +93,20 @@ def run_prefill(device: Device) -> None:
     out, lse = attention(q, k, v, causal=p.causal, return_lse=True)
     # A KV head at a time: the reference materialises all scores, in float64.
     group = p.heads // p.kv_heads
-    out_error = lse_error = plain_error = 0.0
+    errors = []
     for head in range(p.kv_heads):
         rows = slice(head * group, (head + 1) * group)
         one = (q[:, rows], k[:, head : head + 1], v[:, head : head + 1])
         want, want_lse = reference_attention(*(t.double() for t in one), causal=p.causal)
         plain, _ = reference_attention(*one, causal=p.causal)
-        out_error = max(out_error, (out[:, rows] - want).abs().max().item())
-        plain_error = max(plain_error, (plain - want).abs().max().item())
-        lse_error = max(lse_error, (lse[:, rows] - want_lse).abs().max().item())
+        found = (out[:, rows] - want, plain - want, lse[:, rows] - want_lse)
+        errors.append(torch.stack([difference.abs().max() for difference in found]))
+    out_error, plain_error, lse_error = torch.stack(errors).amax(dim=0).tolist()  # NaN, if there is one
     print(f"largest error against float64: O {out_error:.1e} (plain bf16: {plain_error:.1e}), LSE {lse_error:.1e}")
-    if not out_error <= 2 * plain_error:
-        sys.exit("the error is larger than twice that of plain PyTorch: something is wrong")
+    if not (out_error <= 2 * plain_error and lse_error <= LSE_TOLERANCE):
+        sys.exit(
+            f"wrong: expected an error of O of at most {2 * plain_error:.1e}, of LSE of at most {LSE_TOLERANCE:.0e}"
+        )
 
     def cudnn() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -114,14 +119,15 @@ def run_prefill(device: Device) -> None:
     print(f"ours runs at {theirs / ours:.2f} times cuDNN's speed")
 
     tile = pick_tile(p, device)
-    found = resources(compiled(p.dtype, p.padded_head_dim, p.causal, tile))
+    taken = resources(compiled(p.dtype, p.padded_head_dim, p.causal, tile))
     print(f"\nThe kernel, assembler {assembler_version()}:\n{COLUMNS}")
-    print(describe(p.padded_head_dim, p.causal, tile, found))
+    print(describe(p.padded_head_dim, p.causal, tile, taken))
 
 
 def main() -> None:
     check_triton_version()
-    quiet_exit()
+    # Triton 3.9's bindings leak a few objects when they compile a reduction, and say so on exit in thirty lines.
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         run_prefill(Device.of(torch.device("cuda", torch.cuda.current_device())))
     else:

@@ -8,29 +8,35 @@ from torch import Tensor
 from .compat import check_triton_version
 from .device import Device
 from .kernels.hopper.kernel import Launch
-from .problem import Problem, check_addresses
+from .plan import Plan
+from .problem import Problem, check_addresses, check_no_overlap
 from .tuning import TileConfig, pick_tile, require_fits
 
 # What users of flash-attention and of torch may ask for by name, and what to call it in the answer.
 UNSUPPORTED = {
+    **dict.fromkeys(("attn_bias", "bias", "score_mod"), "a bias or another change to the scores"),
+    **dict.fromkeys(("attn_mask", "attention_mask", "block_mask", "mask_mod"), "a mask other than causal"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "variable lengths"),
+    **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
+    **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),
+    **dict.fromkeys(("window_size", "sliding_window", "attention_chunk"), "a sliding window"),
+    **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
+    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "attention sinks"),
     "alibi_slopes": "ALiBi",
-    "attn_bias": "an attention bias",
-    "attn_mask": "an attention mask other than causal",
-    "bias": "an attention bias",
-    "block_table": "a paged KV cache",
-    "cache_seqlens": "a KV cache",
-    "cu_seqlens_k": "variable lengths",
-    "cu_seqlens_q": "variable lengths",
-    "dropout_p": "dropout",
-    "max_seqlen_k": "variable lengths",
-    "max_seqlen_q": "variable lengths",
-    "page_table": "a paged KV cache",
     "softcap": "a soft cap on the scores",
-    "window_size": "a sliding window",
+    "qv": "a V head dim unlike Q's",
+}
+RENAMED = {
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "is_causal": "causal (aligned to the bottom right, unlike torch's is_causal)",
+    "enable_gqa": "nothing: fewer KV heads than query heads just work",
+    "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse",
 }
 
-# Launches by everything they depend on. Shapes and strides only: no tensor is kept alive.
-_launches: dict[tuple[Any, ...], Launch] = {}
+# Launches by everything they depend on. Shapes and strides only: no tensor is kept alive. None: nothing to launch.
+_launches: dict[tuple[Any, ...], Launch | None] = {}
 MAX_LAUNCHES = 4096
 
 
@@ -68,7 +74,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scores of each row.
         out: where to put O: shape and dtype of q, sharing no memory with q, k, v. Default: a new tensor like q.
         q_scale, k_scale, v_scale: for fp8 inputs, not supported yet.
-        num_ctas: 1 or 2 CTAs to a cluster; default: what was measured to be faster.
+        num_ctas: 1 or 2 CTAs to a cluster; default: as the tuning table has it.
         tile: a TileConfig instead of the tuning table's.
         device: a Device to choose for; default: q's own card.
 
@@ -87,8 +93,8 @@ def attention(
     try:
         key = (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, causal, type(causal), scale, layout, num_ctas, type(num_ctas), tile, device,
-            out if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            q.device, k.device, v.device, causal, type(causal), scale, type(scale), layout, num_ctas, type(num_ctas),
+            tile, device, out if out is None else (out.shape, out.stride(), out.dtype, out.device),
         )  # fmt: skip
         launch = _launches[key]
     except (AttributeError, KeyError, TypeError):  # new; or not a tensor, or not hashable: prepare() says what is wrong
@@ -96,29 +102,17 @@ def attention(
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    check_no_gradients(q, k, v)
+    check_call(q, k, v, out)
 
+    heads, q_len = q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1])
     out = torch.empty_like(q) if out is None else out
-    lse = torch.empty(launch.lse_shape, dtype=torch.float32, device=q.device)
-    if launch.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
+    lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
+    if launch is None:
         out.zero_()
         lse.fill_(float("-inf"))
     else:
-        check_addresses(q=q, k=k, v=v, out=out)
-        if q.device.index == torch.cuda.current_device():
-            launch(q, k, v, out, lse)
-        else:
-            with torch.cuda.device(q.device):
-                launch(q, k, v, out, lse)
+        launch(q, k, v, out, lse)
     return (out, lse) if return_lse else out
-
-
-def check_no_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError(
-            "q, k, v: expected tensors that do not require grad, as only the forward pass is supported so far, got "
-            "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() them"
-        )
 
 
 def refuse(**unsupported: Any) -> None:
@@ -128,9 +122,26 @@ def refuse(**unsupported: Any) -> None:
             if value is not None:
                 raise NotImplementedError(f"{name}: fp8 inputs are not supported yet; use float16 or bfloat16")
         elif name in UNSUPPORTED:
-            raise NotImplementedError(f"{name}: {UNSUPPORTED[name]} is not supported; see the README for what is")
+            raise NotImplementedError(f"{name}: {UNSUPPORTED[name]} is not supported; leave the argument out")
         else:
-            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+            hint = f"; use {RENAMED[name]}" if name in RENAMED else ""
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")
+
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+    """What may differ from call to call with the same shapes: gradients and addresses."""
+    outputs = {} if out is None else {"out": out}
+    if torch.is_grad_enabled():
+        for name, t in {"q": q, "k": k, "v": v, **outputs}.items():
+            if t.requires_grad:
+                raise NotImplementedError(
+                    f"{name}: expected a tensor that does not require grad, as only the forward pass is supported so "
+                    "far, got requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
+                )
+    if q.numel() and k.numel():  # an empty tensor has no address
+        check_addresses(q=q, k=k, v=v, **outputs)
+        if out is not None:
+            check_no_overlap(out, q=q, k=k, v=v)
 
 
 def prepare(
@@ -144,21 +155,25 @@ def prepare(
     num_ctas: int | None,
     tile: TileConfig | None,
     device: Device | None,
-) -> Launch:
+) -> Launch | None:
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out)
-    if num_ctas not in (None, 1, 2):
+    if num_ctas not in (None, 1, 2) or isinstance(num_ctas, bool):
         raise ValueError(f"num_ctas: expected 1, 2 or None, got {num_ctas!r}")
     if tile is not None and not isinstance(tile, TileConfig):
         raise TypeError(f"tile: expected a TileConfig or None, got {type(tile).__name__}")
     if tile is not None and num_ctas not in (None, tile.num_ctas):
         raise ValueError(f"num_ctas: expected {tile.num_ctas} (as tile.cga_layout says), got {num_ctas}; leave one out")
-    check_no_gradients(q, k, v)
-    if not problem.is_empty:
-        check_addresses(q=q, k=k, v=v, **({} if out is None else {"out": out}))
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"device: expected a gluon_attn Device or None, got {type(device).__name__}; leave it out")
+    check_call(q, k, v, out)
+    if device is None or q.device.type == "cuda":
+        Device.of(q.device).require_supported()  # whatever device is planned for, it runs on this one
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
+    if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
+        return None
     if q.device.type != "cuda":
         raise NotImplementedError(
             f"device: running {chosen.name} kernels on {q.device.type!r} tensors is not supported yet; "
@@ -166,4 +181,5 @@ def prepare(
         )
     chosen_tile = pick_tile(problem, chosen, num_ctas) if tile is None else tile
     require_fits(chosen_tile, problem, chosen)
-    return Launch(problem, chosen_tile, chosen, q=q, k=k, v=v, out=torch.empty_like(q) if out is None else out)
+    plan = Plan.of(problem, chosen_tile, chosen)
+    return Launch(plan, q, k, v, torch.empty_like(q, device="meta") if out is None else out)

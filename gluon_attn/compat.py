@@ -1,9 +1,6 @@
 """The names of Triton that attention uses and that are experimental, private or moving: imported here only."""
 
-import atexit
-import os
 import subprocess
-import sys
 import tempfile
 from typing import Any
 
@@ -32,7 +29,6 @@ __all__ = [
     "gl",
     "jit",
     "launch",
-    "quiet_exit",
     "tma_descriptor",
     "warpgroup_mma",
     "warpgroup_mma_wait",
@@ -86,12 +82,6 @@ def assembler_version() -> str:
     return version.stdout.split("release ")[1].split(",")[0]
 
 
-def quiet_exit() -> None:
-    """Drop what is written to standard error after the program's own end: Triton 3.9's bindings leak a few objects when
-    they compile a reduction, and say so on exit in thirty lines."""
-    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
-
-
 def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> Any:
     """The 128-byte TMA descriptor (a CUtensorMap) of a tensor; `meta` is the compiled kernel's for that parameter."""
     element_type = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
@@ -113,5 +103,5 @@ def launch(kernel: CompiledKernel, programs: int, stream: int, arguments: list[A
     launcher = kernel.run  # loads the kernel on the current device the first time
     launcher.launch = driver.active.utils.launch
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    metadata = kernel.launch_metadata((programs, 1, 1), stream) if enter is not None else None
+    metadata = kernel.launch_metadata((programs, 1, 1), stream)
     launcher(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)

@@ -26,7 +26,7 @@ class Device:
     @staticmethod
     @functools.cache
     def of(device: torch.device) -> "Device":
-        """The CUDA card behind `device`. Raises RuntimeError if it is none that the kernels run on."""
+        """The CUDA card behind `device`. Raises RuntimeError if `device` is no CUDA device."""
         if device.type != "cuda":
             raise RuntimeError(
                 f"q: expected a tensor on a Hopper card (compute capability 9.0), got one on {device.type!r}; "

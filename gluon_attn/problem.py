@@ -1,7 +1,7 @@
-"""One attention problem: its shapes and options. All validation of user input is here."""
+"""One attention problem: its shapes and options, and the validation of the tensors that pose it."""
 
-import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ LAYOUTS = ("bhsd", "bshd")
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16
+# The kernel multiplies by scale · log2(e) in fp32, where that must be neither zero, nor infinite, nor imprecise.
+SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +123,14 @@ def check_strides(name: str, t: Tensor) -> None:
                 f"{name}: expected strides that are multiples of {TMA_ALIGNMENT_BYTES} bytes, "
                 f"got {stride_bytes} bytes in dimension {dim}; call .contiguous() on it, nothing is copied silently"
             )
-        if name == "out" and t.shape[dim] > 1 and t.stride(dim) == 0:
-            raise ValueError(
-                f"out: expected no expanded dimension, got stride 0 in dimension {dim}; allocate it in full"
-            )
+    if name == "out":
+        used = sorted((t.stride(dim), t.shape[dim]) for dim in range(4) if t.shape[dim] > 1)
+        for (stride, size), (next_stride, _) in pairwise([(0, 1), *used]):
+            if next_stride < max(1, stride * size):
+                raise ValueError(
+                    f"out: expected strides under which no two elements share memory, got {t.stride()} for shape "
+                    f"{tuple(t.shape)}; allocate it in full"
+                )
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -152,8 +158,11 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}; call .item() on a tensor")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale: expected a finite positive number, got {scale}")
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:  # nor NaN
+        raise ValueError(
+            f"scale: expected a finite positive number from {SMALLEST_SCALE} to {LARGEST_SCALE}, got {scale}; "
+            "leave it out for 1/sqrt(head_dim)"
+        )
     return float(scale)
 
 
@@ -165,3 +174,20 @@ def check_addresses(**tensors: Tensor) -> None:
                 f"{name}: expected a base address that is a multiple of {TMA_ALIGNMENT_BYTES} bytes, "
                 f"got {t.data_ptr():#x}; slice at a multiple of 8 elements, or .clone() it: nothing is copied silently"
             )
+
+
+def check_no_overlap(out: Tensor, **inputs: Tensor) -> None:
+    """ValueError if the memory that `out` spans is also spanned by an input, which the kernel may still be reading."""
+    first, end = span(out)
+    for name, t in inputs.items():
+        other_first, other_end = span(t)
+        if first < other_end and other_first < end:
+            raise ValueError(
+                f"out: expected memory of its own, got a range that overlaps that of {name}; allocate another"
+            )
+
+
+def span(t: Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of a tensor to the one after its last."""
+    extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (extent + 1) * t.element_size() * (t.numel() > 0)

@@ -47,7 +47,7 @@ def resources(kernel: CompiledKernel) -> Resources:
     """Count what is in the kernel's machine code, by Triton's own disassembler."""
     code, labels = instructions(disassemble(kernel))
     return Resources(
-        first_role_registers=int(re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", kernel.asm["ptx"])[0]),
+        first_role_registers=first_role_registers(kernel.asm["ptx"]),
         smem_bytes=kernel.metadata.shared,
         instructions=len(code),
         products=count(code, "HGMMA"),
@@ -56,6 +56,12 @@ def resources(kernel: CompiledKernel) -> Resources:
         spills=count(code, "STL", "LDL"),
         loops=steady_loops(code, labels),
     )
+
+
+def first_role_registers(ptx: str) -> int:
+    """What the first role has: the number it comes down to from the 256 that the launch's own warps begin with."""
+    asked = [int(n) for n in re.findall(r"setmaxnreg\.\w+\S*\s+(\d+)", ptx)]
+    return asked[1] if asked[0] == 256 else asked[0]
 
 
 def instructions(sass: str) -> tuple[list[str], dict[str, int]]:

@@ -66,12 +66,8 @@ class TileConfig:
         return self.rows_per_role * self.softmax_roles
 
     @property
-    def threads(self) -> int:
-        """Threads of a CTA: registers are handed out by warpgroup, so the load warp counts as one."""
-        return 128 * (self.softmax_roles + 1)
-
-    @property
     def registers(self) -> int:
+        """Of a CTA. Registers are handed out by warpgroup, so the load warp counts as four."""
         return 128 * (self.softmax_roles * self.softmax_registers + self.load_registers)
 
     def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
@@ -87,7 +83,7 @@ class Row:
     """A choice of tile for the problems it fits.
 
     min_kv_len: from how many keys on. result_file (under bench/results/), card, date: where it was measured to be the
-    fastest of those tried; result_file is None for a row that waits for its measurement.
+    fastest of those tried; None for a row that waits for its measurement.
     """
 
     padded_head_dim: int
@@ -95,8 +91,8 @@ class Row:
     tile: TileConfig
     min_kv_len: int = 1
     result_file: str | None = None
-    card: str = "NVIDIA H200"
-    date: str = "2026-11-20"
+    card: str | None = None
+    date: str | None = None
 
     def fits(self, problem: Problem, num_ctas: int | None) -> bool:
         return (
@@ -149,7 +145,7 @@ TABLE: tuple[Row, ...] = (
 def pick_tile(problem: Problem, device: Device, num_ctas: int | None = None) -> TileConfig:
     """The tile configuration for a problem: the first row of TABLE that fits. Pure.
 
-    num_ctas: 1 or 2 to insist on it; default: whichever was measured to be faster.
+    num_ctas: 1 or 2 to insist on it; default: whichever comes first in the table.
     Raises ValueError if no row fits the device.
     """
     for row in TABLE:

@@ -169,3 +169,28 @@ def test_attention_checks_the_version(monkeypatch):
     q, k, v = (t[:, :, :13] for t in qkv())  # a shape that no other test has asked for
     with pytest.raises(RuntimeError, match=r"^triton: expected"):
         attention(q, k, v)
+
+
+def test_device_must_be_a_device():
+    with pytest.raises(TypeError, match=r"^device: expected a gluon_attn Device or None, got str; leave it out"):
+        attention(*qkv(), device="cuda:0")  # type: ignore[arg-type]
+
+
+def test_out_that_requires_grad_is_refused():
+    with pytest.raises(NotImplementedError, match=r"^out: expected a tensor that does not require grad"):
+        attention(*qkv(), out=qkv(requires_grad=True)[0])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_out_over_an_input_is_refused(name):
+    q, k, v = qkv()
+    with pytest.raises(
+        ValueError, match=rf"^out: expected memory of its own, got a range that overlaps that of {name}"
+    ):
+        attention(q, k, v, out={"q": q, "k": k, "v": v}[name])
+
+
+@pytest.mark.parametrize(("name", "hint"), [("softmax_scale", "scale"), ("is_causal", "causal"), ("sm_scale", "scale")])
+def test_a_known_name_of_elsewhere_gets_a_hint(name, hint):
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'; use {hint}"):
+        attention(*qkv(), **{name: 1})  # type: ignore[arg-type]

@@ -1,12 +1,15 @@
 """Every kernel of the tuning table compiles, and its machine code has what its speed rests on. No card is needed."""
 
+import collections
 import functools
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals, hardware_arrivals, signal_arrivals
 from gluon_attn.kernels.hopper.kernel import compiled
 from gluon_attn.resources import Resources, instructions, resources, steady_loops
 from gluon_attn.tuning import REGISTERS_PER_SM, TABLE
@@ -86,3 +89,19 @@ def test_the_main_command_says_what_it_did():
     assert "Nothing was executed: this machine has no Hopper card." in run.stdout
     assert len([line for line in run.stdout.splitlines() if line.startswith(("64", "128", "256"))]) == len(TABLE)
     assert not run.stderr
+
+
+@every_row
+def test_barriers_are_initialised_with_the_derived_counts(row):
+    """What channels/arrivals.py says of each channel is what the compiled kernel counts, barrier by barrier."""
+    ptx = compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile).asm["ptx"]
+    counts = collections.Counter(int(n) for n in re.findall(r"mbarrier\.init\S*\s+\[[^\]]*\],\s*(\d+)", ptx))
+    roles, shared = row.tile.softmax_roles, row.tile.num_ctas == 2
+    slots, kv_slots = row.tile.query_slots + 2 * row.tile.kv_slots, 2 * row.tile.kv_slots
+    expected = collections.Counter({hardware_arrivals(filled_arrivals(loading_roles=1), two_ctas=False): slots})
+    expected[hardware_arrivals(freed_arrivals(consuming_roles=roles), two_ctas=False)] += slots
+    expected[hardware_arrivals(signal_arrivals(sending_roles=1), two_ctas=False)] += roles
+    if shared:
+        handover = handover_arrivals(loading_roles=1, num_ctas=2, multicast=True)
+        expected[hardware_arrivals(handover, two_ctas=True)] += kv_slots
+    assert counts == expected

@@ -112,13 +112,24 @@ REFUSED = {
         {"v": half(20000).as_strided((2, 2, 32, 128), (8194, 4096, 128, 1))}, ValueError, "v", "16 bytes", "16388"
     ),
     "out rows off by 8 bytes": Refused({"out": half(2, 4, 16, 132)[..., :128]}, ValueError, "out", "16 bytes", "264"),
-    "out expanded": Refused({"out": half(2, 1, 16, 128).expand(-1, 4, -1, -1)}, ValueError, "out", "expanded", "0"),
+    "out expanded": Refused(
+        {"out": half(2, 1, 16, 128).expand(-1, 4, -1, -1)}, ValueError, "out", "share memory", "(2048, 0"
+    ),
+    "out elements overlap": Refused(
+        {"out": half(4, 2048).as_strided((2, 4, 16, 128), (2048, 512, 64, 1))},
+        ValueError,
+        "out",
+        "share memory",
+        "(2048",
+    ),
     # Options.
     "unknown layout": Refused({"layout": "sbhd"}, ValueError, "layout", "'bhsd', 'bshd'", "'sbhd'"),
     "no layout": Refused({"layout": None}, ValueError, "layout", "'bhsd', 'bshd'", "None"),
     "causal is a string": Refused({"causal": "top-left"}, TypeError, "causal", "bool", "str"),
     "causal is a number": Refused({"causal": 1}, TypeError, "causal", "bool", "int"),
     "scale 0": Refused({"scale": 0.0}, ValueError, "scale", "finite positive", "0.0"),
+    "scale too small for fp32": Refused({"scale": 1e-45}, ValueError, "scale", "finite positive", "1e-45"),
+    "scale too large for fp32": Refused({"scale": 1e39}, ValueError, "scale", "finite positive", "1e+39"),
     "negative scale": Refused({"scale": -0.5}, ValueError, "scale", "finite positive", "-0.5"),
     "infinite scale": Refused({"scale": float("inf")}, ValueError, "scale", "finite positive", "inf"),
     "scale NaN": Refused({"scale": float("nan")}, ValueError, "scale", "finite positive", "nan"),

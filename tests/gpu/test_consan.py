@@ -12,6 +12,8 @@ import torch
 from channels import SignalChannel, cluster_fence
 from channels.compat import gl, jit
 from gluon_attn import attention
+from gluon_attn.kernels.hopper.kernel import compiled
+from gluon_attn.tuning import TABLE
 from tests.gpu.checks import Apart, check, normal_qkv, outcomes_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -25,7 +27,7 @@ CASES = {
         causal,
         head_dim,
     )
-    for num_ctas, causal, head_dim in itertools.product((2, 1), (True, False), (128, 64))
+    for num_ctas, causal, head_dim in itertools.product((2, 1), (True, False), (256, 128, 64))
 }
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
 
@@ -66,6 +68,9 @@ def run_hand_over(wait: bool) -> None:
 
 
 def run_attention(num_ctas: int, causal: bool, head_dim: int) -> None:
+    tile = next(r.tile for r in TABLE if (r.padded_head_dim, r.causal, r.tile.num_ctas) == (head_dim, causal, num_ctas))
+    # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
+    assert compiled(torch.bfloat16, head_dim, causal, tile, device_index=0).metadata.global_scratch_size > 0
     for q_len, kv_len in LENGTHS:
         q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
         out, lse = attention(q, k, v, causal=causal, num_ctas=num_ctas, return_lse=True)

@@ -19,7 +19,7 @@ class TileSchedule:
     """Static persistent schedule: program p of n takes items p, p + n, p + 2n, ...
 
     An item is one row block of a head, the last (under a causal mask the heaviest) first, or a pair: the p-th row block
-    from the end and the p-th from the start, which under a causal mask together cost the same for every p. Items run
+    from the end and the p-th from the start, which under a square causal mask together cost the same. Items run
     through a head before the next head starts, so that programs working at the same time share its K and V in L2.
     """
 

@@ -1,7 +1,6 @@
 """Attention forward on Hopper: one persistent kernel of warp-specialised roles, on clusters of 1 or 2 CTAs."""
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from gluon_attn.compat import CompiledKernel, compile_gluon, current_stream, gl, jit, launch
 from gluon_attn.descriptors import View, descriptor_types
-from gluon_attn.device import Device
-from gluon_attn.problem import Problem
+from gluon_attn.plan import Plan
 from gluon_attn.tuning import TileConfig
 
 from ..common.schedule import tile_schedule
@@ -76,42 +74,38 @@ def constants_of(tile: TileConfig, causal: bool) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def compiled(
-    dtype: torch.dtype, padded_head_dim: int, causal: bool, tile: TileConfig, device_index: int = 0
+    dtype: torch.dtype, padded_head_dim: int, causal: bool, tile: TileConfig, *, device_index: int | None = None
 ) -> CompiledKernel:
     """The kernel for these compile-time choices; the lengths, batches, heads and strides are arguments of the launch.
 
-    A compiled kernel is loaded on one card, hence `device_index`.
+    device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
     """
-    constants = constants_of(tile, causal)
     types = descriptor_types(dtype, padded_head_dim, tile)
     types |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "blocks_per_item": "i32"}
+    constants = constants_of(tile, causal)
     return compile_gluon(attention_forward, types, constants, arch=90, num_warps=4, num_ctas=tile.num_ctas)
 
 
 class Launch:
-    """A launch, but for the tensors: all that depends on shapes, strides and options. Keeps no tensor alive."""
+    """A launch on a card, but for the tensors: what depends on shapes, strides and options. Keeps no tensor alive."""
 
-    def __init__(
-        self, problem: Problem, tile: TileConfig, device: Device, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ):
-        """The tensors are looked at for their shapes and strides only."""
-        self.is_empty = problem.is_empty
-        self.lse_shape = (problem.batch, problem.heads, problem.q_len)
-        if self.is_empty:
-            return
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """The tensors are looked at for their shapes, strides and device only; `out` may be on the meta device."""
+        problem, tile = plan.problem, plan.tile
         self.device_index = q.device.index
-        self.kernel = compiled(problem.dtype, problem.padded_head_dim, problem.causal, tile, self.device_index)
+        self.kernel = compiled(
+            problem.dtype, problem.padded_head_dim, problem.causal, tile, device_index=self.device_index
+        )
         self.views = [View.of(t, problem) for t in (q, k, v, out)]
-
-        programs, row_blocks = device.sm_count // tile.num_ctas, -(-problem.q_len // tile.block_m)
-        # Pairs even out what a causal mask makes uneven; with a program for every tile there is nothing to even out.
-        blocks_per_item = 2 if problem.causal and problem.batch * problem.heads * row_blocks > programs else 1
-        self.programs = min(programs, problem.batch * problem.heads * -(-row_blocks // blocks_per_item))
+        self.programs = plan.programs
         constants = [None] * len(constants_of(tile, problem.causal))  # a launch takes a place for each, and no value
-        self.scalars = [problem.scale * math.log2(math.e), blocks_per_item, *constants]
+        self.scalars = [plan.scale_log2, plan.blocks_per_item, *constants]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Enqueue on the current stream of the tensors' device, which must be the current one."""
+        """Enqueue on the current stream of the tensors' device."""
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self(q, k, v, out, lse)
         arguments: list[Any] = []
         for view, t, meta in zip(self.views, (q, k, v, out), self.kernel.metadata.tensordesc_meta, strict=True):
             arguments += view.arguments(t.data_ptr(), meta)

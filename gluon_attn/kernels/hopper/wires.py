@@ -118,12 +118,13 @@ class Blocks:
         """Pass over one block that only other roles' rows see.
 
         Each slot is waited for even so before it is freed: to free it unseen would let this role pass a later wait one
-        lap early.
+        lap early. The turn comes before the values, as in a block that is computed: with a ring of one slot the values
+        are loaded only when every role has freed the keys, and a role that waits for its turn has not.
         """
         k, keys = self.keys.acquire()
         k.release()
-        v, values = self.values.acquire()
-        v.release()
         turn = self.turn.take()
         turn.pass_on()
+        v, values = self.values.acquire()
+        v.release()
         return Blocks(keys, values, turn)

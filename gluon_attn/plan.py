@@ -1,0 +1,46 @@
+"""How a problem is laid out over a device's processors: the numbers of a launch that depend on no tensor."""
+
+import math
+from dataclasses import dataclass
+
+from .device import Device
+from .problem import Problem
+from .tuning import TileConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A persistent grid of `programs` clusters that walks the row blocks of all heads, singly or in pairs.
+
+    blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (see kernels/common/schedule.py).
+    scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
+    """
+
+    problem: Problem
+    tile: TileConfig
+    programs: int
+    blocks_per_item: int
+    scale_log2: float
+
+    @staticmethod
+    def of(problem: Problem, tile: TileConfig, device: Device) -> "Plan":
+        """Raises ValueError for more row blocks than the kernel can count."""
+        clusters = device.sm_count // tile.num_ctas
+        row_blocks, heads = -(-problem.q_len // tile.block_m), problem.batch * problem.heads
+        if heads * row_blocks >= 2**31 - clusters:
+            raise ValueError(
+                f"q: expected fewer than 2^31 row blocks over all heads and batches, got {heads * row_blocks}; "
+                "split the batch"
+            )
+        # Under a causal mask the last row block costs the most and the first the least. Pairs even that out, where the
+        # two differ much and there is no program for every block anyway.
+        lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
+        uneven = problem.causal and heaviest >= 2 * lightest
+        blocks_per_item = 2 if uneven and heads * row_blocks > clusters else 1
+        return Plan(
+            problem=problem,
+            tile=tile,
+            programs=min(clusters, heads * -(-row_blocks // blocks_per_item)),
+            blocks_per_item=blocks_per_item,
+            scale_log2=problem.scale * math.log2(math.e),
+        )
