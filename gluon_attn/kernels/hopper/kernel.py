@@ -16,7 +16,7 @@ from .roles import Operands, load, softmax
 from .wires import alloc_wires
 
 
-@jit
+@jit(do_not_specialize=["blocks_per_item"])  # 1 and 2 are one kernel
 def attention_forward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D], rows sharded over the CTAs of a cluster
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], the same in every CTA
