@@ -1,10 +1,11 @@
-"""`python -m gluon_attn`: run attention on this machine's Hopper card, or else compile it, and print what it saw."""
+"""`python -m gluon_attn`: run attention here, on a Hopper card or else on gluon_cpu, and print what it saw."""
 
 import atexit
 import os
 import statistics
 import sys
 import time
+from functools import partial
 
 import torch
 
@@ -47,22 +48,60 @@ def describe(padded_head_dim: int, causal: bool, tile: TileConfig, found: Resour
     )
 
 
+def progress(text: str) -> None:
+    """A line that the next output overwrites; only where somebody is watching."""
+    if sys.stdout.isatty():
+        print(f"\r{text:<{len(COLUMNS)}}", end="\r", flush=True)
+
+
+def execute_on_cpu(schedules: int = 100) -> None:
+    """Execute attention on gluon_cpu, on one CTA and two, with and without a mask, and look for races."""
+    import gluon_cpu
+
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 500, 128, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 2, 500, 128, dtype=torch.bfloat16) for _ in range(2))
+    print("No Hopper card here: the kernel is executed on the CPU, role by role, and watched for races.")
+    print("bf16, 4 query heads, 2 KV heads, 500 queries and keys, D=128\n")
+    print("mask    CTAs  error of O  plain bf16  of LSE   schedules  findings  seconds")
+    for causal, num_ctas in ((False, 1), (False, 2), (True, 1), (True, 2)):
+        start = time.time()
+        progress(f"{'causal' if causal else 'full'}, {num_ctas} CTAs ...")
+        call = partial(attention, q, k, v, causal=causal, num_ctas=num_ctas, device=Device.hopper(), return_lse=True)
+        out, lse = call()
+        want, want_lse = reference_attention(q.double(), k.double(), v.double(), causal=causal)
+        plain, _ = reference_attention(q, k, v, causal=causal)
+        out_error, plain_error, lse_error = (x.abs().max().item() for x in (out - want, plain - want, lse - want_lse))
+        watched = gluon_cpu.check(call, schedules=schedules, quiet=True)
+        print(
+            f"{'causal' if causal else 'full':<7} {num_ctas:<5} {out_error:<11.1e} {plain_error:<11.1e} "
+            f"{lse_error:<8.1e} {watched.tried:<10} {0 if watched.ok else 1:<9} {time.time() - start:.1f}",
+            flush=True,
+        )
+        if not watched.ok:
+            sys.exit(str(watched))
+        check_errors(out_error, plain_error, lse_error)
+    print("\nNothing ran on a card.\n")
+
+
+def check_errors(out_error: float, plain_error: float, lse_error: float) -> None:
+    """Exit unless the errors are those of rounding."""
+    if not (out_error <= 2 * plain_error and lse_error <= LSE_TOLERANCE):  # nor NaN
+        sys.exit(f"wrong: expected errors of at most {2 * plain_error:.1e} (O) and {LSE_TOLERANCE:.0e} (LSE)")
+
+
 def compile_all() -> None:
     """Compile every kernel of the tuning table for sm_90a and print what each takes."""
     print(
-        f"Compiling the {len(TABLE)} kernels of the tuning table for sm_90a (bf16), assembler {assembler_version()}:\n"
+        f"The {len(TABLE)} kernels of the tuning table, compiled for sm_90a (bf16), assembler {assembler_version()}:\n"
     )
     print(COLUMNS)
     start = time.time()
     for i, row in enumerate(TABLE, start=1):
-        if sys.stdout.isatty():
-            print(f"\r{i} of {len(TABLE)}, {time.time() - start:.0f} s ...", end="", flush=True)
+        progress(f"compiling {i} of {len(TABLE)}, {time.time() - start:.0f} s ...")
         found = resources(compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile))
-        print("\r" * sys.stdout.isatty() + describe(row.padded_head_dim, row.causal, row.tile, found), flush=True)
-    print(
-        f"\n{time.time() - start:.0f} s. Nothing was executed: this machine has no Hopper card. The table is what the "
-        "compiler made of the kernels."
-    )
+        print(describe(row.padded_head_dim, row.causal, row.tile, found), flush=True)
+    print(f"\n{time.time() - start:.0f} s.")
 
 
 def milliseconds(call, runs: int = 30) -> float:  # type: ignore[no-untyped-def]  # any call without arguments
@@ -103,10 +142,7 @@ def run_prefill(device: Device) -> None:
         errors.append(torch.stack([difference.abs().max() for difference in found]))
     out_error, plain_error, lse_error = torch.stack(errors).amax(dim=0).tolist()  # NaN, if there is one
     print(f"largest error against float64: O {out_error:.1e} (plain bf16: {plain_error:.1e}), LSE {lse_error:.1e}")
-    if not (out_error <= 2 * plain_error and lse_error <= LSE_TOLERANCE):
-        sys.exit(
-            f"wrong: expected an error of O of at most {2 * plain_error:.1e}, of LSE of at most {LSE_TOLERANCE:.0e}"
-        )
+    check_errors(out_error, plain_error, lse_error)
 
     def cudnn() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -131,6 +167,7 @@ def main() -> None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         run_prefill(Device.of(torch.device("cuda", torch.cuda.current_device())))
     else:
+        execute_on_cpu()
         compile_all()
 
 

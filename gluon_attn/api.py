@@ -1,6 +1,6 @@
 """The public call: validate, pick a tile, launch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from .kernels.hopper.kernel import Launch
 from .plan import Plan
 from .problem import Problem, check_addresses, check_no_overlap
 from .tuning import TileConfig, pick_tile, require_fits
+
+if TYPE_CHECKING:
+    from .cpu import CpuLaunch
 
 # What users of flash-attention and of torch may ask for by name, and what to call it in the answer.
 UNSUPPORTED = {
@@ -36,7 +39,7 @@ RENAMED = {
 }
 
 # Launches by everything they depend on. Shapes and strides only: no tensor is kept alive. None: nothing to launch.
-_launches: dict[tuple[Any, ...], Launch | None] = {}
+_launches: dict[tuple[Any, ...], "Launch | CpuLaunch | None"] = {}
 MAX_LAUNCHES = 4096
 
 
@@ -76,7 +79,8 @@ def attention(
         q_scale, k_scale, v_scale: for fp8 inputs, not supported yet.
         num_ctas: 1 or 2 CTAs to a cluster; default: as the tuning table has it.
         tile: a TileConfig instead of the tuning table's.
-        device: a Device to choose for; default: q's own card.
+        device: a Device to choose for; default: q's own card. With CPU tensors, Device.hopper() has gluon_cpu execute
+            the kernel, slowly, and check it for races.
 
     Returns:
         O in q's shape and dtype; with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural logarithm. A row that sees no
@@ -86,6 +90,7 @@ def attention(
         TypeError, ValueError: an argument is not as above; the message says which, what was expected and what to do.
         NotImplementedError: a feature that is not supported, by its name; gradients (inputs that require grad while
             grad mode is on).
+        gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernel.
         RuntimeError: no Hopper card, or another version of Triton than 3.9.
     """
     if unsupported or q_scale is not None or k_scale is not None or v_scale is not None:
@@ -155,7 +160,7 @@ def prepare(
     num_ctas: int | None,
     tile: TileConfig | None,
     device: Device | None,
-) -> Launch | None:
+) -> "Launch | CpuLaunch | None":
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out)
@@ -168,18 +173,17 @@ def prepare(
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device: expected a gluon_attn Device or None, got {type(device).__name__}; leave it out")
     check_call(q, k, v, out)
-    if device is None or q.device.type == "cuda":
+    if device is None or q.device.type != "cpu":
         Device.of(q.device).require_supported()  # whatever device is planned for, it runs on this one
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
-    if q.device.type != "cuda":
-        raise NotImplementedError(
-            f"device: running {chosen.name} kernels on {q.device.type!r} tensors is not supported yet; "
-            "move q, k and v to a Hopper card"
-        )
     chosen_tile = pick_tile(problem, chosen, num_ctas) if tile is None else tile
     require_fits(chosen_tile, problem, chosen)
     plan = Plan.of(problem, chosen_tile, chosen)
+    if q.device.type == "cpu":
+        from .cpu import CpuLaunch
+
+        return CpuLaunch(plan)
     return Launch(plan, q, k, v, torch.empty_like(q, device="meta") if out is None else out)

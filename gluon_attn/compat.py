@@ -12,12 +12,14 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor as tma_descriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from channels.compat import aggregate, constexpr_function, gl, jit
 
 __all__ = [
     "CompiledKernel",
+    "TensorDescriptor",
     "aggregate",
     "assembler_version",
     "check_triton_version",

@@ -30,7 +30,7 @@ class Device:
         if device.type != "cuda":
             raise RuntimeError(
                 f"q: expected a tensor on a Hopper card (compute capability 9.0), got one on {device.type!r}; "
-                "move q, k and v with .cuda()"
+                "move q, k and v with .cuda(), or execute the kernel on the CPU with device=Device.hopper()"
             )
         card = torch.cuda.get_device_properties(device)
         return Device(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 class Frame:
     file: str
     line: int
+    column: int = 0
 
     @property
     def function(self) -> str:
@@ -81,34 +82,45 @@ def is_definition(frame: Frame) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def assigned_name(file: str, line: int) -> str:
-    """The variable that the statement at a line assigns to, '' if it is no simple assignment."""
+def assigned_name(file: str, line: int, column: int) -> str:
+    """The variable that the expression at a place is assigned to, '' if it is no simple assignment."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            target = node.targets[0]
-            if isinstance(target, ast.Name | ast.Attribute):
-                return ast.unparse(target)
+            return target_name(node.targets[0], node.value, line, column)
         if isinstance(node, ast.AnnAssign) and node.lineno <= line <= (node.end_lineno or node.lineno):
             return ast.unparse(node.target)
     return ""
 
 
+def target_name(target: ast.expr, value: ast.expr, line: int, column: int) -> str:
+    if isinstance(target, ast.Name | ast.Attribute):
+        return ast.unparse(target)
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for t, v in zip(target.elts, value.elts, strict=True):
+            start, end = (v.lineno, v.col_offset), (v.end_lineno or v.lineno, v.end_col_offset or v.col_offset)
+            if start <= (line, column - 1) < end:
+                return target_name(t, v, line, column)
+    return ""
+
+
+def in_triton(file: str) -> bool:
+    return "/triton/" in file
+
+
 def buffer_name(site: Site) -> str:
     """What the kernel calls a buffer: the variables assigned along the chain of calls, as in `queries.tiles`."""
     names: list[str] = []
-    for frame in reversed(site.frames):
-        name = "" if is_definition(frame) else assigned_name(frame.file, frame.line)
+    own = [f for f in site.frames if not in_triton(f.file)]
+    for frame in reversed(own):
+        name = "" if is_definition(frame) else assigned_name(frame.file, frame.line, frame.column)
         if name and (not names or names[-1] != name):
             names.append(name)
-    if site.name and (not names or names[-1] != site.name):
-        if names and len(site.frames) == 1:
-            names[-1] = site.name
-        else:
-            names.append(site.name)
+    if not names and site.name:
+        names.append(site.name)
     return ".".join(n for n in names if n != "self") or "buffer"
 
 
@@ -141,7 +153,7 @@ class LocationTable:
             return next((p for p in parts if p.frames), NOWHERE)
         position = re.fullmatch(r'"([^"]*)":(\d+):(\d+)(?: to .*)?', text)
         if position:
-            return Site((Frame(position[1], int(position[2])),))
+            return Site((Frame(position[1], int(position[2]), int(position[3])),))
         named = re.fullmatch(r'"([^"]*)"(?:\((.*)\))?', text)
         if named:
             inner = self.site(named[2]) if named[2] else NOWHERE

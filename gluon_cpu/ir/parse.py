@@ -235,6 +235,9 @@ class Parser:
         parts = split_arrow(types)
         if len(parts) == 2:
             return self.mixed(parts[0]), self.type_list(parts[1])
+        if " to " in types:
+            source, target = types.split(" to ")
+            return [self.types.parse(source)], [self.types.parse(target)]
         return self.mixed(parts[0]) if parts[0] else [], []
 
     def mixed(self, text: str) -> list[Type]:

@@ -97,6 +97,8 @@ class TypeParser:
     def _parse(self, text: str) -> Type:
         if text in BITS:
             return Scalar(text)
+        if text[0] in "su" and text[1:] in BITS:  # descriptors tell signed from unsigned; their copies do not care
+            return Scalar(text[1:])
         if text.startswith("!tt.ptr<"):
             return Scalar("ptr", split_top(text[len("!tt.ptr<") : -1])[0])
         for prefix in ("tensor<", "!tt.tensordesc<", "!ttng.tensordesc_im2col<", "!ttg.memdesc<"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 
-from gluon_attn import TileConfig, attention
+from gluon_attn import TileConfig, attention, reference_attention
 from gluon_attn.compat import check_triton_version
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
@@ -29,9 +29,14 @@ def test_tensors_without_a_card_are_refused():
     assert "cpu" in str(caught.value)
 
 
-def test_running_without_a_card_comes_later():
-    with pytest.raises(NotImplementedError, match=r"\b(cpu|CPU)\b"):
-        attention(*qkv(), device=Device.hopper())
+@pytest.mark.parametrize("num_ctas", [1, 2])
+def test_a_described_card_is_executed_on_the_cpu(num_ctas):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 16, 64, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = attention(q, k, v, device=Device.hopper(), num_ctas=num_ctas, return_lse=True)
+    want, want_lse = reference_attention(q.double(), k.double(), v.double())
+    torch.testing.assert_close(out.double(), want, atol=0.01, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
 
 
 def misaligned(t: torch.Tensor) -> torch.Tensor:

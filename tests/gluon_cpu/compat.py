@@ -1,8 +1,9 @@
 """The names of Gluon that the kernels of these tests use, taken from the packages' own compatibility files."""
 
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
 from channels.compat import aggregate, cluster, constexpr_function, fence_async_shared, gl, jit, mbarrier, tma
 from gluon_attn.compat import warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 async_copy = gl.nvidia.ampere.async_copy
 blackwell = gl.nvidia.blackwell

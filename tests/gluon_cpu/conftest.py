@@ -11,3 +11,13 @@ import gluon_cpu
 def launch(request):
     """`gluon_cpu.launch` with a schedule."""
     return functools.partial(gluon_cpu.launch, schedule=gluon_cpu.Schedule(request.param, seed=1))
+
+
+@pytest.fixture
+def blackwell_launch(launch):
+    """`launch` for sm_100a, or another target."""
+    return functools.partial(launch, target="sm_100a")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "speed: measures time, and is only meaningful on a quiet machine")

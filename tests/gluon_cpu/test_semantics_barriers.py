@@ -4,7 +4,21 @@ import pytest
 import torch
 
 from tests.gluon_cpu.compat import cluster, gl, jit, mbarrier, tma
-from tests.gluon_cpu.support import PLAIN, ROW, ROW_1, ROW_COPIES, ROW_HALVES, descriptor, new_barrier, normal, poisoned, same
+from tests.gluon_cpu.support import (
+    MATRIX_COLUMN_HALVES,
+    MATRIX_HALVES,
+    PLAIN,
+    ROW,
+    ROW_1,
+    ROW_COPIES,
+    ROW_HALVES,
+    descriptor,
+    new_barrier,
+    normal,
+    poisoned,
+    same,
+    store_matrix,
+)
 
 
 @jit
@@ -308,6 +322,28 @@ def test_expect_from_cta_0_for_all(launch):
     x, out = normal(256), poisoned(256)
     launch(routed_expect, (1,), descriptor(x, [256], cga=[[1]]), out, num_ctas=2)
     same(out, x)
+
+
+@jit
+def store_to_peers(out_ptr):
+    """An asynchronous store through the cluster: rows sharded in registers, columns in shared memory."""
+    x = gl.arange(0, 32, gl.SliceLayout(1, MATRIX_HALVES))[:, None] * 32
+    x += gl.arange(0, 32, gl.SliceLayout(0, MATRIX_HALVES))[None, :]
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[0, 1]])
+    tile = gl.allocate_shared_memory(gl.int32, [32, 32], LAYOUT)
+    arrived = new_barrier(1)
+    cluster.barrier()
+    mbarrier.expect(arrived, tile.nbytes_per_cta)
+    gl.nvidia.hopper.async_store(tile, x, arrived)
+    mbarrier.wait(arrived, 0)
+    store_matrix(out_ptr, tile.load(MATRIX_COLUMN_HALVES))
+    cluster.barrier()
+
+
+def test_asynchronous_store_into_the_peer(launch):
+    out = poisoned(32, 32, dtype=torch.int32)
+    launch(store_to_peers, (1,), out, num_ctas=2)
+    same(out, torch.arange(1024, dtype=torch.int32).reshape(32, 32))
 
 
 @jit

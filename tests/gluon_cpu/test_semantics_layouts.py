@@ -165,15 +165,17 @@ def test_reduce_of_a_tuple_by_a_function_of_the_kernel(launch):
 @jit
 def sum_bf16(x_ptr, out_ptr):
     i = gl.arange(0, 128, ROW)
-    gl.store(out_ptr, gl.sum(gl.load(x_ptr + i), axis=0).to(gl.float32))
+    x = gl.load(x_ptr + i)
+    gl.store(out_ptr, gl.sum(x, axis=0, dtype=gl.float32))
+    gl.store(out_ptr + 1, gl.sum(x, axis=0).to(gl.float32))  # in the type of x: rounded after each addition
 
 
-def test_sum_of_bf16_accumulates_in_fp32(launch):
-    x = torch.ones(128, dtype=torch.bfloat16)
-    x[0] = 256.0  # in bf16, 256 + 1 is 256
-    out = poisoned(1)
+def test_sum_of_bf16_in_fp32_and_in_its_own_type(launch):
+    x = torch.full((128,), 0.0, dtype=torch.bfloat16)
+    x[:2] = torch.tensor([256.0, 1.0])  # in bf16, 256 + 1 is 256
+    out = poisoned(2)
     launch(sum_bf16, (1,), x, out)
-    assert out.item() == 383.0
+    assert out.tolist() == [257.0, 256.0]
 
 
 @jit
@@ -355,7 +357,9 @@ def test_reduce_across_ctas(launch):
 @jit
 def four_ctas(x_ptr, out_ptr, FROM: gl.constexpr, TO: gl.constexpr):
     x = gl.load(addresses(x_ptr, 64, 64, FROM))
-    store_matrix(out_ptr, gl.convert_layout(x, TO) + gl.convert_layout(gl.max(x, axis=1), gl.SliceLayout(1, TO))[:, None])
+    store_matrix(
+        out_ptr, gl.convert_layout(x, TO) + gl.convert_layout(gl.max(x, axis=1), gl.SliceLayout(1, TO))[:, None]
+    )
 
 
 def test_four_ctas(launch):

@@ -1,5 +1,7 @@
 """TMA: boxes, tails, fills, multicast, stores and reductions."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -97,7 +99,7 @@ def store_box(desc, x_ptr, row, column):
 @pytest.mark.parametrize("corner", CORNERS.values(), ids=CORNERS.keys())
 def test_store_is_clipped(launch, corner):
     x, out = normal(32, 32), torch.full((50, 52), 7.0)
-    launch(store_box, (1,), descriptor(out, [32, 32]), x, *corner)
+    launch(store_box, (1,), descriptor(out, [32, 32]), x, *corner, outputs=[])
     want = torch.full((50, 52), 7.0)
     for i in range(32):
         for j in range(32):
@@ -162,7 +164,7 @@ def reduce_box(desc, x_ptr, OP: gl.constexpr):
     tma.store_wait(0)
 
 
-REDUCTIONS = {
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "add": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -178,14 +180,14 @@ def test_reduce_into_global_memory(launch, op):
     out = small_integers(40, 48, dtype=torch.int32, largest=1000, seed=1)
     want = out.clone()
     want[20:, 16:] = REDUCTIONS[op](want[20:, 16:], x[:20])
-    launch(reduce_box, (1,), descriptor(out, [32, 32]), x, OP=op)
+    launch(reduce_box, (1,), descriptor(out, [32, 32]), x, OP=op, outputs=[])
     same(out, want)
 
 
 def test_programs_reduce_into_the_same_elements(launch):
     """Atomic: several writers of one element are no race. Integers, so that the order does not show."""
     x, out = small_integers(32, 32), torch.zeros(52, 48)
-    launch(reduce_box, (6,), descriptor(out, [32, 32]), x, OP="add")
+    launch(reduce_box, (6,), descriptor(out, [32, 32]), x, OP="add", outputs=[])
     same(out[20:, 16:], 6 * x)
     assert not out[:20].any()
 
@@ -248,8 +250,8 @@ def load_shards(desc, out_desc, row):
 
 def test_each_cta_loads_and_stores_its_shard(launch):
     x, out = normal(50, 32), poisoned(50, 32)
-    options = {"block": [32, 32], "cga": [[1, 0]]}
-    launch(load_shards, (1,), descriptor(x, **options), descriptor(out, **options), 24, num_ctas=2)
+    descriptors = [descriptor(t, [32, 32], cga=[[1, 0]]) for t in (x, out)]
+    launch(load_shards, (1,), *descriptors, 24, num_ctas=2, outputs=[])
     want = poisoned(50, 32)
     want[24:] = x[24:]
     same(out, want)
@@ -343,7 +345,7 @@ def test_scatter_of_rows(launch):
     index = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:32].to(torch.int32)
     desc = descriptor(out, [1, 64])
     desc.layout = gl.NVMMASharedLayout(128, 16, 2)
-    launch(scatter_rows, (1,), desc, index, x, target="sm_100a")
+    launch(scatter_rows, (1,), desc, index, x, target="sm_100a", outputs=[])
     want = torch.zeros(100, 64, dtype=torch.bfloat16)
     want[index.long()] = x
     same(out, want)

@@ -3,8 +3,26 @@
 import pytest
 import torch
 
-from tests.gluon_cpu.compat import cluster, fence_async_shared, gl, jit, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from tests.gluon_cpu.support import MATRIX, descriptor, new_barrier, normal, poisoned, same, small_integers, store_matrix
+from tests.gluon_cpu.compat import (
+    cluster,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tests.gluon_cpu.support import (
+    MATRIX,
+    descriptor,
+    new_barrier,
+    normal,
+    poisoned,
+    same,
+    small_integers,
+    store_matrix,
+)
 
 
 @jit

@@ -1,0 +1,50 @@
+"""Attention without a card: the same kernel, executed by gluon_cpu. The one file that imports gluon_cpu, when asked."""
+
+from torch import Tensor
+
+from .compat import TensorDescriptor
+from .descriptors import View, tile_layout
+from .kernels.hopper.kernel import attention_forward, constants_of
+from .plan import Plan
+
+
+class CpuLaunch:
+    """A launch on CPU tensors, as `Launch` is one on a card's. Raises what gluon_cpu finds, both sides of a race named.
+
+    Within `gluon_cpu.machine(...)` or `gluon_cpu.check(...)` their options hold, the schedule among them; elsewhere the
+    defaults do: one random schedule, all checks on.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        import gluon_cpu
+
+        problem, tile = self.plan.problem, self.plan.tile
+
+        def descriptor(t: Tensor, rows: int, sharded: bool) -> TensorDescriptor:
+            view, layout = View.of(t, problem), tile_layout(problem.dtype, tile, sharded=sharded)
+            block = [1, 1, rows, problem.padded_head_dim]
+            return TensorDescriptor(t, list(view.shape), list(view.strides), block, layout)
+
+        def launch() -> None:
+            attention_forward[(self.plan.programs,)](
+                descriptor(q, tile.rows_per_role, sharded=True),
+                descriptor(k, tile.block_n, sharded=False),
+                descriptor(v, tile.block_n, sharded=False),
+                descriptor(out, tile.rows_per_role, sharded=True),
+                lse,
+                self.plan.scale_log2,
+                self.plan.blocks_per_item,
+                **constants_of(tile, problem.causal),
+                num_warps=4,
+                num_ctas=tile.num_ctas,
+                enable_fp_fusion=True,
+            )
+
+        if gluon_cpu.running():
+            launch()
+        else:
+            with gluon_cpu.machine(target="sm_90a"):
+                launch()

@@ -1,0 +1,60 @@
+"""Inline assembly by its twins: Python functions of arrays that compute what a piece of PTX does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .values import DTYPES
+
+Twin = Callable[..., Any]
+_TWINS: dict[str, Twin] = {}
+
+
+def register_asm(asm: str, twin: Twin) -> None:
+    """Run `twin(*operands)` wherever a kernel has this inline assembly.
+
+    The operands are numpy arrays (or scalars) of the element types, in order; the twin returns one array, or a tuple of
+    as many as the assembly has results. Integers may come back signed or unsigned.
+    """
+    _TWINS[normalise(asm)] = twin
+
+
+def normalise(asm: str) -> str:
+    return " ".join(asm.split())
+
+
+def _round_pair(dtype: Any) -> Twin:
+    def twin(low: Any, high: Any) -> Any:
+        low, high = (np.asarray(x, np.float32).astype(dtype).view(np.uint16).astype(np.uint32) for x in (low, high))
+        return low | high << np.uint32(16)
+
+    return twin
+
+
+register_asm("cvt.rn.bf16x2.f32 $0, $2, $1;", _round_pair(DTYPES["bf16"]))
+register_asm("cvt.rn.f16x2.f32 $0, $2, $1;", _round_pair(DTYPES["f16"]))
+
+
+def run_asm(info: Any, *operands: Any) -> tuple[Any, ...]:
+    twin = _TWINS.get(normalise(info.text))
+    if twin is None:
+        raise NotImplementedError(
+            f"inline assembly without a Python twin: {info.text!r}\n    at {info.site.where}\n"
+            "  Give it one with gluon_cpu.register_asm(asm, twin)."
+        )
+    out = twin(*operands)
+    if not isinstance(out, tuple):
+        out = (out,)
+    if len(out) != info.results:
+        raise ValueError(f"the twin of {info.text!r} must return {info.results} arrays, got {len(out)}")
+    return tuple(fit(np.asarray(o), dtype) for o, dtype in zip(out, info.dtypes, strict=True))
+
+
+def fit(x: Any, dtype: Any) -> Any:
+    """As the element type: integers of the same width keep their bits."""
+    if x.dtype == dtype:
+        return x
+    if x.dtype.itemsize == dtype.itemsize and x.dtype.kind in "iu" and dtype.kind in "iu":
+        return x.view(dtype)
+    return x.astype(dtype)

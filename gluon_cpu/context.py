@@ -1,0 +1,113 @@
+"""`machine`: a context in which ordinary launches run here. `check`: many schedules of whatever a function launches."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .defaults import DEFAULT_SCHEDULE, RUNNING
+from .findings import Finding
+from .launch import Report, launch
+from .schedule import POLICIES, Schedule
+
+
+@contextlib.contextmanager
+def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
+    """Ordinary `kernel[grid](...)` calls of Gluon kernels within run on the machine; yields the list of their reports.
+
+    options: those of `launch`. What a call gives itself (num_warps, num_ctas) counts before them. A `schedule` holds
+    for calls of `launch` within that give none as well.
+    """
+    from .compat import GluonJITFunction
+    from .hooks import stand_in_driver
+
+    reports: list[Report] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if warmup:
+            raise NotImplementedError("warmup: there is nothing to warm up on the CPU machine")
+        merged: dict[str, Any] = {"target": target, **options, **kwargs}
+        if callable(grid):
+            names = dict(zip(self.arg_names, args, strict=False)) | kwargs
+            grid = grid(names)
+        report = launch(self, grid, *args, **merged)
+        reports.append(report)
+        return report
+
+    previous = GluonJITFunction.__dict__.get("run")
+    GluonJITFunction.run = run
+    token = DEFAULT_SCHEDULE.set(options.get("schedule") or DEFAULT_SCHEDULE.get())
+    running_token = RUNNING.set(True)
+    try:
+        with stand_in_driver(target):
+            yield reports
+    finally:
+        RUNNING.reset(running_token)
+        DEFAULT_SCHEDULE.reset(token)
+        if previous is None:
+            del GluonJITFunction.run
+        else:
+            GluonJITFunction.run = previous
+
+
+def running() -> bool:
+    """Whether ordinary launches run on the machine here: within `machine` or `check`."""
+    return RUNNING.get()
+
+
+def schedules_of(count: int, policies: Sequence[str] | None = None, seed: int = 0) -> list[Schedule]:
+    """`count` schedules, the policies in turn, each with seeds from `seed` on."""
+    names = POLICIES if policies is None else policies
+    return [Schedule(names[i % len(names)], seed + i // len(names)) for i in range(count)]
+
+
+@dataclass
+class CheckResult:
+    """What `check` saw: how many schedules ran, and the finding that stopped it, if any."""
+
+    tried: int
+    finding: Finding | None
+    schedule: Schedule | None
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return self.finding is None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.finding is None:
+            return f"{self.tried} schedules, no finding, {self.seconds:.1f} s"
+        return f"{type(self.finding).__name__} after {self.tried} schedules, replay with {self.schedule!r}:\n{self.finding}"
+
+
+def check(
+    fn: Callable[[], Any],
+    schedules: int = 200,
+    policies: Sequence[str] = POLICIES,
+    *,
+    seed: int = 0,
+    target: str = "sm_90a",
+    quiet: bool = False,
+    **options: Any,
+) -> CheckResult:
+    """Call `fn` under `machine`, once per schedule, the policies in turn; raises the first finding.
+
+    Before that it prints the finding with the policy and the seed that replay it: `schedule=Schedule(policy, seed)`.
+    """
+    start = time.perf_counter()
+    for i, schedule in enumerate(schedules_of(schedules, policies, seed)):
+        try:
+            with machine(target, **{**options, "schedule": schedule}):
+                fn()
+        except Finding as finding:
+            if not quiet:
+                print(CheckResult(i + 1, finding, schedule, time.perf_counter() - start))
+            raise
+    result = CheckResult(schedules, None, None, time.perf_counter() - start)
+    if not quiet:
+        print(result)
+    return result

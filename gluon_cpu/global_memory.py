@@ -1,0 +1,130 @@
+"""Global memory: the launch's tensors, each at an address range of its own, so that every stray access shows."""
+
+import bisect
+from typing import Any
+
+import numpy as np
+
+from .shadow import Shadow
+
+# Far enough apart that no realistic index leads from one tensor into the next.
+SPACING = 1 << 44
+
+
+class GlobalBuffer:
+    """One piece of storage that tensors of the launch lie in."""
+
+    def __init__(self, name: str, base: int, raw: Any, runs: list[tuple[int, int]]) -> None:
+        self.name = name
+        self.base = base  # address of raw[0]
+        self.raw = raw  # bytes
+        self.runs = runs  # byte ranges that belong to a tensor
+        self.shadow = Shadow(initialised=True)
+        self.written = False
+        self.was_read = False
+        self.size = raw.size
+        self.views: dict[int, Any] = {}
+        self.scratch = False
+
+    def view(self, width: int) -> Any:
+        found = self.views.get(width)
+        if found is None:
+            usable = self.raw.size // width * width
+            found = self.views[width] = self.raw[:usable].view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[width])
+        return found
+
+
+class GlobalMemory:
+    def __init__(self) -> None:
+        self.buffers: list[GlobalBuffer] = []
+        self.bases: list[int] = []
+
+    def add(self, name: str, address: int, raw: Any, runs: list[tuple[int, int]]) -> GlobalBuffer:
+        base = (len(self.buffers) + 1) * SPACING + address % (1 << 12)
+        buffer = GlobalBuffer(name, base, raw, runs)
+        self.buffers.append(buffer)
+        self.bases.append(base)
+        return buffer
+
+    def scratch(self, name: str, size: int) -> GlobalBuffer:
+        raw = np.zeros((size + 7) // 8, np.uint64).view(np.uint8)
+        buffer = self.add(name, 0, raw, [])
+        buffer.scratch = True
+        return buffer
+
+    def find(self, address: int) -> GlobalBuffer | None:
+        """The buffer that an address is meant for, in or out of its bounds."""
+        i = (address + SPACING // 2) // SPACING - 1
+        return self.buffers[i] if 0 <= i < len(self.buffers) else None
+
+    def inside(self, buffer: GlobalBuffer, start: int, end: int) -> bool:
+        """Whether bytes [start, end) of a buffer belong to tensors."""
+        if buffer.scratch:
+            return 0 <= start and end <= buffer.size
+        if len(buffer.runs) == 1:
+            a, b = buffer.runs[0]
+            return a <= start and end <= b
+        i = bisect.bisect_right(buffer.runs, (start, 1 << 62)) - 1
+        return i >= 0 and end <= buffer.runs[i][1]
+
+
+def strided_runs(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> list[tuple[int, int]]:
+    """Byte ranges, sorted and joined, of a strided tensor (strides in bytes, none negative) from its first element."""
+    if any(s == 0 for s in shape):
+        return []
+    dims = sorted(((st, s) for s, st in zip(shape, strides, strict=True) if s > 1 and st), reverse=True)
+    length = item
+    while dims and dims[-1][0] <= length:
+        stride, size = dims.pop()
+        length = max(length, stride * (size - 1) + length)
+    starts = np.zeros(1, np.int64)
+    for stride, size in dims:
+        starts = (starts[:, None] + np.arange(size) * stride).reshape(-1)
+    runs: list[tuple[int, int]] = []
+    for a in np.sort(starts).tolist():
+        if runs and a <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], a + length))
+        else:
+            runs.append((a, a + length))
+    return runs
+
+
+def merge_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for a, b in sorted(runs):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
+        else:
+            merged.append((a, b))
+    return merged
+
+
+class Descriptor:
+    """A tensor as TMA sees it: strides in bytes; `offset` is that of its first element within the buffer."""
+
+    def __init__(
+        self, buffer: GlobalBuffer, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int, nan: bool
+    ) -> None:
+        self.buffer = buffer
+        self.offset = offset
+        self.shape = shape
+        self.strides = strides
+        self.item = item
+        self.nan = nan
+        raw = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[item]
+        self.array = np.ndarray(shape, raw, buffer.raw, offset, strides)
+        self.extents: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def clip(self, low: tuple[int, ...], extent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(first, beyond last) coordinates of a box that lie in the tensor, None if none do."""
+        a = tuple(max(0, x) for x in low)
+        b = tuple(min(s, x + e) for x, e, s in zip(low, extent, self.shape, strict=True))
+        return None if any(x >= y for x, y in zip(a, b, strict=True)) else (a, b)
+
+    def runs(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
+        """(byte ranges, base) of the box [a, b)."""
+        extent = tuple(y - x for x, y in zip(a, b, strict=True))
+        found = self.extents.get(extent)
+        if found is None:
+            found = self.extents[extent] = strided_runs(extent, self.strides, self.item)
+        return found, self.offset + sum(x * s for x, s in zip(a, self.strides, strict=True))

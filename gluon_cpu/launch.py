@@ -1,0 +1,334 @@
+"""Launching: arguments in, the machine run, outputs written where the tensors are."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import findings
+from .defaults import DEFAULT_SCHEDULE
+from .front import MODES, Compiled, arch_of, backend_for, compile_source
+from .global_memory import Descriptor, GlobalBuffer, merge_runs, strided_runs
+from .ir.types import Scalar, TensorDesc
+from .machine import Machine
+from .schedule import Schedule
+from .values import DTYPES
+
+
+@dataclass
+class Report:
+    """What a launch without a finding has to say."""
+
+    kernel: str
+    schedule: Schedule
+    mode: str
+    programs: int
+    num_ctas: int
+    steps: int
+    compile_seconds: float
+    run_seconds: float
+    roles: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernel}: {self.programs} programs of {self.num_ctas} CTAs, {self.steps} steps, "
+            f"{self.run_seconds * 1e3:.1f} ms, schedule {self.schedule.policy} {self.schedule.seed}, no finding"
+        )
+
+
+@dataclass
+class _Storage:
+    """One allocation behind one or more tensors."""
+
+    address: int
+    raw: Any
+    names: list[str]
+    runs: list[tuple[int, int]]
+    outputs: bool = True
+
+
+class Arguments:
+    """The launch's tensors, collected and placed in global memory."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, _Storage] = {}
+
+    def add(self, name: str, tensor: Any) -> tuple[int, int]:
+        """(key of the storage, byte offset of the tensor in it)."""
+        if isinstance(tensor, np.ndarray):
+            owner = tensor
+            while isinstance(owner.base, np.ndarray):
+                owner = owner.base
+            if not owner.flags.c_contiguous:
+                owner = tensor
+            base, raw = owner.ctypes.data, owner.reshape(-1).view(np.uint8)
+            address, shape, strides, item = tensor.ctypes.data, tensor.shape, tensor.strides, tensor.itemsize
+        else:
+            import torch
+
+            if tensor.device.type != "cpu":
+                raise TypeError(f"{name}: expected a CPU tensor, got one on {tensor.device}")
+            storage = tensor.untyped_storage()
+            base = storage.data_ptr()
+            raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
+            item = tensor.element_size()
+            address, shape = tensor.data_ptr(), tuple(tensor.shape)
+            strides = tuple(s * item for s in tensor.stride())
+        runs = strided_runs(tuple(shape), tuple(strides), item)
+        found = self.storages.get(base)
+        offset = address - base
+        if found is None:
+            found = self.storages[base] = _Storage(base, raw, [], [])
+        found.names.append(name)
+        found.runs += [(a + offset, b + offset) for a, b in runs]
+        return base, offset
+
+    def place(self, machine: Machine) -> dict[int, GlobalBuffer]:
+        placed = {}
+        for base, s in self.storages.items():
+            placed[base] = machine.memory.add("/".join(dict.fromkeys(s.names)), base, s.raw, merge_runs(s.runs))
+        return placed
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or (hasattr(x, "data_ptr") and hasattr(x, "dtype"))
+
+
+def is_descriptor(x: Any) -> bool:
+    return hasattr(x, "base") and hasattr(x, "block_shape") and hasattr(x, "strides")
+
+
+class NumpyPointer:
+    """What Triton's specialisation looks at of a tensor, for a numpy array."""
+
+    def __init__(self, array: Any) -> None:
+        import torch
+
+        self.array = array
+        names = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64, "int32": torch.int32,
+                 "int64": torch.int64, "int8": torch.int8, "int16": torch.int16, "uint8": torch.uint8,
+                 "bool": torch.bool, "bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn,
+                 "float8_e5m2": torch.float8_e5m2}  # fmt: skip
+        if array.dtype.name not in names:
+            raise TypeError(f"expected an array of a type that Triton knows, got {array.dtype}")
+        self.dtype = names[array.dtype.name]
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
+
+
+@dataclass
+class Bound:
+    """A launch whose arguments are bound: the code and what goes into it."""
+
+    compiled: Compiled
+    values: list[tuple[str, Any]]
+    seconds: float
+
+
+def bind(
+    kernel: Any, args: Sequence[Any], kwargs: dict[str, Any], arch: int, mode: str, specialize: bool = True
+) -> Bound:
+    """Specialise as Triton does, and compile."""
+    from .compat import create_function_from_signature, native_specialize_impl
+
+    start = time.perf_counter()
+    backend = backend_for(arch)
+    binder = kernel.__dict__.setdefault("_gluon_cpu_binders", {}).get(arch)
+    if binder is None:
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        kernel.__dict__["_gluon_cpu_binders"][arch] = binder
+    from .hooks import knob_options
+
+    options_in = kwargs | knob_options(kernel, kwargs)
+    shown = [NumpyPointer(a) if isinstance(a, np.ndarray) else a for a in args]
+    named = {k: NumpyPointer(v) if isinstance(v, np.ndarray) else v for k, v in options_in.items()}
+    bound_args, specialization, options = binder(*shown, **named)
+    if not specialize:
+        specialization = [
+            s if p.is_constexpr or hasattr(bound_args[p.name], "data_ptr")
+            else native_specialize_impl(backend, bound_args[p.name], False, False, False)
+            for s, p in zip(specialization, kernel.params, strict=True)
+        ]  # fmt: skip
+    options, signature, constants, attrs = kernel._pack_args(backend, named, bound_args, specialization, options)
+    compiled = compile_source(kernel, signature, constants, attrs, options, arch, mode)
+    values: list[tuple[str, Any]] = []
+    for name, value in bound_args.items():
+        flatten(name, value, signature[name], values)
+    return Bound(compiled, values, time.perf_counter() - start)
+
+
+def flatten(name: str, value: Any, kind: Any, into: list[tuple[str, Any]]) -> None:
+    """The arguments that reach the kernel, tuples taken apart."""
+    if isinstance(kind, str) and kind == "constexpr":
+        return
+    if isinstance(kind, tuple):
+        fields = getattr(value, "_fields", range(len(kind)))
+        for f, v, k in zip(fields, value, kind, strict=True):
+            flatten(f"{name}.{f}", v, k, into)
+        return
+    into.append((name, value.array if isinstance(value, NumpyPointer) else value))
+
+
+def convert(machine: Machine, bound: Bound) -> tuple[Any, ...]:
+    """What the generated kernel takes, in its order: a descriptor is followed by its shape and its strides."""
+    types = bound.compiled.generated.arguments
+    collected = Arguments()
+    where: dict[int, tuple[int, int]] = {}
+    for i, (name, value) in enumerate(bound.values):
+        target = value.base if is_descriptor(value) else value
+        if is_tensor(target):
+            where[i] = collected.add(name, target)
+    placed = collected.place(machine)
+    out: list[Any] = []
+    for i, (name, value) in enumerate(bound.values):
+        kind = types[len(out)]
+        if is_descriptor(value):
+            if not isinstance(kind, TensorDesc):
+                raise TypeError(f"{name}: expected {kind}, got a tensor descriptor")
+            base, offset = where[i]
+            item = kind.element.bytes
+            shape, strides = tuple(int(s) for s in value.shape), tuple(int(s) for s in value.strides)
+            steps = tuple(s * item for s in strides)
+            nan = getattr(value, "padding", "zero") == "nan"
+            out += [Descriptor(placed[base], offset, shape, steps, item, nan), *shape, *strides]
+        elif i in where:
+            base, offset = where[i]
+            out.append(placed[base].base + offset)
+        else:
+            out.append(convert_scalar(kind, value))
+    if len(out) != len(types):
+        raise TypeError(f"{bound.compiled.name}: {len(types)} arguments in the compiled kernel, {len(out)} given")
+    return tuple(out)
+
+
+def convert_scalar(kind: Any, value: Any) -> Any:
+    assert isinstance(kind, Scalar), kind
+    if hasattr(value, "item"):
+        value = value.item()
+    if kind.is_float:
+        return DTYPES[kind.name].type(value)
+    if kind.name == "i1":
+        return bool(value)
+    if kind.name == "ptr":
+        return int(value or 0)
+    bits = 8 * kind.bytes
+    half = 1 << (bits - 1)
+    return (int(value) + half) % (1 << bits) - half
+
+
+def programs_of(grid: Any) -> tuple[tuple[int, int, int], list[tuple[int, int, int]]]:
+    if isinstance(grid, int):
+        grid = (grid,)
+    sizes = [int(g) for g in grid] + [1] * (3 - len(grid))
+    if min(sizes) < 1:
+        raise ValueError(f"grid: expected positive sizes, got {tuple(grid)}")
+    x, y, z = sizes
+    return (x, y, z), [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+
+
+def launch(
+    kernel: Any,
+    grid: Any,
+    *args: Any,
+    target: str = "sm_90a",
+    num_warps: int = 4,
+    num_ctas: int = 1,
+    schedule: Schedule | None = None,
+    mode: str | None = None,
+    trace: Any = None,
+    checks: bool = True,
+    outputs: Sequence[Any] | None = None,
+    resident: int = 4,
+    specialize: bool = True,
+    **meta: Any,
+) -> Report:
+    """Run a Gluon kernel here and now; the outputs are in the tensors afterwards.
+
+    target: 'sm_90a', 'sm_100a' or 'sm_103a'. schedule: which interleaving; the same one replays exactly. mode: 'fast'
+    (one CTA) or 'lowered' (with the compiler's memory offsets, fences and cluster barriers); default: by num_ctas.
+    trace: a file for a Chrome trace. checks: False to only compute. outputs: the tensors of which every element must be
+    written; default: those that the kernel writes and never reads, but for elements that were zero. resident: programs that run at the same time.
+    specialize: False to compile without regard to the values of integers, as kernels compiled ahead of time are.
+    Raises a `Finding` if the kernel has a defect.
+    """
+    schedule = schedule or DEFAULT_SCHEDULE.get() or Schedule()
+    mode = mode or ("fast" if num_ctas == 1 else "lowered")
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
+    if mode == "fast" and num_ctas > 1:
+        raise ValueError("mode: 'fast' knows one CTA only; leave mode out, or pass 'lowered'")
+    bound = bind(kernel, args, {**meta, "num_warps": num_warps, "num_ctas": num_ctas}, arch_of(target), mode, specialize)
+    if callable(grid):
+        grid = grid(dict(bound.values) | meta)
+    sizes, programs = programs_of(grid)
+    tracer = None
+    if trace is not None:
+        from .trace import Trace
+
+        tracer = Trace(str(trace))
+    machine = Machine(bound.compiled, programs, sizes, schedule, checks, tracer, resident)
+    start = time.perf_counter()
+    arguments = convert(machine, bound)
+    try:
+        with np.errstate(all="ignore"):
+            machine.run(arguments)
+            if checks:
+                check_outputs(machine, bound, outputs)
+    except findings.Finding as finding:
+        machine.seal(finding)
+        raise
+    finally:
+        if tracer is not None:
+            tracer.save()
+    seconds = time.perf_counter() - start
+    names = [r.name for r in bound.compiled.generated.roles]
+    return Report(bound.compiled.name, schedule, mode, len(programs), num_ctas, machine.steps, bound.seconds, seconds, names)
+
+
+def check_outputs(machine: Machine, bound: Bound, outputs: Sequence[Any] | None) -> None:
+    """That somebody wrote every element of every output."""
+    wanted: set[str] | None = None
+    if outputs is not None:
+        identities = {id(t) for t in outputs}
+        wanted = set()
+        for name, value in bound.values:
+            if id(value) in identities or (is_descriptor(value) and id(value.base) in identities):
+                wanted.add(name)
+    for buffer in machine.memory.buffers:
+        if buffer.scratch:
+            continue
+        if wanted is None and (not buffer.written or buffer.was_read):
+            continue
+        if wanted is not None and not wanted & set(buffer.name.split("/")):
+            continue
+        gaps = buffer.shadow.written_gaps(buffer.runs)
+        if wanted is None:
+            # Who hands over zeros has given those elements a value; who hands over poison or whatever has not.
+            gaps = [(a, b) for a, b in gaps if buffer.raw[a:b].any()]
+        if gaps:
+            missing = sum(b - a for a, b in gaps)
+            total = sum(b - a for a, b in buffer.runs)
+            raise findings.OutputError(
+                f"{missing} of the {total} bytes of output {buffer.name} are written by nobody; first bytes {gaps[0][0]} "
+                f"to {gaps[0][1]}{element_of(bound, buffer, gaps[0][0])}\n  If the kernel is meant to leave them, name the "
+                "tensors it must fill: outputs=[...]."
+            )
+
+
+def element_of(bound: Bound, buffer: GlobalBuffer, byte: int) -> str:
+    """The coordinates of a byte in the tensor it belongs to, for messages."""
+    for name, value in bound.values:
+        tensor = value.base if is_descriptor(value) else value
+        if name not in buffer.name.split("/") or not is_tensor(tensor) or isinstance(tensor, np.ndarray):
+            continue
+        index = byte // tensor.element_size() - tensor.storage_offset()
+        coordinates = []
+        for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda p: -p[1]):
+            coordinates.append(index // stride % size if stride else 0)
+        if tensor.is_contiguous() and math.prod(tensor.shape) > 0:
+            return f", that is {name}[{', '.join(map(str, coordinates))}]"
+    return ""

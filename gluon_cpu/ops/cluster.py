@@ -1,0 +1,96 @@
+"""What the CTAs of a cluster do together: barriers, and values exchanged through each other's shared memory."""
+
+from typing import TYPE_CHECKING, Any
+
+from ..clocks import join
+
+if TYPE_CHECKING:
+    from ..machine import Agent
+
+
+class Meeting:
+    """A point that all CTAs of a cluster pass together, round after round."""
+
+    def __init__(self, name: str, expected: int, machine: Any) -> None:
+        self.name = name
+        self.expected = expected
+        self.machine = machine
+        self.waiters: list[Any] = []
+        self.round = 0
+        self.arrived: list[int] = []
+        self.gathered: Any = None
+        self.done: Any = None
+        self.values: dict[int, Any] = {}
+        self.results: dict[int, Any] = {}
+
+    def describe(self) -> str:
+        missing = sorted(set(range(self.expected)) - set(self.arrived))
+        return f"{self.name}: CTA {', '.join(map(str, missing))} has not come"
+
+    def arrive(self, cta: int, clk: Any, value: Any = None) -> None:
+        self.arrived.append(cta)
+        self.values[cta] = value
+        if clk is not None:
+            if self.gathered is None:
+                self.gathered = clk.copy()
+            else:
+                join(self.gathered, clk)
+        if len(self.arrived) == self.expected:
+            self.round += 1
+            self.arrived = []
+            self.done, self.gathered = self.gathered, None
+            self.results, self.values = self.values, {}
+            self.machine.wake(self)
+
+
+class ClusterOps:
+    def meeting(self: "Agent", key: Any, name: str) -> Meeting:  # type: ignore[misc]
+        meetings = self.cluster.meetings
+        if key not in meetings:
+            meetings[key] = Meeting(name, self.cluster.num_ctas, self.cluster.machine)
+        return meetings[key]
+
+    def cluster_arrive(self: "Agent", info: Any, relaxed: bool) -> None:  # type: ignore[misc]
+        self.at = info
+        m = self.meeting(("barrier", self.role_number), f"cluster barrier of {self.role}")
+        self.cluster_round = m.round
+        m.arrive(self.cta.number, None if relaxed else self.clk)
+        if m.round != self.cluster_round:
+            self.publish_inits()
+        self.tick()
+
+    def publish_inits(self: "Agent") -> None:  # type: ignore[misc]
+        """All CTAs have come: barriers whose init was followed by its fence may be used by everybody."""
+        for cta in self.cluster.ctas:
+            for b in cta.barriers.values():
+                if b.alive and cta.init_fence is not None and cta.init_fence[0, b.init_slot] >= b.init_time:
+                    b.published = True
+
+    def fence_init(self: "Agent", info: Any) -> None:  # type: ignore[misc]
+        self.cta.init_fence = self.clk.copy()
+        self.tick()
+
+    def cluster_wait(self: "Agent", info: Any) -> Meeting | None:  # type: ignore[misc]
+        self.at = info
+        m = self.meeting(("barrier", self.role_number), f"cluster barrier of {self.role}")
+        if m.round == self.cluster_round:
+            return m
+        if m.done is not None:
+            join(self.clk, m.done)
+        return None
+
+    def give(self: "Agent", info: Any, value: Any) -> None:  # type: ignore[misc]
+        """Hand a value to the same operation of the other CTAs."""
+        self.at = info
+        m = self.meeting((info.key, self.role_number), f"exchange between CTAs at {info.site.where}")
+        self.exchange_round = m.round
+        m.arrive(self.cta.number, self.clk, value)
+        self.tick()
+
+    def take_all(self: "Agent", info: Any) -> Any:  # type: ignore[misc]
+        """The meeting to block on as long as a CTA is missing, else every CTA's value, by its number."""
+        m = self.meeting((info.key, self.role_number), "")
+        if m.round == self.exchange_round:
+            return m
+        join(self.clk, m.done)
+        return m.results

@@ -1,0 +1,272 @@
+"""Global memory through pointers: loads, stores, atomics and cp.async."""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..clocks import ORDER, join
+from ..findings import OutOfBounds
+from ..global_memory import Descriptor, GlobalBuffer, merge_runs
+from ..shadow import Access
+from ..values import truncating_div
+
+if TYPE_CHECKING:
+    from ..machine import Agent
+
+
+def address_runs(flat: Any, item: int) -> list[tuple[int, int]]:
+    """Byte ranges that elements of `item` bytes at sorted or unsorted addresses occupy."""
+    if len(flat) == 1:
+        return [(int(flat[0]), int(flat[0]) + item)]
+    steps = np.diff(flat)
+    if bool((steps == item).all()):
+        return [(int(flat[0]), int(flat[-1]) + item)]
+    flat = np.unique(flat)
+    breaks = np.flatnonzero(np.diff(flat) != item)
+    starts = flat[np.concatenate([[0], breaks + 1])]
+    ends = flat[np.concatenate([breaks, [len(flat) - 1]])] + item
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def combine(kind: str, old: Any, new: Any) -> Any:
+    """What an atomic leaves in memory."""
+    if kind in ("fadd", "add"):
+        return (old + new).astype(old.dtype)
+    if kind in ("max", "min"):
+        return (np.maximum if kind == "max" else np.minimum)(old, new)
+    if kind in ("umax", "umin"):
+        unsigned = old.dtype.str.replace("i", "u")
+        return (np.maximum if kind == "umax" else np.minimum)(old.view(unsigned), new.view(unsigned)).view(old.dtype)
+    if kind in ("and", "or", "xor"):
+        return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[kind](old, new)
+    if kind == "exch":
+        return new
+    raise NotImplementedError(f"atomic {kind}")
+
+
+class GlobalOps:
+    foreign: Any
+
+    def resolve(self: "Agent", info: Any, addresses: Any, item: int, what: str) -> tuple[GlobalBuffer, Any]:  # type: ignore[misc]
+        """(buffer, byte offsets in it) of addresses that must all lie in one tensor."""
+        memory = self.cluster.machine.memory
+        first = int(addresses[0])
+        buffer = memory.find(first)
+        if buffer is None:
+            raise OutOfBounds(
+                f"{self.who}: {what} at address {first:#x}, which belongs to no tensor of this launch\n"
+                f"    at {info.site.where}\n      {info.site.source}", (info.site,),
+            )  # fmt: skip
+        offsets = addresses - buffer.base
+        low, high = int(offsets.min()), int(offsets.max()) + item
+        if not memory.inside(buffer, low, high):
+            runs = address_runs(offsets, item)
+            for a, b in runs:
+                if not memory.inside(buffer, a, b):
+                    last = buffer.runs[-1][1] if buffer.runs else buffer.size
+                    raise OutOfBounds(
+                        f"{self.who}: {what} of bytes {a} to {b} of {buffer.name}, which has {last} bytes\n"
+                        f"    at {info.site.where}\n      {info.site.source}\n  Mask it.", (info.site,),
+                    )  # fmt: skip
+        if offsets.size and (low % item):
+            raise OutOfBounds(
+                f"{self.who}: {what} of {item}-byte elements at byte {low} of {buffer.name}, which is not aligned\n"
+                f"    at {info.site.where}", (info.site,),
+            )  # fmt: skip
+        return buffer, offsets
+
+    def groups(self: "Agent", addresses: Any) -> list[Any]:  # type: ignore[misc]
+        """Index arrays of addresses, by the buffer they point into; nearly always one."""
+        from ..global_memory import SPACING
+
+        which = (addresses + SPACING // 2) // SPACING
+        if len(which) and bool((which == which[0]).all()):
+            return [slice(None)]
+        return [np.flatnonzero(which == w) for w in np.unique(which)]
+
+    def global_load(self: "Agent", info: Any, pointers: Any, mask: Any = True, other: Any = None) -> Any:  # type: ignore[misc]
+        self.at = info
+        dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
+        flat, keep = spread(pointers, mask, shape)
+        out = np.zeros(flat.shape, dtype)
+        if other is not None:
+            out[...] = np.broadcast_to(np.asarray(other, dtype), shape).reshape(-1) if shape else other
+        wanted = flat if keep is None else flat[keep]
+        if len(wanted):
+            got = np.empty(wanted.shape, dtype)
+            machine = self.cluster.machine
+            for part in self.groups(wanted):
+                buffer, offsets = self.resolve(info, wanted[part], item, "load")
+                if machine.checks:
+                    machine.global_read(buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign)
+                got[part] = buffer.view(item)[offsets // item].view(dtype)
+            if keep is None:
+                out = got
+            else:
+                out[keep] = got
+        return out.reshape(shape) if shape else scalar(out[0])
+
+    def global_store(self: "Agent", info: Any, pointers: Any, data: Any, mask: Any = True) -> None:  # type: ignore[misc]
+        self.at = info
+        dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
+        flat, keep = spread(pointers, mask, shape)
+        values = np.broadcast_to(np.asarray(data, dtype), shape).reshape(-1)
+        if keep is not None:
+            flat, values = flat[keep], values[keep]
+        if not len(flat):
+            return
+        machine = self.cluster.machine
+        for part in self.groups(flat):
+            buffer, offsets = self.resolve(info, flat[part], item, "store")
+            if machine.checks:
+                machine.global_write(buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign)
+            view = buffer.view(item)
+            view[offsets // item] = np.ascontiguousarray(values[part]).view(view.dtype)
+
+    def atomic(self: "Agent", info: Any, pointers: Any, data: Any, mask: Any = True, compare: Any = None) -> Any:  # type: ignore[misc]
+        """Read, combine, write in one step; with acquire or release it orders what lies around it as well."""
+        self.at = info
+        dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
+        flat, keep = spread(pointers, mask, shape)
+        values = np.ascontiguousarray(np.broadcast_to(np.asarray(data, dtype), shape).reshape(-1))
+        old_out = np.zeros(flat.shape, dtype)
+        machine = self.cluster.machine
+        every = range(len(flat)) if keep is None else np.flatnonzero(keep)
+        if len(every):
+            index = np.asarray(every)
+            for part in self.groups(flat[index]):
+                chosen = index[part]
+                buffer, offsets = self.resolve(info, flat[chosen], item, "atomic")
+                self.synchronise(info, flat[chosen])
+                if machine.checks:
+                    access = self.access(info)._replace(atomic=True)
+                    runs = address_runs(offsets, item)
+                    machine.global_write(buffer, runs, 0, self.clk, access, self.foreign)
+                    buffer.was_read = True
+                view = buffer.view(item)
+                for i, o in zip(chosen.tolist(), (offsets // item).tolist(), strict=True):
+                    cell = view[o : o + 1].view(dtype)
+                    old_out[i] = cell[0]
+                    if compare is not None:
+                        expected = np.broadcast_to(np.asarray(compare, dtype), shape).reshape(-1)[i]
+                        if cell[0] == expected:
+                            cell[0] = values[i]
+                    elif info.kind != "load":
+                        cell[...] = combine(info.kind, cell.copy(), values[i : i + 1])
+        return old_out.reshape(shape) if shape else scalar(old_out[0])
+
+    def synchronise(self: "Agent", info: Any, addresses: Any) -> None:  # type: ignore[misc]
+        """Acquire what was released at these addresses, by other programs too, and release what is known here."""
+        atomics = self.cluster.machine.atomics
+        me = self.cluster.number
+        for address in np.unique(addresses).tolist():
+            published = atomics.setdefault(address, {})
+            if "acq" in info.semantics:
+                for number, clk in published.items():
+                    if number == me:
+                        join(self.clk, clk)
+                    else:
+                        self.foreign = dict(self.foreign or {})
+                        known = self.foreign.get(number)
+                        self.foreign[number] = clk.copy() if known is None else np.maximum(known, clk)
+            if "rel" in info.semantics:
+                for number, clk in [*(self.foreign or {}).items(), (me, self.clk)]:
+                    known = published.get(number)
+                    published[number] = clk.copy() if known is None else np.maximum(known, clk)
+        if "rel" in info.semantics:
+            self.tick()
+
+    # cp.async
+
+    def async_copy(self: "Agent", info: Any, pointers: Any, m: int, mask: Any = True, other: Any = None) -> None:  # type: ignore[misc]
+        """Copy global to shared memory in the background; what is masked off is `other` or zero."""
+        self.at = info
+        self.copies += 1
+        clk = self.clk.copy()
+        clk[ORDER, self.copy_slot] = self.copies
+        access = Access(self.copy_slot, self.copies, False, info, f"cp.async for {self.who}", self.cluster.number)
+        cta, machine = self.cta, self.cluster.machine
+        shape = info.shape
+        flat, keep = spread(pointers, mask, shape)
+        dtype, item = info.dtype, info.dtype.itemsize
+        data = np.zeros(flat.shape, dtype)
+        if other is not None:
+            data[...] = np.broadcast_to(np.asarray(other, dtype), shape).reshape(-1)
+        wanted = flat if keep is None else flat[keep]
+        if len(wanted):
+            got = np.empty(wanted.shape, dtype)
+            for part in self.groups(wanted):
+                buffer, offsets = self.resolve(info, wanted[part], item, "cp.async")
+                if machine.checks:
+                    machine.global_read(buffer, address_runs(offsets, item), 0, clk, access, self.foreign)
+                got[part] = buffer.view(item)[offsets // item].view(dtype)
+            if keep is None:
+                data = got
+            else:
+                data[keep] = got
+        if cta.checks:
+            runs, base = info.pattern.runs_at(m)
+            cta.shadow_write(runs, base, clk, access)
+            cta.touched[self.copy_slot] = (self.copies, access.who, info)
+        info.pattern.store(cta.memory, m, data.reshape(shape))
+        self.tick()
+
+    def async_commit_group(self: "Agent", info: Any) -> None:  # type: ignore[misc]
+        self.at = info
+        groups = self.__dict__.setdefault("copy_groups", deque())
+        groups.append(self.copies)
+
+    def async_wait(self: "Agent", info: Any, pendings: int) -> None:  # type: ignore[misc]
+        self.at = info
+        groups = self.__dict__.setdefault("copy_groups", deque())
+        while len(groups) > pendings:
+            done = groups.popleft()
+            self.clk[ORDER, self.copy_slot] = max(self.clk[ORDER, self.copy_slot], done)
+
+    def async_copy_arrive(self: "Agent", info: Any, m: int, no_increment: bool) -> None:  # type: ignore[misc]
+        """Each thread arrives once its earlier cp.async are done; unless `no_increment`, as extra arrivals."""
+        self.at = info
+        b = self.barrier_at(self.cta.number & ~info.zero, m)
+        clk = self.clk.copy()
+        clk[ORDER, self.copy_slot] = self.copies
+        if not no_increment:
+            b.pending += info.threads
+        b.arrive(clk, self.who, info, info.threads, 0, self.slot, self.t)
+        b.cta.note_use(m, self.slot, self.t, self.who, info, remote=False)
+        self.tick()
+
+    # Descriptors made on the device
+
+    descriptors: dict[int, Descriptor]
+
+    def global_scratch(self: "Agent", info: Any) -> int:  # type: ignore[misc]
+        machine = self.cluster.machine
+        return machine.memory.scratch(f"scratch of {self.who}", info.bytes).base
+
+    def make_descriptor(self: "Agent", info: Any, where: int, address: int, sizes: Any, strides: Any) -> None:  # type: ignore[misc]
+        """sizes and strides (bytes, but for the last dimension's) start from the innermost dimension."""
+        self.at = info
+        buffer, offsets = self.resolve(info, np.array([address]), info.item, "descriptor")
+        shape = tuple(int(s) for s in reversed(sizes))
+        steps = (*(int(s) for s in reversed(strides)), info.item)
+        self.descriptors[where] = Descriptor(buffer, int(offsets[0]), shape, steps, info.item, info.nan)
+
+
+def spread(pointers: Any, mask: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """(flat addresses, flat mask or None if all are wanted)."""
+    flat = np.broadcast_to(np.asarray(pointers, np.int64), shape).reshape(-1)
+    if mask is True:
+        return flat, None
+    keep = np.broadcast_to(np.asarray(mask, np.bool_), shape).reshape(-1)
+    return flat, None if bool(keep.all()) else keep
+
+
+def scalar(x: Any) -> Any:
+    """A numpy scalar as generated code has scalars: Python's for integers and booleans, numpy's for floats."""
+    if x.dtype.kind == "i":
+        return int(x)
+    return bool(x) if x.dtype.kind == "b" else x
+
+
+__all__ = ["GlobalOps", "address_runs", "merge_runs", "truncating_div"]

@@ -1,0 +1,241 @@
+"""mbarriers: arrivals, bytes, phases, and the rules for using them.
+
+A barrier counts its completed phases in `phase`; the phase bit of the hardware is its parity. `wait(p)` passes iff the
+bit differs from p, that is, iff the newest completed phase has parity p, where the one before phase 0 counts as odd.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ..clocks import ORDER, join
+from ..findings import BarrierMisuse
+
+if TYPE_CHECKING:
+    from ..machine import Agent, Cta
+
+
+class Barrier:
+    """One mbarrier in the shared memory of `cta`."""
+
+    def __init__(self, cta: "Cta", offset: int, name: str) -> None:
+        self.cta = cta
+        self.offset = offset
+        self.name = name
+        self.waiters: list[Any] = []
+        self.alive = False
+        self.published = False  # the init went through fence.mbarrier_init and a cluster barrier
+        self.ended_by: Any = None
+        self.init_slot = self.init_time = 0
+        self.init_info: Any = None
+        self.count = self.pending = self.tx = self.phase = 0
+        self.gathered: Any = None
+        self.done: Any = None
+        self.flips: list[tuple[int, int, str, Any]] = []  # (slot, time, who, info) of whoever completed each phase
+        self.waits: dict[Any, tuple[int, int, Any]] = {}  # agent -> (phase it waited for, its step, info)
+        self.arrived: dict[str, int] = {}
+
+    @property
+    def place(self) -> str:
+        return f"barrier {self.name} of CTA {self.cta.number}"
+
+    def describe(self) -> str:
+        who = ", ".join(f"{k} ({n})" if n > 1 else k for k, n in self.arrived.items()) or "nobody"
+        return (
+            f"{self.place}: phase {self.phase} in progress (parity {self.phase & 1}), {self.pending} of {self.count} "
+            f"arrivals pending, {self.tx} bytes outstanding; arrived in this phase: {who}"
+        )
+
+    def init(self, agent: "Agent", info: Any, count: int) -> None:
+        if self.alive:
+            raise BarrierMisuse(
+                f"{self.place} is initialised again while in use, by {agent.who}\n    at {info.site.where}\n"
+                f"  first initialised at {self.init_info.site.where}\n  Invalidate it first.", (info.site,),
+            )  # fmt: skip
+        if count < 1:
+            raise BarrierMisuse(
+                f"{self.place} is initialised with count {count} by {agent.who}\n    at {info.site.where}\n"
+                "  The count must be at least 1.", (info.site,),
+            )  # fmt: skip
+        self.alive = True
+        self.published = False
+        self.init_slot, self.init_time, self.init_info = agent.slot, agent.t, info
+        self.count = self.pending = count
+        self.tx = self.phase = 0
+        self.done = agent.clk.copy()
+        self.gathered = None
+        self.flips, self.waits, self.arrived = [], {}, {}
+
+    def check_usable(self, clk: Any, who: str, info: Any, verb: str) -> None:
+        if not self.alive:
+            if self.ended_by is not None:
+                raise BarrierMisuse(
+                    f"{self.place} is used after it was invalidated: {who} {verb}\n    at {info.site.where}\n"
+                    f"  invalidated at {self.ended_by.site.where}\n  Missing order: the invalidation must come after the "
+                    "last use, of all roles and all CTAs.", (info.site, self.ended_by.site),
+                )  # fmt: skip
+            raise BarrierMisuse(
+                f"{self.place} is used before it is initialised: {who} {verb}\n    at {info.site.where}\n"
+                f"  Missing order: the barrier's mbarrier.init must come first{self.cluster_hint(who)}.", (info.site,),
+            )  # fmt: skip
+        if clk[ORDER, self.init_slot] < self.init_time and not self.published:
+            raise BarrierMisuse(
+                f"{self.place} is used by {who}, which {verb},\n    at {info.site.where}\n"
+                f"  but its initialisation is not ordered before that:\n    at {self.init_info.site.where}\n"
+                f"  Missing order: a barrier between the init and the first use{self.cluster_hint(who)}.",
+                (info.site, self.init_info.site),
+            )
+
+    def cluster_hint(self, who: str) -> str:
+        return " (of the whole cluster, as a peer CTA uses it)" if self.cta.cluster.num_ctas > 1 else ""
+
+    def arrive(self, clk: Any, who: str, info: Any, count: int, tx: int, slot: int, time: int) -> None:
+        """`count` arrivals, after announcing `tx` bytes; what is known to `clk` is known to who waits."""
+        self.check_usable(clk, who, info, "arrives on it")
+        self.tx += tx
+        self.gather(clk)
+        self.arrived[who] = self.arrived.get(who, 0) + count
+        self.pending -= count
+        if self.pending < 0:
+            raise BarrierMisuse(
+                f"too many arrivals on {self.place}: {who} arrives\n    at {info.site.where}\n"
+                f"  when the {self.count} arrivals of its phase {self.phase} have already come "
+                f"({', '.join(self.arrived)}) and the phase waits only for {self.tx} more bytes.\n"
+                "  Its init count is too low, or somebody arrives too often.", (info.site, self.init_info.site),
+            )  # fmt: skip
+        self.settle(slot, time, who, info)
+
+    def complete_bytes(self, clk: Any, who: str, info: Any, count: int, slot: int, time: int) -> None:
+        self.check_usable(clk, who, info, f"completes {count} bytes on it")
+        self.tx -= count
+        self.gather(clk)
+        self.settle(slot, time, who, info)
+
+    def gather(self, clk: Any) -> None:
+        if self.gathered is None:
+            self.gathered = clk.copy()
+        else:
+            join(self.gathered, clk)
+
+    def settle(self, slot: int, time: int, who: str, info: Any) -> None:
+        """Complete the phase if everything has come."""
+        if self.pending or self.tx > 0:
+            return
+        if self.tx < 0:
+            raise BarrierMisuse(
+                f"{-self.tx} bytes too many on {self.place}: {who}\n    at {info.site.where}\n"
+                f"  brings more than phase {self.phase} was told to expect: all {self.count} arrivals have come.\n"
+                "  The byte count of mbarrier.expect is too small, or an expect is missing.",
+                (info.site, self.init_info.site),
+            )
+        done = self.gathered
+        known = done[ORDER]
+        for agent, (waited, step, wait_info) in self.waits.items():
+            if waited == self.phase - 1 and known[agent.slot] < step:
+                raise BarrierMisuse(
+                    f"{self.place} can lap a waiter: its phase {self.phase} completes (last by {who}\n"
+                    f"    at {info.site.where})\n  without any order after the wait for phase {self.phase - 1} by "
+                    f"{agent.who}\n    at {wait_info.site.where}\n  Under another schedule that wait comes too late and "
+                    "sees the wrong parity. Missing order: the next phase must not complete before the waiter has "
+                    "seen the last one.", (wait_info.site, info.site),
+                )  # fmt: skip
+        self.done = done
+        self.flips.append((slot, time, who, info))
+        self.phase += 1
+        self.pending = self.count
+        self.gathered = None
+        self.arrived = {}
+        if self.waiters:
+            self.cta.cluster.machine.wake(self)
+
+    def wanted(self, agent: "Agent", parity: int) -> int:
+        """The phase that an agent waits for: by the parity, the first that it does not know to be over, or that before."""
+        seen = 0
+        known = agent.clk[ORDER]
+        for i in range(len(self.flips) - 1, -1, -1):
+            slot, time = self.flips[i][:2]
+            if known[slot] >= time:
+                seen = i + 1
+                break
+        last = self.waits.get(agent)
+        if last is not None:
+            seen = max(seen, last[0] + 1)
+        return seen if seen & 1 == parity else seen - 1
+
+
+class BarrierOps:
+    """The operations of an agent on mbarriers. `zero` are the CTA bits over which a barrier is shared: its pair."""
+
+    def barrier_at(self: "Agent", home: int, m: int) -> Barrier:  # type: ignore[misc]
+        cta = self.cluster.ctas[home]
+        found = cta.barriers.get(m)
+        if found is None:
+            found = cta.barriers[m] = Barrier(cta, m, cta.name_at(m))
+        return found
+
+    def init_barrier(self: "Agent", info: Any, m: int, count: int) -> None:  # type: ignore[misc]
+        self.at = info
+        zero = info.zero
+        if self.cta.number & zero:
+            return
+        self.barrier_at(self.cta.number, m).init(self, info, count << zero.bit_count())
+
+    def inval_barrier(self: "Agent", info: Any, m: int) -> None:  # type: ignore[misc]
+        self.at = info
+        if self.cta.number & info.zero:
+            return
+        b = self.barrier_at(self.cta.number, m)
+        b.check_usable(self.clk, self.who, info, "invalidates it")
+        if b.waiters:
+            raise BarrierMisuse(
+                f"{b.place} is invalidated by {self.who}\n    at {info.site.where}\n  while "
+                f"{', '.join(w.who for w in b.waiters)} waits on it.", (info.site,),
+            )  # fmt: skip
+        for slot, (time, who, other) in b.cta.uses.pop(b.offset, {}).items():
+            if self.clk[ORDER, slot] < time:
+                raise BarrierMisuse(
+                    f"{b.place} is invalidated by {self.who}\n    at {info.site.where}\n  with no order after its use by "
+                    f"{who}\n    at {other.site.where}\n  Missing order: wait for that use, for example through a "
+                    "barrier of the whole cluster, before mbarrier.invalidate.", (info.site, other.site),
+                )  # fmt: skip
+        b.alive = False
+        b.ended_by = info
+
+    def arrive(self: "Agent", info: Any, m: int, count: int, tx: int = 0) -> None:  # type: ignore[misc]
+        """Arrive (and expect `tx` bytes), wherever the routing of the operation leads."""
+        self.at = info
+        c = self.cta.number
+        others = info.others  # CTA bits that the operation spreads over
+        if c & others:
+            return
+        targets = [c]
+        if others:
+            targets = [c | x for x in range(self.cluster.num_ctas) if x & ~others == 0]
+        for target in targets:
+            home = target & ~info.zero
+            b = self.barrier_at(home, m)
+            b.arrive(self.clk, self.who, info, count, tx, self.slot, self.t)
+            b.cta.note_use(m, self.slot, self.t, self.who, info, remote=home != c)
+        self.tick()
+
+    def wait(self: "Agent", info: Any, m: int, phase: int) -> Barrier | None:  # type: ignore[misc]
+        """None once the wait has passed, else the barrier to block on."""
+        self.at = info
+        c = self.cta.number
+        if c & info.zero:
+            return None  # the barrier lives in the pair's leader, which alone waits on it
+        b = self.barrier_at(c, m)
+        b.check_usable(self.clk, self.who, info, "waits on it")
+        parity = phase & 1
+        want = b.wanted(self, parity)
+        if b.phase > want + 1:
+            raise BarrierMisuse(
+                f"{self.who} was lapped on {b.place}:\n    at {info.site.where}\n  it waits for phase {want} (parity "
+                f"{parity}), but {b.phase} phases are already complete, the last by {b.flips[-1][2]}\n    at "
+                f"{b.flips[-1][3].site.where}\n  The wait names the wrong parity, or phase {want + 1} completes before "
+                "this wait has seen the one before.", (info.site,),
+            )  # fmt: skip
+        if b.phase != want + 1:
+            return b
+        join(self.clk, b.done)
+        b.waits[self] = (want, self.t, info)
+        b.cta.note_use(m, self.slot, self.t, self.who, info, remote=False)
+        return None

@@ -1,0 +1,77 @@
+"""Assertions, prints and breakpoints of the kernel, and values that cross CTAs."""
+
+import ast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..findings import DeviceAssert
+
+if TYPE_CHECKING:
+    from ..machine import Agent
+
+
+class MiscOps:
+    def device_assert(self: "Agent", info: Any, condition: Any) -> None:  # type: ignore[misc]
+        self.at = info
+        if not np.all(condition):
+            raise DeviceAssert(
+                f"assertion failed: {info.message} ({self.who})\n    at {info.site.where}\n      {info.site.source}",
+                (info.site,),
+            )
+
+    def device_print(self: "Agent", info: Any, *values: Any) -> None:  # type: ignore[misc]
+        self.at = info
+        shown = ", ".join(np.array2string(np.asarray(v), threshold=64, precision=5) for v in values)
+        print(f"[{self.who} {info.site.where.split(',')[0]}] {info.message}{shown}")
+
+
+    def breakpoint(self: "Agent", info: Any, *values: Any) -> None:  # type: ignore[misc]
+        """Stop in a frame that stands at the kernel's line and has the kernel's names."""
+        self.at = info
+        scope: dict[str, Any] = {}
+        for name, text in info.constants.items():
+            place(scope, name, literal(text))
+        for name, value in zip(info.names, values, strict=True):
+            place(scope, name, value)
+        frame = info.site.frames[0]
+        scope["role"] = self.who
+        code = compile("\n" * (frame.line - 1) + "breakpoint()", frame.file, "exec")
+        exec(code, {"np": np, "__builtins__": __builtins__}, scope)
+
+
+def place(scope: dict[str, Any], name: str, value: Any) -> None:
+    """A value under its dotted name: fields of aggregates become attributes."""
+    first, *rest = name.split(".")
+    if not rest:
+        scope[first] = value
+        return
+    holder = scope.setdefault(first, SimpleNamespace())
+    for part in rest[:-1]:
+        if not hasattr(holder, part):
+            setattr(holder, part, SimpleNamespace())
+        holder = getattr(holder, part)
+    if isinstance(holder, SimpleNamespace):
+        setattr(holder, rest[-1], value)
+
+
+def literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def assemble(info: Any, parts: dict[int, Any]) -> Any:
+    """The whole tensor, from every CTA's shard."""
+    shard = info.source_shard
+    first = parts[0]
+    whole = np.empty(shard.shape, first.dtype)
+    for c, part in parts.items():
+        whole[np.ix_(*(shard.coordinates(d, c) for d in range(len(shard.shape))))] = part
+    return whole
+
+
+def part_of(shard: Any, whole: Any, cta: int) -> Any:
+    return whole[np.ix_(*(shard.coordinates(d, cta) for d in range(len(shard.shape))))]

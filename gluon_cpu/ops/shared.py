@@ -1,0 +1,107 @@
+"""Shared memory as the threads of a role see it: loads, stores, gathers and scatters."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..findings import OutOfBounds
+from ..memory import OFFSET_MASK, runs_of
+from ..shadow import Access
+from .global_ops import combine
+
+if TYPE_CHECKING:
+    from ..machine import Agent
+
+
+class SharedOps:
+    def access(self: "Agent", info: Any) -> Access:  # type: ignore[misc]
+        return Access(self.slot, self.t, False, info, self.who, self.cluster.number)
+
+    def index(self: "Agent", info: Any, m: int, i: int) -> int:  # type: ignore[misc]
+        """Start of the i-th of `info.count` buffers of `info.stride` bytes."""
+        if not 0 <= i < info.count:
+            self.at = info
+            raise OutOfBounds(
+                f"{self.who}: index {i} into {self.cta.name_at(m & OFFSET_MASK)}, which has {info.count} slots\n"
+                f"    at {info.site.where}\n      {info.site.source}", (info.site,),
+            )  # fmt: skip
+        return m + int(i) * int(info.stride)
+
+    def local_alloc(self: "Agent", info: Any, data: Any = None) -> int:  # type: ignore[misc]
+        self.at = info
+        cta = self.cta
+        cta.enter_allocation(info)
+        if data is not None:
+            self.local_store(info, info.offset, data)
+        return int(info.offset)
+
+    def local_load(self: "Agent", info: Any, m: int) -> Any:  # type: ignore[misc]
+        self.at = info
+        cta = self.cta
+        if cta.checks:
+            runs, base = info.pattern.runs_at(m)
+            cta.shadow_read(runs, base, self.clk, self.access(info))
+        return info.pattern.load(cta.memory, m)
+
+    def local_store(self: "Agent", info: Any, m: int, data: Any) -> None:  # type: ignore[misc]
+        self.at = info
+        cta = self.cta
+        if cta.checks:
+            runs, base = info.pattern.runs_at(m)
+            cta.shadow_write(runs, base, self.clk, self.access(info))
+        info.pattern.store(cta.memory, m, data)
+
+    def element_offsets(self: "Agent", info: Any, m: int, indices: Any, axis: int) -> Any:  # type: ignore[misc]
+        """Byte offsets, from the view's start, of elements whose coordinate along `axis` is given by `indices`."""
+        offsets = info.pattern.offsets
+        if np.any((indices < 0) | (indices >= offsets.shape[axis])):
+            bad = indices[(indices < 0) | (indices >= offsets.shape[axis])].flat[0]
+            raise OutOfBounds(
+                f"{self.who}: index {bad} along dimension {axis} of {self.cta.name_at(m & OFFSET_MASK)}, which has "
+                f"{offsets.shape[axis]} there\n    at {info.site.where}", (info.site,),
+            )  # fmt: skip
+        coordinates = list(np.indices(indices.shape, sparse=True))
+        coordinates[axis] = indices
+        return offsets[tuple(coordinates)]
+
+    def local_gather(self: "Agent", info: Any, m: int, indices: Any, axis: int) -> Any:  # type: ignore[misc]
+        self.at = info
+        cta, p = self.cta, info.pattern
+        offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
+        if cta.checks:
+            cta.shadow_read(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
+        return cta.memory.views[p.element_bytes].take(offsets // p.element_bytes).view(p.dtype)
+
+    def local_scatter(self: "Agent", info: Any, m: int, data: Any, indices: Any, axis: int) -> None:  # type: ignore[misc]
+        self.at = info
+        cta, p = self.cta, info.pattern
+        offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
+        if cta.checks:
+            cta.shadow_write(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
+        view = cta.memory.views[p.element_bytes]
+        view[(offsets // p.element_bytes).reshape(-1)] = np.ascontiguousarray(data).reshape(-1).view(view.dtype)
+
+    def local_atomic(self: "Agent", info: Any, m: int, data: Any, indices: Any, axis: int, mask: Any = None) -> Any:  # type: ignore[misc]
+        self.at = info
+        cta, p = self.cta, info.pattern
+        offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
+        wanted = np.ones(offsets.shape, np.bool_) if mask is None else mask
+        if cta.checks:
+            access = self.access(info)._replace(atomic=True)
+            cta.shadow_read(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
+            cta.shadow_write(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
+        view = cta.memory.views[p.element_bytes].view(p.dtype)
+        old = np.zeros(offsets.shape, p.dtype)
+        cells = (offsets // p.element_bytes).reshape(-1).tolist()
+        values, keep, flat = np.broadcast_to(data, offsets.shape).reshape(-1), wanted.reshape(-1), old.reshape(-1)
+        for i, cell in enumerate(cells):
+            if keep[i]:
+                flat[i] = view[cell]
+                view[cell : cell + 1] = combine(info.kind, view[cell : cell + 1].copy(), values[i : i + 1])
+        return old
+
+    def fence_async(self: "Agent", info: Any) -> None:  # type: ignore[misc]
+        """Everything known to have been written through the generic proxy is visible to the async one from here on."""
+        self.at = info
+        np.maximum(self.clk[1], self.clk[0], out=self.clk[1])
+        self.tick()

@@ -1,0 +1,317 @@
+"""TMA: copies between global and shared memory by an engine that works on its own, in any order."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..clocks import ORDER
+from ..global_memory import Descriptor
+from ..memory import OFFSET_MASK, runs_of
+from .. import report
+from ..shadow import Access, Conflict
+from .mbarrier import Barrier
+
+if TYPE_CHECKING:
+    from ..machine import Agent, Cluster, Cta
+
+NAN_BITS = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
+
+
+class Task:
+    """Work of an engine that is ready to be done, whenever the scheduler pleases."""
+
+    engine = "engine"
+    priority: float | None = None
+
+    def __init__(self, agent: "Agent", info: Any, clk: Any, slot: int, time: int) -> None:
+        self.cluster: Cluster = agent.cluster
+        self.agent = agent
+        self.info = info
+        self.clk = clk
+        self.slot = slot
+        self.time = time
+        self.done = False
+        self.who = f"{self.engine} for {agent.who}"
+        self.foreign = agent.foreign
+
+    def access(self) -> Access:
+        return Access(self.slot, self.time, True, self.info, self.who, self.cluster.number)
+
+    def step(self) -> None:
+        if not self.done:
+            self.done = True
+            self.cluster.machine.at = self
+            self.run()
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+
+def read_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[int, ...]) -> Any:
+    """The raw elements of a box; what lies outside of the tensor is zero, or NaN if the descriptor says so."""
+    box = desc.clip(low, extent)
+    if box is not None:
+        a, b = box
+        machine = task.cluster.machine
+        if machine.checks:
+            runs, base = desc.runs(a, b)
+            machine.global_read(desc.buffer, runs, base, task.clk, task.access(), task.foreign)
+        inside = desc.array[tuple(slice(x, y) for x, y in zip(a, b, strict=True))]
+        if inside.shape == extent:
+            return inside
+    data = np.full(extent, NAN_BITS[desc.item] if desc.nan else 0, desc.array.dtype)
+    if box is not None:
+        a, b = box
+        data[tuple(slice(x - lo, y - lo) for x, y, lo in zip(a, b, low, strict=True))] = inside
+    return data
+
+
+class LoadTask(Task):
+    engine = "TMA load"
+
+    def __init__(self, agent: "Agent", info: Any, clk: Any, slot: int, time: int, fetch: Any, m: int,
+                 barrier_m: int, destinations: list[int]) -> None:  # fmt: skip
+        super().__init__(agent, info, clk, slot, time)
+        self.fetch = fetch
+        self.m = m
+        self.barrier_m = barrier_m
+        self.destinations = destinations
+
+    def run(self) -> None:
+        info, cluster = self.info, self.cluster
+        data = self.fetch(self)
+        access = self.access()
+        for d in self.destinations:
+            cta = cluster.ctas[d]
+            if cta.checks:
+                runs, base = info.pattern.runs_at(self.m)
+                cta.shadow_write(runs, base, self.clk, access)
+                cta.touched[self.slot] = (self.time, self.who, info)
+            info.pattern.store(cta.memory, self.m, data)
+            home = cluster.ctas[d & ~info.zero]
+            barrier = home.barriers.get(self.barrier_m)
+            if barrier is None:
+                barrier = home.barriers[self.barrier_m] = Barrier(home, self.barrier_m, home.name_at(self.barrier_m))
+            if cta.checks:
+                self.check_seen(cta, barrier, access)
+            barrier.complete_bytes(self.clk, self.who, info, info.bytes, self.slot, self.time)
+            home.note_use(self.barrier_m, self.slot, self.time, self.who, info, remote=True)
+
+
+    def check_seen(self, cta: "Cta", barrier: Barrier, access: Access) -> None:
+        """That the last load into this place was announced, by its barrier, before this one overwrites it.
+
+        Happens-before alone misses it if the same CTA issues both for a peer: to the issuer they are in order.
+        """
+        last = cta.landed.get(self.m)
+        if last is not None and last[0].alive and last[0].phase == last[1] and last[2].slot != self.slot:
+            raise report.race(Conflict("write-write", last[2], access, self.m, self.m), cta.place(self.m))
+        cta.landed[self.m] = (barrier, barrier.phase, access)
+
+
+class Store:
+    """One bulk group of a role's TMA stores: first its tile is read, then global memory is written."""
+
+    __slots__ = ("data", "number", "read", "write")
+
+    def __init__(self, number: int, read: "StoreRead", write: "StoreWrite") -> None:
+        self.number = number
+        self.read = read
+        self.write = write
+        self.data: Any = None
+
+
+class StoreRead(Task):
+    engine = "TMA store"
+    store: Store
+
+    def __init__(self, agent: "Agent", info: Any, clk: Any, number: int, m: int) -> None:
+        super().__init__(agent, info, clk, agent.store_read_slot, number)
+        self.m = m
+
+    def run(self) -> None:
+        cta, info = self.agent.cta, self.info
+        if cta.checks:
+            runs, base = info.pattern.runs_at(self.m)
+            cta.shadow_read(runs, base, self.clk, self.access())
+            cta.touched[self.slot] = (self.time, self.who, info)
+        self.store.data = info.pattern.load(cta.memory, self.m)
+        self.cluster.machine.add_task(self.store.write)
+
+
+class StoreWrite(Task):
+    engine = "TMA store"
+
+    def __init__(self, agent: "Agent", info: Any, clk: Any, number: int, store: Any, put: Any) -> None:
+        super().__init__(agent, info, clk, agent.store_write_slot, number)
+        self.put = put
+        self.store: Store = store
+
+    def run(self) -> None:
+        self.put(self, self.store.data)
+        self.store.data = None
+
+
+def write_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[int, ...], data: Any) -> None:
+    box = desc.clip(low, extent)
+    if box is None:
+        return
+    a, b = box
+    machine = task.cluster.machine
+    if machine.checks:
+        runs, base = desc.runs(a, b)
+        access = task.access()._replace(is_async=False)  # global memory has no proxies here
+        if task.info.reduce:
+            access = access._replace(atomic=True)
+        machine.global_write(desc.buffer, runs, base, task.clk, access, task.foreign)
+    raw = data.view(desc.array.dtype)
+    inside = raw[tuple(slice(x - lo, y - lo) for x, y, lo in zip(a, b, low, strict=True))]
+    target = desc.array[tuple(slice(x, y) for x, y in zip(a, b, strict=True))]
+    if task.info.reduce:
+        dtype = task.info.pattern.dtype
+        target.view(dtype)[...] = task.info.reduce(target.view(dtype), inside.view(dtype)).astype(dtype)
+    else:
+        target[...] = inside
+
+
+class PeerStore(Task):
+    """st.async: elements on their way into another CTA's shared memory."""
+
+    engine = "st.async"
+
+    def __init__(self, agent: "Agent", info: Any, clk: Any, slot: int, time: int, parts: list[Any], m: int,
+                 barrier_m: int) -> None:  # fmt: skip
+        super().__init__(agent, info, clk, slot, time)
+        self.parts, self.m, self.barrier_m = parts, m, barrier_m
+
+    def run(self) -> None:
+        info, cluster = self.info, self.cluster
+        for number, offsets, values in self.parts:
+            cta = cluster.ctas[number]
+            flat = offsets + (self.m & OFFSET_MASK)
+            if cta.checks:
+                cta.shadow_write(runs_of(flat, info.item), 0, self.clk, self.access()._replace(is_async=False))
+                cta.touched[self.slot] = (self.time, self.who, info)
+            view = cta.memory.views[info.item]
+            view[flat // info.item] = values.view(view.dtype)
+            home = number & ~info.zero
+            b = self.agent.barrier_at(home, self.barrier_m)
+            b.complete_bytes(self.clk, self.who, info, len(flat) * info.item, self.slot, self.time)
+            b.cta.note_use(self.barrier_m, self.slot, self.time, self.who, info, remote=True)
+
+
+class TmaOps:
+    def async_shared_store(self: "Agent", info: Any, data: Any, m: int, barrier_m: int) -> None:  # type: ignore[misc]
+        self.at = info
+        source, target = info.source_shard, info.target_shard
+        rank = len(source.shape)
+        # Where each of this CTA's elements belongs: a CTA that holds its coordinates, and the place there.
+        mine = [source.coordinates(d, self.cta.number) for d in range(rank)]
+        parts = []
+        for cta in range(self.cluster.num_ctas):
+            if cta & ~(source.cta_bits | target.cta_bits) != self.cta.number & ~(source.cta_bits | target.cta_bits):
+                continue  # both sides hold copies along this bit: each CTA serves its own
+            theirs = [target.coordinates(d, cta) for d in range(rank)]
+            common = [np.intersect1d(a, b, return_indices=True) for a, b in zip(mine, theirs, strict=True)]
+            if any(len(c[0]) == 0 for c in common):
+                continue
+            values = np.ascontiguousarray(data[np.ix_(*(c[1] for c in common))]).reshape(-1)
+            offsets = info.pattern.offsets[np.ix_(*(c[2] for c in common))].reshape(-1)
+            parts.append((cta, offsets, values))
+        slot, time = self.load_slots.take(self.clk[ORDER])
+        clk = self.async_clk()
+        clk[ORDER, slot] = time
+        self.tick()
+        self.cluster.machine.add_task(PeerStore(self, info, clk, slot, time, parts, m, barrier_m))
+
+    def tma_load(self: "Agent", info: Any, desc: Descriptor, coords: tuple[int, ...], barrier_m: int, m: int) -> None:  # type: ignore[misc]
+        self.at = info
+        c = self.cta.number
+        destinations = [c]
+        if info.multicast:
+            if c & info.data_zero:
+                return  # the CTA without these bits issues for all of them
+            destinations = [c | x for x in range(self.cluster.num_ctas) if x & ~info.data_zero == 0]
+        low = tuple(x + o for x, o in zip(coords, info.low[c], strict=True))
+        extent = info.extent
+        self.issue_load(info, lambda task: read_box(task, desc, low, extent), m, barrier_m, destinations)
+
+    def issue_load(self: "Agent", info: Any, fetch: Any, m: int, barrier_m: int, destinations: list[int]) -> None:  # type: ignore[misc]
+        slot, time = self.load_slots.take(self.clk[ORDER])
+        clk = self.async_clk()
+        clk[ORDER, slot] = time
+        self.tick()
+        self.cluster.machine.add_task(LoadTask(self, info, clk, slot, time, fetch, m, barrier_m, destinations))
+
+    def tma_gather(self: "Agent", info: Any, desc: Descriptor, rows: Any, column: int, barrier_m: int, m: int) -> None:  # type: ignore[misc]
+        """Rows of a two-dimensional tensor by their numbers."""
+        self.at = info
+        rows = np.asarray(rows)
+        c = self.cta.number
+        destinations = [c]
+        if info.multicast:
+            if c & info.data_zero:
+                return
+            destinations = [c | x for x in range(self.cluster.num_ctas) if x & ~info.data_zero == 0]
+        width = info.extent[1]
+        first = column + info.low[c][1]
+
+        def fetch(task: Task) -> Any:
+            parts = [read_box(task, desc, (int(r), first), (1, width)) for r in rows.reshape(-1)]
+            return np.concatenate(parts, axis=0)
+
+        self.issue_load(info, fetch, m, barrier_m, destinations)
+
+    def tma_store(self: "Agent", info: Any, desc: Descriptor, coords: tuple[int, ...], m: int) -> None:  # type: ignore[misc]
+        self.at = info
+        c = self.cta.number
+        if c & info.data_zero:
+            return  # every CTA of the group holds the same data; one writes it
+        low = tuple(x + o for x, o in zip(coords, info.low[c], strict=True))
+        extent = info.extent
+        self.issue_store(info, m, lambda task, data: write_box(task, desc, low, extent, data))
+
+    def tma_scatter(self: "Agent", info: Any, desc: Descriptor, rows: Any, column: int, m: int) -> None:  # type: ignore[misc]
+        self.at = info
+        rows = np.asarray(rows).reshape(-1)
+        width = info.extent[1]
+        first = column + info.low[self.cta.number][1]
+
+        def put(task: Task, data: Any) -> None:
+            for i, r in enumerate(rows):
+                write_box(task, desc, (int(r), first), (1, width), data[i : i + 1])
+
+        self.issue_store(info, m, put)
+
+    def issue_store(self: "Agent", info: Any, m: int, put: Any) -> None:  # type: ignore[misc]
+        self.stores += 1
+        number = self.stores
+        clk = self.async_clk()
+        clk[ORDER, self.store_read_slot] = number
+        read = StoreRead(self, info, clk, number, m)
+        write_clk = clk.copy()
+        write_clk[ORDER, self.store_write_slot] = number
+        write = StoreWrite(self, info, write_clk, number, None, put)
+        read.store = write.store = Store(number, read, write)
+        self.stores_in_flight.append(read.store)
+        self.tick()
+        self.cluster.machine.add_task(read)
+
+    def tma_store_wait(self: "Agent", info: Any, pendings: int, read_only: bool) -> None:  # type: ignore[misc]
+        self.at = info
+        newest = self.stores - pendings
+        machine = self.cluster.machine
+        for store in self.stores_in_flight:
+            if store.number > newest:
+                break
+            if not store.read.done:
+                machine.run_now(store.read)
+            if not read_only and not store.write.done:
+                machine.run_now(store.write)
+        if newest > self.clk[ORDER, self.store_read_slot]:
+            self.clk[ORDER, self.store_read_slot] = newest
+        if not read_only:
+            if newest > self.clk[ORDER, self.store_write_slot]:
+                self.clk[ORDER, self.store_write_slot] = newest
+            while self.stores_in_flight and self.stores_in_flight[0].number <= newest:
+                self.stores_in_flight.popleft()

@@ -1,0 +1,72 @@
+"""Conflicts and misuses in the kernel's own words."""
+
+from typing import Any
+
+from . import findings
+from .ir.locations import buffer_name
+from .shadow import Access, Conflict
+
+
+def describe(access: Access) -> str:
+    """One access: who, doing what, where, and the line itself."""
+    info = access.info
+    source = info.site.source
+    line = f"\n      {source}" if source else ""
+    return f"{access.who}: {info.what}\n    at {info.site.where}{line}"
+
+
+def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
+    """The finding for two unordered accesses to `place`."""
+    earlier, later = conflict.earlier, conflict.later
+    sites = (later.info.site, earlier.info.site)
+    if conflict.kind == "fence":
+        return findings.MissingFence(
+            f"missing proxy fence on {place}:\n"
+            f"  written by {describe(earlier)}\n"
+            f"  then used through the async proxy by {describe(later)}\n"
+            "  The write went through the generic proxy, and no fence_async_shared() lies between it and the async "
+            "access: the writing role must call fence_async_shared() after the write and before it signals.",
+            sites,
+        )
+    first, second = {"write-read": ("writes", "reads"), "read-write": ("reads", "writes"), "write-write": (
+        "writes", "writes")}[conflict.kind]  # fmt: skip
+    kind: type[findings.Finding] = findings.DataRace
+    if conflict.kind == "read-write" and earlier.info.what.startswith("TMA store"):
+        kind = findings.ReuseRace
+    elif "global" in place and conflict.kind == "write-write":
+        kind = findings.OutputRace
+    missing = missing_order(conflict)
+    return kind(
+        f"data race on {place}:\n"
+        f"  {first}: {describe(earlier)}\n"
+        f"  {second}: {describe(later)}\n"
+        f"  Missing order: {missing}{hint}",
+        sites,
+    )
+
+
+def missing_order(conflict: Conflict) -> str:
+    earlier, later = conflict.earlier, conflict.later
+    a, b = earlier.who, later.who
+    if earlier.cluster != later.cluster:
+        return "the two belong to different programs of the grid, which nothing orders."
+    if earlier.info.what.startswith("TMA store"):
+        return f"nothing makes {b} wait until the store has read its tile: store_wait() must come first."
+    if earlier.info.what.startswith("wgmma"):
+        return (
+            f"nothing makes {b} wait until this product has read its operands: warpgroup_mma_wait() must come before "
+            "the signal that lets it go on."
+        )
+    if earlier.is_async:
+        return f"{b} does not wait, directly or through others, for the barrier that this operation completes."
+    if conflict.kind == "read-write":
+        return f"{a} must signal that it has finished reading, and {b} must wait for that before it writes."
+    return f"{a} must signal after its write, and {b} must wait for that signal before its access."
+
+
+def slot_name(name: str, start: int, offset: int, stride: int, count: int) -> str:
+    return f"{name}[{(offset - start) // stride}]" if count > 1 and stride else name
+
+
+def name_of(site: Any) -> str:
+    return buffer_name(site)

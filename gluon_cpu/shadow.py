@@ -1,0 +1,177 @@
+"""Who last touched which bytes: segments of a memory, each with its last write and the reads since.
+
+Segments follow the accesses: a buffer always touched as a whole is one segment, and only a partial overlap splits it.
+"""
+
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+from .clocks import FENCED, ORDER
+
+
+class Access(NamedTuple):
+    """One access: by whom (`slot` of cluster `cluster`, at step `time`; `who` for messages), where (`info`), and how."""
+
+    slot: int
+    time: int
+    is_async: bool
+    info: Any
+    who: str
+    cluster: int
+    atomic: bool = False
+
+
+class Segment:
+    __slots__ = ("end", "initialised", "reads", "start", "write")
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
+        self.write: Access | None = None
+        self.reads: dict[tuple[int, int], Access] = {}
+        self.initialised = False
+
+
+class Conflict(Exception):
+    """Two accesses without an order. kind: 'write-read', 'read-write', 'write-write' or 'fence', in time order."""
+
+    def __init__(self, kind: str, earlier: Access, later: Access, start: int, end: int) -> None:
+        super().__init__(kind)
+        self.kind = kind
+        self.earlier = earlier
+        self.later = later
+        self.start = start
+        self.end = end
+
+
+class Unwritten(Exception):
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__(start)
+        self.start = start
+        self.end = end
+
+
+class Shadow:
+    """The segments of one memory. initialised: whether it holds data before anybody writes (global memory does)."""
+
+    def __init__(self, initialised: bool) -> None:
+        self.default_initialised = initialised
+        self.by_start: dict[int, Segment] = {}
+        self.starts: list[int] = []
+
+    def cover(self, a: int, b: int) -> list[Segment]:
+        """The segments that make up [a, b), split and created as needed."""
+        seg = self.by_start.get(a)
+        if seg is not None and seg.end == b:
+            return [seg]
+        starts, by_start = self.starts, self.by_start
+        i = bisect_right(starts, a) - 1
+        if i >= 0:
+            seg = by_start[starts[i]]
+            if seg.start < a < seg.end:
+                self.split(seg, a)
+                i += 1
+            elif seg.end <= a:
+                i += 1
+        else:
+            i = 0
+        found: list[Segment] = []
+        at = a
+        while at < b:
+            seg = by_start.get(at)
+            if seg is None:
+                j = bisect_right(starts, at)
+                end = min(b, starts[j]) if j < len(starts) else b
+                seg = Segment(at, end)
+                seg.initialised = self.default_initialised
+                by_start[at] = seg
+                starts.insert(j, at)
+            elif seg.end > b:
+                self.split(seg, b)
+            found.append(seg)
+            at = seg.end
+        return found
+
+    def split(self, seg: Segment, at: int) -> None:
+        right = Segment(at, seg.end)
+        right.write, right.reads, right.initialised = seg.write, dict(seg.reads), seg.initialised
+        seg.end = at
+        self.by_start[at] = right
+        self.starts.insert(bisect_right(self.starts, at), at)
+
+    def read(self, runs: Any, base: int, clock: Any, access: Access, foreign: Any = None) -> None:
+        slot, cluster = access.slot, access.cluster
+        for a, b in runs:
+            a += base
+            b += base
+            seg = self.by_start.get(a)
+            for s in (seg,) if seg is not None and seg.end == b else self.cover(a, b):
+                w = s.write
+                if w is not None:
+                    if not (w.atomic and access.atomic):
+                        check_order("write-read", w, access, clock, foreign, s)
+                    if access.is_async and not w.is_async and w.cluster == cluster and clock[FENCED, w.slot] < w.time:
+                        raise Conflict("fence", w, access, s.start, s.end)
+                elif not s.initialised:
+                    raise Unwritten(s.start, s.end)
+                s.reads[(cluster, slot)] = access
+                if len(s.reads) > 12:
+                    self.forget(s, cluster)
+
+    @staticmethod
+    def forget(s: Segment, cluster: int) -> None:
+        """Of reads by other clusters one is enough: they are unordered with everything here alike."""
+        others = [k for k in s.reads if k[0] != cluster]
+        for k in others[:-2]:
+            del s.reads[k]
+
+    def write(self, runs: Any, base: int, clock: Any, access: Access, foreign: Any = None) -> None:
+        cluster = access.cluster
+        for a, b in runs:
+            a += base
+            b += base
+            seg = self.by_start.get(a)
+            for s in (seg,) if seg is not None and seg.end == b else self.cover(a, b):
+                w = s.write
+                if w is not None and not (w.atomic and access.atomic):
+                    check_order("write-write", w, access, clock, foreign, s)
+                    if access.is_async and not w.is_async and w.cluster == cluster and clock[FENCED, w.slot] < w.time:
+                        raise Conflict("fence", w, access, s.start, s.end)
+                if s.reads:
+                    for r in s.reads.values():
+                        if not (r.atomic and access.atomic):
+                            check_order("read-write", r, access, clock, foreign, s)
+                    s.reads.clear()
+                s.write = access
+                s.initialised = True
+
+    def fresh(self, a: int, b: int) -> None:
+        """A new allocation: what was there before is no data of it, though who touched it still counts."""
+        for s in self.cover(a, b):
+            s.initialised = False
+            if s.write is not None:
+                # Kept as a read: a write must still be ordered after it, and a read of it is one of nothing.
+                s.reads[(s.write.cluster, s.write.slot)] = s.write
+                s.write = None
+
+    def written_gaps(self, runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The parts of `runs` that nobody has written."""
+        gaps: list[tuple[int, int]] = []
+        for a, b in runs:
+            for s in self.cover(a, b):
+                if s.write is None:
+                    if gaps and gaps[-1][1] == s.start:
+                        gaps[-1] = (gaps[-1][0], s.end)
+                    else:
+                        gaps.append((s.start, s.end))
+        return gaps
+
+
+def check_order(kind: str, earlier: Access, later: Access, clock: Any, foreign: Any, s: Segment) -> None:
+    if earlier.cluster == later.cluster:
+        if clock[ORDER, earlier.slot] >= earlier.time:
+            return
+    elif foreign is not None and earlier.cluster in foreign:
+        if foreign[earlier.cluster][ORDER, earlier.slot] >= earlier.time:
+            return
+    raise Conflict(kind, earlier, later, s.start, s.end)

@@ -1,0 +1,204 @@
+"""Every synchronisation operation of the Hopper kernel, broken in turn: is it found?
+
+    python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT]
+
+Each wait, arrive, fence, expect, init, invalidation, cluster barrier and store wait is deleted; each count, byte count,
+number of pending operations and phase is changed. A mutant runs under a few schedules of each policy until the machine
+reports a finding, and under many more if none does. Prints a line for each, and ends with status 1 if one survives that
+EXPLAINED does not explain, or if one is found that it does.
+"""
+
+import argparse
+import contextlib
+import itertools
+import re
+import sys
+import time
+import unittest.mock
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gluon_cpu
+from gluon_attn.kernels.hopper.kernel import attention_forward
+from gluon_cpu import front
+from gluon_cpu.compat import GluonASTSource
+from gluon_cpu.generate import generate
+from gluon_cpu.ir.parse import parse_module
+from tests.gluon_cpu.attention import Run, normal_qkv
+from tests.gluon_cpu.mutants import Mutant, mutants
+from tests.gpu.checks import check
+
+POLICIES = ("random", "late", "early", "pct", "starve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, tile after tile."""
+
+    head_dim: int
+    num_ctas: int
+    causal: bool
+    lengths: tuple[tuple[int, int], ...]
+
+    def runs(self) -> list[Run]:
+        inputs = (normal_qkv(q_len=q, kv_len=kv, head_dim=self.head_dim) for q, kv in self.lengths)
+        return [Run(*qkv, causal=self.causal, num_ctas=self.num_ctas, programs=1) for qkv in inputs]
+
+
+# Lengths such that, under a causal mask, every role has a second masked block in some tile, and skips one in another;
+# that tiles have one key block, where nothing but the channel of the queries orders one tile after another, or two,
+# where the first key block of a tile is ordered after the last but one by nothing but the channel of the keys; and that a
+# role skips right after a tile of two blocks, where it could release a slot before another has released its last lap.
+KERNELS: dict[str, Kernel] = {
+    "two CTAs, turns": Kernel(
+        head_dim=64, num_ctas=2, causal=True, lengths=((1160, 1229), (1600, 100), (800, 517), (800, 446))
+    ),
+    "one CTA, turns": Kernel(
+        head_dim=64,
+        num_ctas=1,
+        causal=True,
+        lengths=((580, 649), (800, 100), (400, 517), (384, 387), (400, 446), (400, 420)),
+    ),
+    "one CTA, no turns": Kernel(head_dim=128, num_ctas=1, causal=False, lengths=((390, 650), (500, 100), (600, 200))),
+    "two CTAs, O staged in Q": Kernel(
+        head_dim=256, num_ctas=2, causal=False, lengths=((500, 330), (800, 60), (800, 100))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Mutants that are right kernels: "kernel | name of the mutant" matches `pattern`."""
+
+    pattern: str
+    reason: str
+
+
+HOPPER = Path(attention_forward.fn.__code__.co_filename).parent
+
+
+def line_of(file: str, text: str) -> str:
+    """A pattern for `file:line` of every line of the Hopper kernel's file that reads like this."""
+    lines = (HOPPER / file).read_text(encoding="utf-8").splitlines()
+    found = [str(number) for number, line in enumerate(lines, 1) if line.strip() == text]
+    assert found, f"no line of {file} reads {text!r}"
+    return rf"{re.escape(file)}:({'|'.join(found)})\b"
+
+
+ORDERED_BY_TURNS = "|".join(
+    line_of("roles.py", text)
+    for text in (
+        "q_slot, queries = queries.acquire()",
+        "k, keys = blocks.keys.acquire()",
+        "v, values = blocks.values.acquire()",
+    )
+)
+
+EXPLAINED: tuple[Explanation, ...] = (
+    Explanation(
+        r"\| delete: barrier #",
+        "a barrier among the warps of one role, which the machine runs as one; races between them are the compiler's",
+    ),
+    Explanation(
+        rf"(no turns|O staged in Q) \| count .* init_barrier .* {line_of('wires.py', 'self.turns.init()')}",
+        "without turns nobody arrives on these barriers or waits for them",
+    ),
+    Explanation(r"\| delete: inval_barrier ", "nothing uses a barrier's memory after the end of its life"),
+    Explanation(
+        rf"\| delete: wait_barrier .* {line_of('roles.py', 'blocks.values.acquire()')}",
+        "waits for what this role has waited for before; it is there to keep the assembler from moving code",
+    ),
+    Explanation(
+        rf"turns \| delete: wait_barrier #\d+ partition[01] at channel\.py:\d+ < ({ORDERED_BY_TURNS})",
+        "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
+    ),
+)
+
+
+@contextlib.contextmanager
+def instead_of_compiling(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within it, launches get what `replacement` returns, called with the arguments of gluon_cpu's compile step."""
+    with unittest.mock.patch.object(sys.modules["gluon_cpu.launch"], "compile_source", replacement):
+        yield
+
+
+def text_of(run: Run) -> str:
+    """The lowered text that `run` executes: with the compiler's memory offsets, fences and cluster barriers."""
+    texts: list[str] = []
+
+    def record(kernel: Any, signature: Any, constants: Any, attrs: Any, options: Any, arch: int, mode: str) -> Any:
+        texts.append(front.build_text(GluonASTSource(kernel, signature, constants, attrs), arch, options, True))
+        return front.compile_source(kernel, signature, constants, attrs, options, arch, mode)
+
+    with instead_of_compiling(record):
+        run(mode="lowered")
+    return texts[0]
+
+
+def verdict(runs: list[Run], mutant: Mutant, seeds: Iterable[int]) -> str:
+    """What was found first, and under which schedule; "" if nothing was."""
+    compiled = front.Compiled(generate(parse_module(mutant.text), True))
+    with instead_of_compiling(lambda *_: compiled):
+        for seed, run, policy in itertools.product(seeds, runs, POLICIES):
+            schedule = gluon_cpu.Schedule(policy, seed=seed)
+            try:
+                run(schedule=schedule, mode="lowered")
+            except gluon_cpu.Finding as finding:
+                return f"{type(finding).__name__} ({policy}, seed {seed})"
+            try:
+                check(run.q, run.k, run.v, run.out, run.lse, causal=run.causal)
+            except AssertionError:
+                return f"WRONG NUMBERS, no finding ({policy}, seed {seed})"
+    return ""
+
+
+def reason_of(kernel: str, name: str) -> str:
+    return next((e.reason for e in EXPLAINED if re.search(e.pattern, f"{kernel} | {name}")), "")
+
+
+def campaign(kernel: str, seeds: int, hunt: int, only: str) -> tuple[int, int]:
+    """(mutants, unexplained survivors)"""
+    runs = KERNELS[kernel].runs()
+    text = text_of(runs[0])
+    tried = survived = 0
+    for mutant in mutants(text):
+        if only not in mutant.name:
+            continue
+        tried += 1
+        start = time.perf_counter()
+        found = verdict(runs, mutant, range(seeds))
+        reason = reason_of(kernel, mutant.name)
+        if not found and not reason:
+            found = verdict(runs, mutant, range(seeds, hunt))
+        caught = found and not found.startswith("WRONG")
+        if caught and reason:
+            print(f"{kernel} | {mutant.name} | is found, but explained as harmless: {reason}")
+            survived += 1
+        survived += not (caught or reason)
+        result = found if caught else f"{found or 'survived'}: {reason or 'NOT EXPLAINED'}"
+        print(f"{kernel} | {mutant.name} | {result} | {time.perf_counter() - start:.1f} s", flush=True)
+    return tried, survived
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kernel", choices=sorted(KERNELS), help="default: all")
+    parser.add_argument("--seeds", type=int, default=3, help="schedules of each policy")
+    parser.add_argument("--only", default="", help="only mutants with this in their name")
+    parser.add_argument("--hunt", type=int, default=40, help="as many for those that survive without an explanation")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    total = survivors = 0
+    for kernel in [options.kernel] if options.kernel else KERNELS:
+        tried, survived = campaign(kernel, options.seeds, options.hunt, options.only)
+        total, survivors = total + tried, survivors + survived
+    print(f"{total} mutants, {survivors} survived without an explanation")
+    return 1 if survivors or not total else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

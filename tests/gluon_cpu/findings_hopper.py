@@ -1,0 +1,393 @@
+"""Kernels for Hopper with one bug each, switched on by BUG. A line that a report must name ends in a marker comment."""
+
+from tests.gluon_cpu.compat import (
+    async_copy,
+    cluster,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tests.gluon_cpu.support import MATRIX, MATRIX_COPIES, PLAIN, ROW, ROW_1, load_matrix, new_barrier, store_matrix
+
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+
+
+@jit
+def sync():
+    if gl.num_ctas() > 1:
+        cluster.barrier()
+    else:
+        gl.barrier()
+
+
+@jit
+def two_barriers(COUNT: gl.constexpr):
+    filled, freed = new_barrier(COUNT), new_barrier(1)
+    sync()
+    return filled, freed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared memory between roles
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def writer(tile, filled, freed, steps):
+    for step in range(steps):
+        mbarrier.wait(freed, (step + 1) & 1)
+        tile.store(gl.full([128], 1, gl.int32, ROW_1) * step)  # <- writer writes
+        mbarrier.arrive(filled)
+
+
+@jit
+def reader_that_does_not_wait(tile, filled, out_ptr, BUG: gl.constexpr):
+    if not BUG:
+        mbarrier.wait(filled, 0)
+    gl.store(out_ptr + gl.arange(0, 128, ROW), tile.load(ROW))  # <- unsynchronised read
+
+
+@jit
+def no_wait(out_ptr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.int32, [128], PLAIN, gl.full([128], 0, gl.int32, ROW))
+    filled, freed = two_barriers(1)
+    gl.warp_specialize(
+        [(reader_that_does_not_wait, (tile, filled, out_ptr, BUG)), (writer, (tile, filled, freed, 1))], [1]
+    )
+
+
+@jit
+def reader_that_frees_early(tile, filled, freed, out_ptr, steps, BUG: gl.constexpr):
+    for step in range(steps):
+        mbarrier.wait(filled, step & 1)
+        if BUG:
+            mbarrier.arrive(freed)
+        value = tile.load(ROW)  # <- read after free
+        if not BUG:
+            mbarrier.arrive(freed)
+        gl.store(out_ptr + step * 128 + gl.arange(0, 128, ROW), value)
+
+
+@jit
+def freed_too_early(out_ptr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.int32, [128], PLAIN)
+    filled, freed = two_barriers(1)
+    gl.warp_specialize(
+        [(reader_that_frees_early, (tile, filled, freed, out_ptr, 3, BUG)), (writer, (tile, filled, freed, 3))], [1]
+    )
+
+
+@jit
+def reader_of_the_wrong_phase(tile, filled, out_ptr, BUG: gl.constexpr):
+    mbarrier.wait(filled, 1 if BUG else 0)
+    gl.store(out_ptr + gl.arange(0, 128, ROW), tile.load(ROW))  # <- read a phase early
+
+
+@jit
+def wrong_phase(out_ptr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.int32, [128], PLAIN, gl.full([128], 0, gl.int32, ROW))
+    filled, freed = two_barriers(1)
+    gl.warp_specialize(
+        [(reader_of_the_wrong_phase, (tile, filled, out_ptr, BUG)), (writer, (tile, filled, freed, 1))], [1]
+    )
+
+
+@jit
+def half_writer(tile, ready, HALF: gl.constexpr, BUG: gl.constexpr):
+    FIRST: gl.constexpr = 0 if BUG else HALF * 64
+    view = tile.slice(FIRST, 64, dim=0)
+    LAYOUT: gl.constexpr = ROW if HALF == 0 else ROW_1
+    view.store(gl.full([64], HALF, gl.int32, LAYOUT))  # <- write of a half
+    mbarrier.arrive(ready)
+
+
+@jit
+def overlapping_halves(out_ptr, BUG: gl.constexpr):
+    """Two roles write halves of a tile: right, until the halves overlap."""
+    tile = gl.allocate_shared_memory(gl.int32, [128], PLAIN, gl.full([128], 0, gl.int32, ROW))
+    ready = new_barrier(2)
+    sync()
+    gl.warp_specialize([(half_writer, (tile, ready, 0, BUG)), (half_writer, (tile, ready, 1, BUG))], [1])
+    mbarrier.wait(ready, 0)
+    gl.store(out_ptr + gl.arange(0, 128, ROW), tile.load(ROW))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The copy engine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def load_not_awaited(desc, out_ptr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout, gl.zeros([32, 32], gl.float32, MATRIX))
+    loaded = new_barrier(1)
+    fence_async_shared()
+    gl.barrier()
+    mbarrier.expect(loaded, 4096)
+    tma.async_load(desc, [0, 0], loaded, tile)  # <- load in flight
+    if not BUG:
+        mbarrier.wait(loaded, 0)
+    store_matrix(out_ptr, tile.load(MATRIX))  # <- read of a load in flight
+    mbarrier.wait(loaded, 0)
+
+
+@jit
+def two_loads_into_one_slot(desc, out_ptr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, 4096 + 4096 * BUG)
+    tma.async_load(desc, [0, 0], loaded, tile)  # <- first load into the slot
+    if not BUG:
+        mbarrier.wait(loaded, 0)
+        mbarrier.expect(loaded, 4096)
+    tma.async_load(desc, [32, 0], loaded, tile)  # <- second load into the slot
+    mbarrier.wait(loaded, 0 if BUG else 1)
+    store_matrix(out_ptr, tile.load(MATRIX))
+
+
+@jit
+def tile_reused(desc, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    for step in range(2):
+        tile.store(gl.full([32, 32], 1.0, gl.float32, MATRIX) * step)  # <- tile written again
+        fence_async_shared()
+        tma.async_store(desc, [step * 32, 0], tile)  # <- store still reads
+        if not BUG:
+            tma.store_wait(0)
+    tma.store_wait(0)
+
+
+@jit
+def store_wait_too_weak(desc, BUG: gl.constexpr):
+    tiles = gl.allocate_shared_memory(gl.float32, [2, 32, 32], desc.layout)
+    for step in range(4):
+        tma.store_wait(2 if BUG else 1)
+        tiles.index(step % 2).store(gl.full([32, 32], 1.0, gl.float32, MATRIX))  # <- staged over
+        fence_async_shared()
+        tma.async_store(desc, [step * 32, 0], tiles.index(step % 2))  # <- one of two stores
+    tma.store_wait(0)
+
+
+@jit
+def exit_before_read(desc, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout, gl.zeros([32, 32], gl.float32, MATRIX))
+    fence_async_shared()
+    tma.async_store(desc, [0, 0], tile)  # <- store outlives the CTA
+    if not BUG:
+        tma.store_wait(0)
+
+
+@jit
+def read_back(desc, out_ptr, copy_ptr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout, gl.zeros([32, 32], gl.float32, MATRIX))
+    fence_async_shared()
+    tma.async_store(desc, [0, 0], tile)  # <- write on its way
+    tma.store_wait(0, read_only=BUG)
+    store_matrix(copy_ptr, load_matrix(out_ptr, 32, 32, MATRIX))  # <- read of what was stored
+    tma.store_wait(0)
+
+
+@jit
+def stage(tile, staged, FENCE: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
+    tile.store(gl.full([32, 32], 1.0, gl.float32, LAYOUT))  # <- generic write
+    if FENCE:
+        fence_async_shared()
+    mbarrier.arrive(staged)
+
+
+@jit
+def send(desc, tile, staged, FENCE: gl.constexpr):
+    mbarrier.wait(staged, 0)
+    if FENCE:
+        fence_async_shared()
+    tma.async_store(desc, [0, 0], tile)  # <- engine reads
+    tma.store_wait(0)
+
+
+@jit
+def fence_between_roles(desc, AT_WRITER: gl.constexpr, AT_SENDER: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    staged = new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize([(send, (desc, tile, staged, AT_SENDER)), (stage, (tile, staged, AT_WRITER))], [1])
+
+
+@jit
+def fence_within_a_role(desc):
+    """Without a fence in the source: the compiler puts one in."""
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    tile.store(gl.full([32, 32], 1.0, gl.float32, MATRIX))
+    tma.async_store(desc, [0, 0], tile)
+    tma.store_wait(0)
+
+
+@jit
+def copy_not_awaited(x_ptr, out_ptr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [128], PLAIN, gl.zeros([128], gl.float32, ROW))
+    gl.barrier()
+    i = gl.arange(0, 128, ROW)
+    async_copy.async_load(tile, x_ptr + i)  # <- cp.async in flight
+    async_copy.commit_group()
+    async_copy.wait_group(1 if BUG else 0)
+    gl.barrier()
+    gl.store(out_ptr + i, tile.load(ROW))  # <- read of a cp.async in flight
+    async_copy.wait_group(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warpgroup products
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def operands(a_desc, b_desc):
+    a = gl.allocate_shared_memory(a_desc.dtype, a_desc.block_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(b_desc.dtype, b_desc.block_shape, b_desc.layout)
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, a.nbytes_per_cta + b.nbytes_per_cta)
+    tma.async_load(a_desc, [0, 0], loaded, a)
+    tma.async_load(b_desc, [0, 0], loaded, b)
+    mbarrier.wait(loaded, 0)
+    return a, b
+
+
+@jit
+def result_before_its_wait(a_desc, b_desc, out_ptr, BUG: gl.constexpr):
+    a, b = operands(a_desc, b_desc)
+    zero = gl.zeros([64, 32], gl.float32, ACC)
+    first = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    second = warpgroup_mma(a, b.permute((1, 0)), zero + 1.0, is_async=True)  # <- product in flight
+    first, second = warpgroup_mma_wait(1 if BUG else 0, deps=[first, second])
+    store_matrix(out_ptr, first)
+    total = first + second  # <- result used
+    first, second = warpgroup_mma_wait(0, deps=[first, second])
+    store_matrix(out_ptr + 64 * 32, total)
+
+
+@jit
+def operand_overwritten(a_desc, b_desc, out_ptr, BUG: gl.constexpr):
+    a, b = operands(a_desc, b_desc)
+    acc = gl.zeros([64, 32], gl.float32, ACC)
+    acc = warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)  # <- product reads its operand
+    if not BUG:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    b.store(gl.full([32, 64], 0.0, gl.bfloat16, MATRIX))  # <- operand overwritten
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    store_matrix(out_ptr, acc)
+
+
+@jit
+def multiply_role(a, tile, filled, freed, out_ptr, steps, BUG: gl.constexpr):
+    acc = gl.zeros([64, 32], gl.float32, ACC)
+    for step in range(steps):
+        mbarrier.wait(filled, step & 1)
+        acc = warpgroup_mma(a, tile.permute((1, 0)), acc, is_async=True)  # <- product of a slot
+        if BUG:
+            mbarrier.arrive(freed)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if not BUG:
+            mbarrier.arrive(freed)
+    store_matrix(out_ptr, acc)
+
+
+@jit
+def load_role(desc, tile, filled, freed, steps):
+    for step in range(steps):
+        mbarrier.wait(freed, (step + 1) & 1)
+        mbarrier.expect(filled, tile.nbytes_per_cta)
+        tma.async_load(desc, [0, 0], filled, tile)  # <- load into a slot
+
+
+@jit
+def slot_freed_before_the_product(a_desc, b_desc, out_ptr, BUG: gl.constexpr):
+    a, tile = operands(a_desc, b_desc)
+    filled, freed = two_barriers(1)
+    gl.warp_specialize(
+        [(multiply_role, (a, tile, filled, freed, out_ptr, 3, BUG)), (load_role, (b_desc, tile, filled, freed, 3))], [1]
+    )
+
+
+@jit
+def operand_role(tile, staged, BUG: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    tile.store(gl.full([32, 64], 1.0, gl.bfloat16, LAYOUT))  # <- operand written
+    if not BUG:
+        fence_async_shared()
+    mbarrier.arrive(staged)
+
+
+@jit
+def product_role(a, tile, staged, out_ptr):
+    mbarrier.wait(staged, 0)
+    acc = gl.zeros([64, 32], gl.float32, ACC)
+    store_matrix(out_ptr, warpgroup_mma(a, tile.permute((1, 0)), acc))  # <- tensor core reads
+
+
+@jit
+def operand_not_fenced(a_desc, b_desc, out_ptr, BUG: gl.constexpr):
+    a, _ = operands(a_desc, b_desc)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [32, 64], b_desc.layout)
+    staged = new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize([(product_role, (a, tile, staged, out_ptr)), (operand_role, (tile, staged, BUG))], [4])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two CTAs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def multicast_over_the_peer(desc, out_ptr, BUG: gl.constexpr):
+    """The lead fills both slots again; it must know that its peer has read its own."""
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    loaded = mbarrier.allocate_mbarrier(batch=2)
+    for step in gl.static_range(2):
+        mbarrier.init(loaded.index(step), count=1)
+        mbarrier.expect(loaded.index(step), 4096)
+    cluster.barrier()
+    for step in range(2):
+        tma.async_load(desc, [step * 32, 0], loaded.index(step), tile, multicast=True)  # <- multicast
+        mbarrier.wait(loaded.index(step), 0)
+        total = gl.sum(tile.load(MATRIX_COPIES), axis=1)  # <- peer reads its slot
+        gl.store(out_ptr + step * 32 + gl.arange(0, 32, total.type.layout), total)
+        if not BUG:
+            cluster.barrier()
+    cluster.barrier()
+
+
+@jit
+def invalidated_before_the_peer_arrives(out_ptr, BUG: gl.constexpr):
+    """CTA 1 arrives on the barrier in CTA 0, which does not wait for it."""
+    both = mbarrier.allocate_mbarrier(two_ctas=True)
+    mbarrier.init(both, count=1)
+    cluster.barrier()
+    mbarrier.arrive(both)  # <- remote arrival
+    if not BUG:
+        mbarrier.wait(both, 0)
+    mbarrier.invalidate(both)  # <- barrier taken from the peer
+
+
+@jit
+def exit_before_the_peer_arrives(out_ptr):
+    """Nobody waits for the last arrival, which comes from the peer: the compiler ends a cluster with a barrier."""
+    both = mbarrier.allocate_mbarrier(two_ctas=True)
+    mbarrier.init(both, count=1)
+    cluster.barrier()
+    mbarrier.arrive(both)
+
+
+@jit
+def init_without_a_cluster_barrier(out_ptr):
+    """The peer may arrive before the lead has initialised the barrier: the compiler puts a cluster barrier between."""
+    both = mbarrier.allocate_mbarrier(two_ctas=True)
+    mbarrier.init(both, count=1)
+    mbarrier.arrive(both)
+    mbarrier.wait(both, 0)

@@ -1,0 +1,120 @@
+"""Mutants of a kernel's synchronisation, made in the text of its intermediate form: one operation a line."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Deleted in turn, each wherever it stands. All of them are without result.
+SYNCHRONISATION = (
+    "ttng.init_barrier",
+    "ttng.inval_barrier",
+    "ttng.wait_barrier",
+    "ttng.arrive_barrier",
+    "ttng.barrier_expect",
+    "ttng.fence_async_shared",
+    "ttng.cluster_barrier",
+    "ttng.async_tma_store_wait",
+    "ttng.tc_gen5_commit",
+    "ttg.barrier",
+    "gpu.barrier",
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    change: str  # "delete", "count 1 -> 2", ...
+    op: str  # without its dialect
+    number: int  # of its kind, in the order of the text
+    role: str  # default, partition0, ...; empty outside
+    where: tuple[str, ...]  # file:line, innermost first
+    text: str
+
+    @property
+    def name(self) -> str:
+        path = " < ".join(self.where)
+        return f"{self.change}: {self.op} #{self.number} {self.role or 'kernel'} at {path}"
+
+
+class Locations:
+    """`loc(#loc12)` to the kernel's lines, innermost first."""
+
+    def __init__(self, text: str) -> None:
+        self.definitions = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+
+    def lines(self, expression: str, depth: int = 0) -> tuple[str, ...]:
+        if depth > 50:
+            return ()
+        found: list[str] = []
+        for file, line, reference in re.findall(r'"([^"]*)":(\d+):\d+|#(loc\d*)', expression):
+            if reference:
+                found += self.lines(self.definitions.get(reference, ""), depth + 1)
+            elif file.endswith(".py"):
+                found.append(f"{file.rpartition('/')[2]}:{line}")
+        return tuple(dict.fromkeys(found))
+
+    def of(self, line: str) -> tuple[str, ...]:
+        found = re.search(r"loc\((.*)\)\s*$", line)
+        return self.lines(found[1]) if found else ()
+
+
+def changes(line: str) -> Iterator[tuple[str, list[str]]]:
+    """(what is changed, the lines in place of this one)."""
+    op = op_of(line)
+    indent = line[: len(line) - len(line.lstrip())]
+    if op in SYNCHRONISATION and not re.match(r"\s*%", line):
+        yield "delete", []
+    if op in ("ttng.init_barrier", "ttng.arrive_barrier") and (found := re.search(rf"{op} [^,]+, (\d+)", line)):
+        count = int(found[1])
+        for other in (count + 1, count - 1) if op == "ttng.init_barrier" and count > 1 else (count + 1,):
+            at = found.span(1)
+            yield f"count {count} -> {other}", [line[: at[0]] + str(other) + line[at[1] :]]
+    if op == "ttng.barrier_expect" and (found := re.search(r"barrier_expect [^,]+, (\d+)", line)):
+        size, at = int(found[1]), found.span(1)
+        for other in (size // 2, size * 2):
+            yield f"bytes {size} -> {other}", [line[: at[0]] + str(other) + line[at[1] :]]
+    if op == "ttng.wait_barrier" and (found := re.search(r"wait_barrier [^,]+, (%[\w#]+)", line)):
+        at = found.span(1)
+        flipped = line[: at[0]] + "%flipped_by_mutant" + line[at[1] :]
+        where = (re.search(r" loc\(.*\)\s*$", line) or [""])[0]
+        yield (
+            "phase flipped",
+            [
+                f"{indent}%one_of_mutant = arith.constant 1 : i32{where}",
+                f"{indent}%flipped_by_mutant = arith.xori {found[1]}, %one_of_mutant : i32{where}",
+                flipped,
+            ],
+        )
+    if op in ("ttng.warp_group_dot_wait", "ttng.async_tma_store_wait"):
+        found = re.search(r"pendings = (\d+)", line)
+        if found:
+            at = found.span(1)
+            yield (
+                f"pendings {found[1]} -> {int(found[1]) + 1}",
+                [line[: at[0]] + str(int(found[1]) + 1) + line[at[1] :]],
+            )
+
+
+def op_of(line: str) -> str:
+    found = re.match(r"\s*(?:%[\w:#, %]+ = )?\"?([a-z_]+\.[\w.]+)", line)
+    return found[1] if found else ""
+
+
+def mutants(text: str) -> Iterator[Mutant]:
+    lines = text.splitlines()
+    locations = Locations(text)
+    counts: dict[str, int] = {}
+    role, role_indent = "", 0
+    for i, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        if found := re.match(r"\s*(default|partition\d+)(\(.*\))?.*\{\s*$", line):
+            role, role_indent = found[1], indent
+        elif role and indent <= role_indent and line.strip().startswith("}"):
+            role = ""
+        op = op_of(line)
+        made = list(changes(line))
+        if not made:
+            continue
+        number = counts[op] = counts.get(op, 0) + 1
+        for change, instead in made:
+            mutated = "\n".join([*lines[:i], *instead, *lines[i + 1 :]])
+            yield Mutant(change, op.partition(".")[2], number, role, locations.of(line), mutated + "\n")

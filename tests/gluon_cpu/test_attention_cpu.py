@@ -1,0 +1,176 @@
+"""The project's Hopper kernel: the numbers of float64 within rounding, and no finding under any policy."""
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gluon_cpu
+from tests.gluon_cpu.attention import Run, normal_qkv
+from tests.gpu.checks import check
+
+ROOT = Path(__file__).parents[2]
+POLICIES = ("random", "late", "early", "pct", "starve")
+
+# Edges first. Each with 1 and 2 CTAs, full and causal.
+ROWS: dict[str, dict[str, Any]] = {
+    "one row, one key": {"q_len": 1},
+    "one key block": {"q_len": 64},
+    "two key blocks": {"q_len": 128, "kv_len": 256},
+    "odd lengths": {"q_len": 129, "kv_len": 333},
+    "more queries than keys": {"q_len": 300, "kv_len": 70},
+    "several tiles": {"q_len": 700, "kv_len": 260},
+    "fp16": {"q_len": 197, "dtype": torch.float16},
+    "GQA": {"q_len": 100, "heads": 6, "kv_heads": 2, "batch": 2},
+    "D=40": {"q_len": 130, "head_dim": 40},
+    "D=128": {"q_len": 200, "head_dim": 128, "kv_len": 300},
+    "D=128, fp16, GQA": {"q_len": 65, "head_dim": 128, "dtype": torch.float16, "heads": 4, "kv_heads": 1},
+    "D=256": {"q_len": 130, "head_dim": 256, "kv_len": 200},
+}
+CASES = {
+    f"{name}, {'causal' if causal else 'full'}, {num_ctas} CTA{'s' * (num_ctas - 1)}": (row, causal, num_ctas)
+    for (name, row), num_ctas, causal in itertools.product(ROWS.items(), (1, 2), (False, True))
+}
+
+
+def checked(run: Run, what: str, **options: Any) -> None:
+    run(**options)
+    check(run.q, run.k, run.v, run.out, run.lse, causal=run.causal, what=what)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name):
+    row, causal, num_ctas = CASES[name]
+    run = Run(*normal_qkv(**row), causal=causal, num_ctas=num_ctas)
+    checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2])
+def test_rows_that_see_no_key(num_ctas):
+    """Causal with more queries than keys: the first rows have O = 0 and LSE = -inf."""
+    run = Run(*normal_qkv(q_len=400, kv_len=100), causal=True, num_ctas=num_ctas)
+    checked(run, "fully masked rows")
+    assert (run.out[:, :, :300] == 0).all()
+    assert (run.lse[:, :, :300] == -float("inf")).all()
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_persistent_programs(num_ctas, causal):
+    """Three and more tiles to a program: every channel lives on from tile to tile."""
+    run = Run(*normal_qkv(q_len=500, heads=3, kv_len=300), causal=causal, num_ctas=num_ctas, programs=2)
+    checked(run, "persistent")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_ctas", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_silent_and_right_under_every_policy(policy, num_ctas, head_dim):
+    """D = 64 takes turns, 256 stages O in the tile of Q: three different wirings."""
+    inputs = normal_qkv(q_len=390, kv_len=330, head_dim=head_dim)
+    run = Run(*inputs, causal=True, num_ctas=num_ctas, programs=1)
+    for seed in range(2):
+        checked(run, f"{policy}, seed {seed}", schedule=gluon_cpu.Schedule(policy, seed=seed))
+
+
+def test_schedules_do_not_change_the_numbers():
+    """Bit by bit: nothing in the kernel depends on who comes first."""
+    run = Run(*normal_qkv(q_len=260), causal=True, num_ctas=2)
+    results = []
+    for policy in POLICIES:
+        run(schedule=gluon_cpu.Schedule(policy, seed=3))
+        results.append((run.out.clone(), run.lse.clone()))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+def test_a_race_on_global_memory_is_caught():
+    """O over K: what one tile has stored, the next one loads, in whichever order."""
+    run = Run(*normal_qkv(q_len=512), causal=False, programs=1)
+    run()
+    run.arguments[3] = dataclasses.replace(run.arguments[3], base=run.k)
+    for policy in POLICIES:
+        with pytest.raises(gluon_cpu.DataRace) as caught:
+            run(schedule=gluon_cpu.Schedule(policy, seed=0))
+        assert "load" in str(caught.value)
+        assert "softmax" in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(run: Run, repeats: int = 7) -> float:
+    """The fastest of several launches: what the machine needs when nothing else runs beside it."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@pytest.mark.speed
+def test_a_launch_on_one_cta_takes_20_ms():
+    torch.set_num_threads(1)
+    seconds = seconds_of(Run(*normal_qkv(q_len=256), causal=True))
+    assert seconds < 0.020, f"{1000 * seconds:.1f} ms"
+
+
+@pytest.mark.speed
+def test_a_launch_on_two_ctas_takes_60_ms():
+    torch.set_num_threads(1)
+    seconds = seconds_of(Run(*normal_qkv(q_len=512), causal=True, num_ctas=2))
+    assert seconds < 0.060, f"{1000 * seconds:.1f} ms"
+
+
+def timed_process(code: str, cache: Path) -> float:
+    """What the code prints: seconds."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "GLUON_CPU_CACHE": str(cache), "PYTHONPATH": "."}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout.split()[-1])
+
+
+FIRST_LAUNCH = """
+import time
+import zlib
+from tests.gluon_cpu.attention import Run, normal_qkv
+run = Run(*normal_qkv(q_len=64), causal=True)
+start = time.perf_counter()
+run()
+print(time.perf_counter() - start)
+"""
+
+
+@pytest.mark.speed
+def test_compile_takes_3_s_and_is_cached_on_disk(tmp_path):
+    first, second = timed_process(FIRST_LAUNCH, tmp_path), timed_process(FIRST_LAUNCH, tmp_path)
+    assert first < 3.0, f"{first:.2f} s"
+    assert second < first / 2, f"{second:.2f} s after {first:.2f} s: not cached"
+
+
+IMPORT = """
+import torch, triton  # not ours to pay for
+import time
+start = time.perf_counter()
+import gluon_cpu
+print(time.perf_counter() - start)
+"""
+
+
+@pytest.mark.speed
+def test_import_takes_1_s(tmp_path):
+    seconds = timed_process(IMPORT, tmp_path)
+    assert seconds < 1.0, f"{seconds:.2f} s"
