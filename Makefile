@@ -41,7 +41,7 @@ run: $(TEST_READY) ## Run attention here and now and print what it saw
 	@$(PY) -m gluon_attn $(ARGS)
 
 test: $(TEST_READY) ## Run all tests; without a Hopper card those that need one are skipped, with the reason
-	@$(PY) -m pytest tests/cpu tests/gpu $(ARGS)
+	@$(PY) -m pytest tests $(ARGS)
 
 check: $(DEV_READY) ## Check formatting, lint and types
 	@$(PY) -m ruff format --check .

@@ -50,9 +50,9 @@ class Kernel:
 
 
 # Lengths such that, under a causal mask, every role has a second masked block in some tile, and skips one in another;
-# that tiles have one key block, where nothing but the channel of the queries orders one tile after another, or two,
-# where the first key block of a tile is ordered after the last but one by nothing but the channel of the keys; and that a
-# role skips right after a tile of two blocks, where it could release a slot before another has released its last lap.
+# that tiles have one key block, where nothing but the channel of the queries orders one tile after another, or two, where
+# nothing but the channel of the keys orders the first key block of a tile after the last but one; and that a role skips
+# right after a tile of two blocks, where it could release a slot before another has released its last lap.
 KERNELS: dict[str, Kernel] = {
     "two CTAs, turns": Kernel(
         head_dim=64, num_ctas=2, causal=True, lengths=((1160, 1229), (1600, 100), (800, 517), (800, 446))
@@ -81,20 +81,20 @@ class Explanation:
 HOPPER = Path(attention_forward.fn.__code__.co_filename).parent
 
 
-def line_of(file: str, text: str) -> str:
-    """A pattern for `file:line` of every line of the Hopper kernel's file that reads like this."""
+def line_of(file: str, text: str, which: slice = slice(None)) -> str:
+    """A pattern for `file:line` of the lines of the Hopper kernel's file that read like this, or of some of them."""
     lines = (HOPPER / file).read_text(encoding="utf-8").splitlines()
     found = [str(number) for number, line in enumerate(lines, 1) if line.strip() == text]
     assert found, f"no line of {file} reads {text!r}"
-    return rf"{re.escape(file)}:({'|'.join(found)})\b"
+    return rf"{re.escape(file)}:({'|'.join(found[which])})\b"
 
 
+FIRST, LAST = slice(1), slice(-1, None)
 ORDERED_BY_TURNS = "|".join(
-    line_of("roles.py", text)
-    for text in (
-        "q_slot, queries = queries.acquire()",
-        "k, keys = blocks.keys.acquire()",
-        "v, values = blocks.values.acquire()",
+    (
+        line_of("roles.py", "q_slot, queries = queries.acquire()"),
+        line_of("roles.py", "k, keys = blocks.keys.acquire()"),
+        line_of("roles.py", "v, values = blocks.values.acquire()", FIRST),
     )
 )
 
@@ -107,13 +107,21 @@ EXPLAINED: tuple[Explanation, ...] = (
         rf"(no turns|O staged in Q) \| count .* init_barrier .* {line_of('wires.py', 'self.turns.init()')}",
         "without turns nobody arrives on these barriers or waits for them",
     ),
+    Explanation(
+        rf"O staged in Q \| .* async_tma_store_wait .* {line_of('roles.py', 'tma.wait_stores_read()', LAST)}",
+        "where O is staged in the tile of Q, each store has been waited for already",
+    ),
+    Explanation(
+        rf"\| delete: cluster_barrier #\d+ kernel at (kernel|.* {line_of('wires.py', 'cluster_fence()', LAST)})",
+        "at the end: the lead waits for every arrival from its peer, and each CTA for every copy into it",
+    ),
     Explanation(r"\| delete: inval_barrier ", "nothing uses a barrier's memory after the end of its life"),
     Explanation(
         rf"\| delete: wait_barrier .* {line_of('roles.py', 'blocks.values.acquire()')}",
         "waits for what this role has waited for before; it is there to keep the assembler from moving code",
     ),
     Explanation(
-        rf"turns \| delete: wait_barrier #\d+ partition[01] at channel\.py:\d+ < ({ORDERED_BY_TURNS})",
+        rf", turns \| delete: wait_barrier #\d+ partition[01] at channel\.py:\d+ < ({ORDERED_BY_TURNS})",
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
     ),
 )

@@ -351,6 +351,8 @@ def multicast_over_the_peer(desc, out_ptr, BUG: gl.constexpr):
     loaded = mbarrier.allocate_mbarrier(batch=2)
     for step in gl.static_range(2):
         mbarrier.init(loaded.index(step), count=1)
+    cluster.barrier()
+    for step in gl.static_range(2):
         mbarrier.expect(loaded.index(step), 4096)
     cluster.barrier()
     for step in range(2):

@@ -39,9 +39,9 @@ def pair_mma(a, b, acc, loaded, free, done, steps):
 def pair_epilogue(acc, done, out_ptr, BUG: gl.constexpr):
     REGISTERS: gl.constexpr = acc.get_reg_layout()
     if not BUG:
-        mbarrier.wait(done, 0)
+        mbarrier.wait(done, 0)  # <- wait for the pair
     store_matrix(out_ptr, acc.load(REGISTERS))  # <- accumulator of the pair read
-    mbarrier.wait(done, 0)  # <- wait for the pair
+    mbarrier.wait(done, 0)
 
 
 @jit
