@@ -11,6 +11,7 @@ import torch
 
 from . import attention, reference_attention
 from .compat import assembler_version, check_triton_version
+from .cpu import check
 from .device import Device
 from .kernels.hopper.kernel import compiled
 from .problem import Problem
@@ -56,8 +57,6 @@ def progress(text: str) -> None:
 
 def execute_on_cpu(schedules: int = 100) -> None:
     """Execute attention on gluon_cpu, on one CTA and two, with and without a mask, and look for races."""
-    import gluon_cpu
-
     torch.manual_seed(0)
     q = torch.randn(1, 4, 500, 128, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 2, 500, 128, dtype=torch.bfloat16) for _ in range(2))
@@ -72,7 +71,7 @@ def execute_on_cpu(schedules: int = 100) -> None:
         want, want_lse = reference_attention(q.double(), k.double(), v.double(), causal=causal)
         plain, _ = reference_attention(q, k, v, causal=causal)
         out_error, plain_error, lse_error = (x.abs().max().item() for x in (out - want, plain - want, lse - want_lse))
-        watched = gluon_cpu.check(call, schedules=schedules, quiet=True)
+        watched = check(call, schedules)
         print(
             f"{'causal' if causal else 'full':<7} {num_ctas:<5} {out_error:<11.1e} {plain_error:<11.1e} "
             f"{lse_error:<8.1e} {watched.tried:<10} {0 if watched.ok else 1:<9} {time.time() - start:.1f}",

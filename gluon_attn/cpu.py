@@ -1,11 +1,21 @@
 """Attention without a card: the same kernel, executed by gluon_cpu. The one file that imports gluon_cpu, when asked."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from .compat import TensorDescriptor
 from .descriptors import View, tile_layout
 from .kernels.hopper.kernel import attention_forward, constants_of
 from .plan import Plan
+
+
+def check(call: Callable[[], object], schedules: int) -> Any:
+    """Call `call`, which runs attention on CPU tensors, under many schedules. Returns a gluon_cpu.CheckResult."""
+    import gluon_cpu
+
+    return gluon_cpu.check(call, schedules=schedules, quiet=True)
 
 
 class CpuLaunch:

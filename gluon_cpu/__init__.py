@@ -1,11 +1,11 @@
 """Runs any Gluon kernel on the CPU, CTA by CTA and role by role, and finds races, deadlocks and barrier misuse.
 
-    import gluon_cpu
+import gluon_cpu
 
-    gluon_cpu.launch(kernel, (4,), x, y, BLOCK=128, num_warps=4)      # one run, all checks on
-    with gluon_cpu.machine(target="sm_90a"):                          # ordinary launches run here
-        kernel[(4,)](x, y, BLOCK=128)
-    gluon_cpu.check(fn, schedules=200)                                # many schedules of all launches in fn()
+gluon_cpu.launch(kernel, (4,), x, y, BLOCK=128, num_warps=4)      # one run, all checks on
+with gluon_cpu.machine(target="sm_90a"):                          # ordinary launches run here
+    kernel[(4,)](x, y, BLOCK=128)
+gluon_cpu.check(fn, schedules=200)                                # many schedules of all launches in fn()
 """
 
 import os

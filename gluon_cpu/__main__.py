@@ -29,7 +29,7 @@ def load(spec: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise SystemExit2(f"{path} has no function {name}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 class SystemExit2(Exception):

@@ -81,7 +81,8 @@ class CheckResult:
     def __str__(self) -> str:
         if self.finding is None:
             return f"{self.tried} schedules, no finding, {self.seconds:.1f} s"
-        return f"{type(self.finding).__name__} after {self.tried} schedules, replay with {self.schedule!r}:\n{self.finding}"
+        name = type(self.finding).__name__
+        return f"{name} after {self.tried} schedules, replay with {self.schedule!r}:\n{self.finding}"
 
 
 def check(

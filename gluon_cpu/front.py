@@ -137,7 +137,8 @@ def source_hash(kernel: Any, signature: Any, constants: Any, attrs: Any, options
 
     parts = (
         version_key(), kernel.cache_key, kernel.__module__, str(sorted(signature.items())), repr_constants(constants),
-        str(sorted(attrs.items(), key=str)), options.hash(), arch, mode, source_position(kernel), uses_breakpoint(kernel),
+        str(sorted(attrs.items(), key=str)), options.hash(), arch, mode, source_position(kernel),
+        uses_breakpoint(kernel),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

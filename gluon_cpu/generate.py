@@ -329,7 +329,7 @@ def generate(module: Module, lowered: bool) -> Generated:
     for info in e.infos:  # the names of roles were not known yet
         roles = getattr(info, "roles", None)
         if roles is not None:
-            info.role_names = [e.roles[n].name for n in roles]
+            info.__dict__["role_names"] = [e.roles[n].name for n in roles]
     return result
 
 

@@ -30,7 +30,9 @@ class GlobalBuffer:
         found = self.views.get(width)
         if found is None:
             usable = self.raw.size // width * width
-            found = self.views[width] = self.raw[:usable].view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[width])
+            found = self.views[width] = self.raw[:usable].view(
+                {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[width]
+            )
         return found
 
 
@@ -60,7 +62,7 @@ class GlobalMemory:
     def inside(self, buffer: GlobalBuffer, start: int, end: int) -> bool:
         """Whether bytes [start, end) of a buffer belong to tensors."""
         if buffer.scratch:
-            return 0 <= start and end <= buffer.size
+            return start >= 0 and end <= buffer.size
         if len(buffer.runs) == 1:
             a, b = buffer.runs[0]
             return a <= start and end <= b

@@ -10,7 +10,7 @@ BREAKPOINT = "gluon_cpu.breakpoint"
 
 @contextlib.contextmanager
 def frontend_hooks(arch: int) -> Iterator[None]:
-    """`breakpoint()` compiles, to a print of all that has a name; ask for it in a kernel, and the machine stops there."""
+    """`breakpoint()` compiles: to a print of all that has a name, at which the machine stops."""
     from .compat import CodeGenerator
 
     namespace = CodeGenerator.builtin_namespace
@@ -24,7 +24,7 @@ def frontend_hooks(arch: int) -> Iterator[None]:
 def make_breakpoint() -> Any:
     from .compat import builtin, gl
 
-    @builtin  # type: ignore[untyped-decorator]
+    @builtin
     def breakpoint_(_semantic: Any = None, _generator: Any = None) -> None:
         """Hands the names and values of the scope to the machine, through an operation that keeps its place."""
         names: list[str] = []

@@ -73,7 +73,7 @@ class Arguments:
                 raise TypeError(f"{name}: expected a CPU tensor, got one on {tensor.device}")
             storage = tensor.untyped_storage()
             base = storage.data_ptr()
-            raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
+            raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             item = tensor.element_size()
             address, shape = tensor.data_ptr(), tuple(tensor.shape)
             strides = tuple(s * item for s in tensor.stride())
@@ -248,10 +248,11 @@ def launch(
 ) -> Report:
     """Run a Gluon kernel here and now; the outputs are in the tensors afterwards.
 
-    target: 'sm_90a', 'sm_100a' or 'sm_103a'. schedule: which interleaving; the same one replays exactly. mode: 'fast'
-    (one CTA) or 'lowered' (with the compiler's memory offsets, fences and cluster barriers); default: by num_ctas.
-    trace: a file for a Chrome trace. checks: False to only compute. outputs: the tensors of which every element must be
-    written; default: those that the kernel writes and never reads, but for elements that were zero. resident: programs that run at the same time.
+    target: 'sm_90a', 'sm_100a' or 'sm_103a'. schedule: which interleaving; the same one replays exactly.
+    mode: 'fast' (one CTA) or 'lowered' (with the compiler's memory offsets, fences and cluster barriers); by num_ctas.
+    trace: a file for a Chrome trace. checks: False to only compute. resident: programs that run at the same time.
+    outputs: the tensors of which every element must be written; default: those that the kernel writes and never reads,
+    but for elements that were zero before.
     specialize: False to compile without regard to the values of integers, as kernels compiled ahead of time are.
     Raises a `Finding` if the kernel has a defect.
     """
@@ -261,7 +262,9 @@ def launch(
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
     if mode == "fast" and num_ctas > 1:
         raise ValueError("mode: 'fast' knows one CTA only; leave mode out, or pass 'lowered'")
-    bound = bind(kernel, args, {**meta, "num_warps": num_warps, "num_ctas": num_ctas}, arch_of(target), mode, specialize)
+    bound = bind(
+        kernel, args, {**meta, "num_warps": num_warps, "num_ctas": num_ctas}, arch_of(target), mode, specialize
+    )
     if callable(grid):
         grid = grid(dict(bound.values) | meta)
     sizes, programs = programs_of(grid)
@@ -286,7 +289,9 @@ def launch(
             tracer.save()
     seconds = time.perf_counter() - start
     names = [r.name for r in bound.compiled.generated.roles]
-    return Report(bound.compiled.name, schedule, mode, len(programs), num_ctas, machine.steps, bound.seconds, seconds, names)
+    return Report(
+        bound.compiled.name, schedule, mode, len(programs), num_ctas, machine.steps, bound.seconds, seconds, names
+    )
 
 
 def check_outputs(machine: Machine, bound: Bound, outputs: Sequence[Any] | None) -> None:
@@ -313,9 +318,9 @@ def check_outputs(machine: Machine, bound: Bound, outputs: Sequence[Any] | None)
             missing = sum(b - a for a, b in gaps)
             total = sum(b - a for a, b in buffer.runs)
             raise findings.OutputError(
-                f"{missing} of the {total} bytes of output {buffer.name} are written by nobody; first bytes {gaps[0][0]} "
-                f"to {gaps[0][1]}{element_of(bound, buffer, gaps[0][0])}\n  If the kernel is meant to leave them, name the "
-                "tensors it must fill: outputs=[...]."
+                f"{missing} of the {total} bytes of output {buffer.name} are written by nobody; first bytes "
+                f"{gaps[0][0]} to {gaps[0][1]}{element_of(bound, buffer, gaps[0][0])}\n"
+                "  If the kernel is meant to leave them, name the tensors that it must fill: outputs=[...]."
             )
 
 

@@ -1,21 +1,19 @@
-"""The machine: clusters of CTAs, one agent per role in each, the engines' tasks, and the loop that lets them take turns."""
+"""The machine: clusters of CTAs, one agent per role in each, the engines' tasks, and who takes the next turn."""
 
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from . import findings, report
-from .clocks import FENCED, ORDER, Clocks, SlotPool, join
+from .clocks import ORDER, Clocks, SlotPool, join
 from .global_memory import GlobalBuffer, GlobalMemory
 from .memory import Bytes
 from .ops.cluster import ClusterOps
 from .ops.global_ops import GlobalOps
-from .ops.mbarrier import Barrier, BarrierOps
+from .ops.mbarrier import Barrier
 from .ops.misc import MiscOps
-from .ops.shared import SharedOps
 from .ops.tcgen05 import Tcgen05Ops, TensorMemory
-from .ops.tma import TmaOps
-from .ops.wgmma import PendingUse, Product, WgmmaOps
+from .ops.wgmma import PendingUse, WgmmaOps
 from .schedule import Picker, Schedule
 from .shadow import Access, Conflict, Shadow, Unwritten
 
@@ -34,7 +32,9 @@ class Cta:
         self.uses: dict[int, dict[int, tuple[int, str, Any]]] = {}
         self.touched: dict[int, tuple[int, str, Any]] = {}
         self.agents: list[Agent] = []
-        self.landed: dict[int, tuple[Barrier, int, Access]] = {}  # the last load into each place: barrier, phase, access
+        self.landed: dict[
+            int, tuple[Barrier, int, Access]
+        ] = {}  # the last load into each place: barrier, phase, access
         self.tensor_memory: TensorMemory | None = None
         self.exit_clk: Any = None
         self.init_fence: Any = None  # what was known at the last fence.mbarrier_init
@@ -127,7 +127,7 @@ class Cluster:
         self.agents: list[Agent] = []
 
 
-class Agent(BarrierOps, SharedOps, TmaOps, WgmmaOps, ClusterOps, GlobalOps, Tcgen05Ops, MiscOps):
+class Agent(GlobalOps, Tcgen05Ops, WgmmaOps, ClusterOps, MiscOps):
     """A role of a CTA: a generator that stops before everything that others can see."""
 
     priority: float | None = None
@@ -151,22 +151,23 @@ class Agent(BarrierOps, SharedOps, TmaOps, WgmmaOps, ClusterOps, GlobalOps, Tcge
         self.store_write_slot = clocks.slot(f"TMA store of {self.who}")
         self.copy_slot = clocks.slot(f"cp.async of {self.who}")
         self.pipe_slot = clocks.slot(f"tcgen05 of {self.who}")
-        self.pipe: deque[Any] = deque()
+        self.pipe = deque()
+        self.copy_groups = deque()
         self.pipe_count = 0
         self.descriptors = parent.descriptors if parent is not None else {}
         self.load_slots = SlotPool(clocks, f"TMA load of {self.who}")
         self.clk = clocks.zeros() if parent is None else parent.clk.copy()
-        self.foreign: dict[int, Any] | None = parent.foreign if parent is not None else None
+        self.foreign = parent.foreign if parent is not None else None
         self.t = 1
         self.clk[ORDER, self.slot] = 1
-        self.at: Any = None
+        self.at = None
         self.gen: Iterator[Any] = iter(())
         self.blocked: Any = None
         self.finished = False
         self.products = self.stores = self.copies = 0
-        self.product_queue: deque[Product] = deque()
-        self.products_in_flight: deque[Product] = deque()
-        self.stores_in_flight: deque[Any] = deque()
+        self.product_queue = deque()
+        self.products_in_flight = deque()
+        self.stores_in_flight = deque()
         self.parent = parent
         self.children = 0
         self.waiters: list[Agent] = []
@@ -179,17 +180,6 @@ class Agent(BarrierOps, SharedOps, TmaOps, WgmmaOps, ClusterOps, GlobalOps, Tcge
         join(self.clk, parent.clk)
         self.finished = False
         self.tick()
-
-    def tick(self) -> None:
-        self.t += 1
-        self.clk[ORDER, self.slot] = self.t
-
-    def async_clk(self) -> Any:
-        """The clock that an async operation issued now starts with."""
-        clk = self.clk.copy()
-        if self.cluster.machine.fences_own_writes:
-            clk[FENCED, self.slot] = self.t
-        return clk
 
     def describe(self) -> str:
         return f"the roles that {self.role} started"
@@ -232,6 +222,7 @@ class Agent(BarrierOps, SharedOps, TmaOps, WgmmaOps, ClusterOps, GlobalOps, Tcge
         else:
             cta.exit_clk = self.clk
         cluster.running -= 1
+        cluster.machine.progress = cluster.machine.steps
         if cluster.machine.trace is not None:
             cluster.machine.trace.finish(self)
 
@@ -289,9 +280,10 @@ class Machine:
         self.programs_cancelled = 0
         self.at: Any = None
         self.steps = 0
-        self.max_steps = 50_000_000
+        self.progress = 0  # the step at which somebody was last woken, done or set to work
+        self.patience = 3_000_000
         self.atomics: dict[int, dict[int, Any]] = {}
-        self.clock_capacity = 24 + 7 * compiled.roles * compiled.num_ctas + 24 * compiled.num_ctas
+        self.clock_capacity = max(256, 64 + 7 * compiled.roles * compiled.num_ctas + 32 * compiled.num_ctas)
 
     # Running
 
@@ -307,9 +299,9 @@ class Machine:
             self.seal(finding)
             raise
         except PendingUse as use:
-            finding = self.pending_use(use)
-            self.seal(finding)
-            raise finding from None
+            misuse = self.pending_use(use)
+            self.seal(misuse)
+            raise misuse from None
 
     def seal(self, finding: findings.Finding) -> None:
         finding.schedule = self.schedule
@@ -336,7 +328,7 @@ class Machine:
             entity = pick(agents, tasks)
             entity.step()
             self.steps += 1
-            if self.steps > self.max_steps:
+            if self.steps - self.progress > self.patience:
                 raise self.deadlock()
             if more and len(live) > 1 and not self.steps % 64 and self.reap():
                 return
@@ -354,6 +346,7 @@ class Machine:
     def wake(self, waitable: Any) -> None:
         waiters = waitable.waiters
         if waiters:
+            self.progress = self.steps
             for agent in waiters:
                 agent.blocked = None
                 if self.trace is not None:
@@ -363,6 +356,7 @@ class Machine:
 
     def add_task(self, task: Any) -> None:
         task.cluster.tasks += 1
+        self.progress = self.steps
         self.ready_tasks.append(CountedTask(task))
 
     def run_now(self, task: Any) -> None:
@@ -403,7 +397,7 @@ class Machine:
 
     def deadlock(self) -> findings.Finding:
         spinning = bool(self.ready_agents)
-        lines = [f"no progress after {self.steps} steps:" if spinning else "deadlock: nobody can go on."]
+        lines = [f"no progress for {self.patience} steps:" if spinning else "deadlock: nobody can go on."]
         barriers: list[Any] = []
         sites = []
         for cluster in self.live:

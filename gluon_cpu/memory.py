@@ -23,7 +23,7 @@ class Bytes:
     def __init__(self, size: int) -> None:
         whole = np.empty((size + 15) // 16 + 1, np.complex128)
         self.size = size
-        self.views = {width: whole.view(dtype) for width, dtype in RAW.items()}
+        self.views: dict[int, Any] = {width: whole.view(dtype) for width, dtype in RAW.items()}
         self.views[1][:] = 0xFF  # NaN in every float format
 
 

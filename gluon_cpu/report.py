@@ -12,7 +12,8 @@ def describe(access: Access) -> str:
     info = access.info
     source = info.site.source
     line = f"\n      {source}" if source else ""
-    return f"{access.who}: {info.what}\n    at {info.site.where}{line}"
+    doing = "" if access.who.startswith(info.what.split(".")[0]) else f": {info.what}"
+    return f"{access.who}{doing}\n    at {info.site.where}{line}"
 
 
 def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:

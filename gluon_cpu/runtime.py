@@ -49,7 +49,9 @@ def fold(function: Any, arrays: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
         n = parts[0].shape[0]
         half = n // 2
         merged = function(*(p[:half] for p in parts), *(p[half : 2 * half] for p in parts))
-        merged = tuple(np.broadcast_to(np.asarray(m, p.dtype), p[:half].shape) for m, p in zip(merged, parts, strict=True))
+        merged = tuple(
+            np.broadcast_to(np.asarray(m, p.dtype), p[:half].shape) for m, p in zip(merged, parts, strict=True)
+        )
         if n % 2:
             merged = tuple(np.concatenate([m, p[-1:]]) for m, p in zip(merged, parts, strict=True))
         parts = merged
@@ -120,14 +122,15 @@ def shift_shrui(a: Any, b: Any, bits: int) -> Any:
     return np.where(inside, shifted, np.zeros((), a.dtype))
 
 
+HELPERS = (
+    full, cast_float, float_to_int, scalar, assemble, part_of, Meeting, exp2, rsqrt, fma, erf, row_max, fold,
+    accumulate, map_packed, map_scalars, shift_shli, shift_shrsi, shift_shrui, run_asm, clc_cancelled, clc_program,
+)  # fmt: skip
+
+
 def namespace() -> dict[str, Any]:
-    names: dict[str, Any] = {
-        "np": np, "full": full, "cast_float": cast_float, "float_to_int": float_to_int, "sdiv": truncating_div,
-        "srem": truncating_rem, "scalar": scalar, "assemble": assemble, "part_of": part_of, "Meeting": Meeting,
-        "exp2": exp2, "rsqrt": rsqrt, "fma": fma, "erf": erf, "row_max": row_max, "fold": fold,
-        "accumulate": accumulate, "map_packed": map_packed, "map_scalars": map_scalars, "shift_shli": shift_shli, "shift_shrsi": shift_shrsi,
-        "shift_shrui": shift_shrui, "run_asm": run_asm, "clc_cancelled": clc_cancelled, "clc_program": clc_program,
-    }  # fmt: skip
+    names: dict[str, Any] = {helper.__name__: helper for helper in HELPERS}
+    names |= {"np": np, "sdiv": truncating_div, "srem": truncating_rem}
     names |= {f"D_{name}": dtype for name, dtype in DTYPES.items()}
     names |= {f"U{width}": dtype for width, dtype in ((1, np.uint8), (2, np.uint16), (4, np.uint32), (8, np.uint64))}
     return names

@@ -12,7 +12,7 @@ class Schedule:
     """A policy and its seed.
 
     random: any agent or engine.  late: an engine only when no agent can go on.  early: engines first.
-    pct: the highest of random priorities, a few of which drop on the way.  starve: one agent only when nothing else can.
+    pct: the highest of random priorities, a few of which drop on the way.  starve: one agent only when nobody else can.
     """
 
     policy: str = "random"

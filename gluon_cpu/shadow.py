@@ -10,7 +10,7 @@ from .clocks import FENCED, ORDER
 
 
 class Access(NamedTuple):
-    """One access: by whom (`slot` of cluster `cluster`, at step `time`; `who` for messages), where (`info`), and how."""
+    """One access: by whom (`slot` of cluster `cluster` at step `time`; `who` in messages), where (`info`) and how."""
 
     slot: int
     time: int
@@ -171,7 +171,10 @@ def check_order(kind: str, earlier: Access, later: Access, clock: Any, foreign: 
     if earlier.cluster == later.cluster:
         if clock[ORDER, earlier.slot] >= earlier.time:
             return
-    elif foreign is not None and earlier.cluster in foreign:
-        if foreign[earlier.cluster][ORDER, earlier.slot] >= earlier.time:
-            return
+    elif (
+        foreign is not None
+        and earlier.cluster in foreign
+        and foreign[earlier.cluster][ORDER, earlier.slot] >= earlier.time
+    ):
+        return
     raise Conflict(kind, earlier, later, s.start, s.end)

@@ -50,7 +50,9 @@ def constant(e: Emitter, op: Op) -> None:
     element = kind.element
     if inside.startswith('"0x'):
         raw = np.frombuffer(bytes.fromhex(inside[3:-1]), DTYPES[element.name] if element.name != "i1" else np.uint8)
-        array = np.broadcast_to(raw.astype(DTYPES[element.name]).reshape(kind.shape if raw.size > 1 else ()), kind.shape)
+        array = np.broadcast_to(
+            raw.astype(DTYPES[element.name]).reshape(kind.shape if raw.size > 1 else ()), kind.shape
+        )
     elif inside.startswith("["):
         numbers = [parse_number(t, element) for t in re.findall(r"[^\s,\[\]]+", inside)]
         array = np.array(numbers, DTYPES[element.name]).reshape(kind.shape)

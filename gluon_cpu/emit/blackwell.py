@@ -154,7 +154,7 @@ def tc_gen5_mma(e: Emitter, op: Op) -> None:
     barriers = parts[n + 2 :]
     pair = "two_ctas" in op.attrs
     am, bm, accm = memdesc(op, a.type), memdesc(op, b.type), memdesc(op, acc.type)
-    patterns = {}
+    patterns: dict[str, Any] = {}
     for name, m in (("a", am), ("b", bm)):
         in_tensor = m.space == "tensor"
         patterns[f"{name}_pattern"] = tensor_pattern(e, m) if in_tensor else view_pattern(e, m)
@@ -179,15 +179,15 @@ def tc_gen5_mma(e: Emitter, op: Op) -> None:
     )  # fmt: skip
     signals = []
     for text in barriers:
-        m = re.match(r"(%[\w.$\-]+(?:#\d+)?)(?:\[(%[\w.$\-]+(?:#\d+)?)\])?", text)
-        if not m:
+        found = re.match(r"(%[\w.$\-]+(?:#\d+)?)(?:\[(%[\w.$\-]+(?:#\d+)?)\])?", text)
+        if not found:
             continue
-        barrier = e.use(m[1])
+        barrier = e.use(found[1])
         signal = e.info(
             op, "tcgen05.mma completes", zero=zero_bits(e, memdesc(op, barrier.type)), two_ctas=pair,
             shared_over=shared_over,
         )  # fmt: skip
-        signals.append(f"({signal}, {barrier.code}, {e.use(m[2]).code if m[2] else True})")
+        signals.append(f"({signal}, {barrier.code}, {e.use(found[2]).code if found[2] else True})")
     tail = f", ({', '.join(signals)},)" if signals else ""
     if scales:
         tail += f", scales=({scales[0].code}, {scales[1].code})"

@@ -140,7 +140,9 @@ def warp_group_dot(e: Emitter, op: Op) -> None:
     c_code = "None" if use_c is not None and use_c.const is not None and not use_c.const else e.full(c)
     use = "" if use_c is None else f", {use_c.code}"
     e.emit("yield")
-    e.set(op.results[0], f"A.warp_group_dot({info}, {a_code}, {b.code}, {c_code}{use})", kind, e.local(kind), array=True)
+    e.set(
+        op.results[0], f"A.warp_group_dot({info}, {a_code}, {b.code}, {c_code}{use})", kind, e.local(kind), array=True
+    )
 
 
 def multiplier(op: Op, element: str, result: str, precision: str) -> Any:

@@ -4,7 +4,7 @@ import math
 
 from ..generate import Emitter, Value, handles, unsupported
 from ..ir.layouts import layout_rank, shared_buffer
-from ..ir.locations import buffer_name
+from ..ir.locations import buffer_name, in_triton
 from ..ir.parse import Op
 from ..ir.text import int_array, int_attr
 from ..ir.types import MemDesc, Type
@@ -59,10 +59,8 @@ def unique_name(e: Emitter, name: str, op: Op) -> str:
     e.allocation_names[name] = count + 1
     if not count:
         return name
-    line = op.site.frames[-1].line if op.site.frames else 0
-    callers = [f for f in op.site.frames]
-    inner = callers[0].line if callers else line
-    return f"{name} (line {inner})"
+    own = [f for f in op.site.frames if not in_triton(f.file)]
+    return f"{name} (line {own[0].line if own else 0})"
 
 
 @handles("ttg.local_dealloc")
@@ -135,14 +133,18 @@ def local_load(e: Emitter, op: Op) -> None:
     info = e.info(op, "local load", pattern=view_pattern(e, m))
     e.emit("yield")
     code = f"A.local_load({info}, {source.code})"
-    local = shared_local(e, m)
-    if local != e.local(kind):
-        raise unsupported(op, f"a load of {local} into {e.local(kind)} elements per CTA")
+    require_same_shards(e, op, m, kind)
     e.set(op.results[0], code, kind, e.local(kind), array=True)
 
 
-def shared_local(e: Emitter, m: MemDesc) -> tuple[int, ...]:
-    return tuple(view_pattern(e, m).shape)
+def require_same_shards(e: Emitter, op: Op, m: MemDesc, t: Type) -> None:
+    """That each CTA's registers and its shared memory hold the same part of the tensor."""
+    local = tuple(view_pattern(e, m).shape)
+    if local != e.local(t):
+        raise unsupported(op, f"{local} elements per CTA in shared memory, {e.local(t)} in registers")
+    shard = shared_buffer(m, e.num_ctas).shard
+    if m.shape == m.alloc_shape == shard.shape and shard != e.shard(t):
+        raise unsupported(op, "shared memory and registers spread over the CTAs in different ways")
 
 
 @handles("ttg.local_store")
@@ -150,8 +152,7 @@ def local_store(e: Emitter, op: Op) -> None:
     data, target = e.operands(op)
     m = memdesc(op, target.type)
     info = e.info(op, "local store", pattern=view_pattern(e, m))
-    if shared_local(e, m) != e.local(data.type):
-        raise unsupported(op, f"a store of {e.local(data.type)} into {shared_local(e, m)} elements per CTA")
+    require_same_shards(e, op, m, data.type)
     e.emit("yield")
     e.emit(f"A.local_store({info}, {target.code}, {e.full(data)})")
 

@@ -146,9 +146,7 @@ def cluster_wait(e: Emitter, op: Op) -> None:
     e.emit("yield")
     if e.num_ctas > 1:
         blocked = e.fresh("blocked")
-        e.emit(
-            f"while ({blocked} := A.cluster_wait({e.info(op, 'cluster wait')})) is not None: yield {blocked}"
-        )
+        e.emit(f"while ({blocked} := A.cluster_wait({e.info(op, 'cluster wait')})) is not None: yield {blocked}")
 
 
 @handles("ttng.fence_async_shared", "ttng.fence_async")

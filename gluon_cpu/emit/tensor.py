@@ -88,7 +88,9 @@ def reshape(e: Emitter, op: Op) -> None:
     whole = e.exchange(op, e.full(v), source, Shard(source.shape, ((),) * len(source.shape)))
     name = e.constant(list(range(e.num_ctas)))
     info = e.info(op, "reshape", target_shard=target, through=through)
-    e.set(op.results[0], f"part_of({info}.target_shard, {whole}.reshape({kind.shape}), {name})", kind, shape, array=True)
+    e.set(
+        op.results[0], f"part_of({info}.target_shard, {whole}.reshape({kind.shape}), {name})", kind, shape, array=True
+    )
 
 
 @handles("ttg.convert_layout")
@@ -157,7 +159,9 @@ def histogram(e: Emitter, op: Op) -> None:
     if e.shard(x.type).cta_bits or len(op.operands) > 2:
         raise unsupported(op, "across CTAs")
     values = f"{e.full(x)}[{e.full(e.use(op.operands[1]))}]" if len(op.operands) == 2 else e.full(x)
-    code = f"np.bincount({values}.reshape(-1), minlength={kind.shape[0]})[:{kind.shape[0]}].astype({e.dtype_code(kind)})"
+    code = (
+        f"np.bincount({values}.reshape(-1), minlength={kind.shape[0]})[:{kind.shape[0]}].astype({e.dtype_code(kind)})"
+    )
     e.set(op.results[0], code, kind, e.local(kind), array=True)
 
 
@@ -311,7 +315,9 @@ def inline_asm(e: Emitter, op: Op) -> None:
     if int_attr(op.attrs.get("packed_element", "1")) != 1:
         raise unsupported(op, "inline assembly on packed elements")
     values = e.operands(op)
-    info = e.info(op, "inline assembly", text=text, results=len(op.results), dtypes=[e.dtype(t) for t in op.result_types])
+    info = e.info(
+        op, "inline assembly", text=text, results=len(op.results), dtypes=[e.dtype(t) for t in op.result_types]
+    )
     out = e.fresh("asm")
     e.emit(f"{out} = run_asm({info}, {', '.join(e.typed(v) for v in values)})")
     shape = tuple(np.broadcast_shapes(*(v.shape for v in values)))

@@ -7,7 +7,7 @@ import functools
 import re
 from typing import Any
 
-from ..compat import GPUTarget, TensorMemoryLayout, TensorMemoryScalesLayout, gl, gluon_ir, ir, make_backend
+from ..compat import GPUTarget, gl, gluon_ir, ir, make_backend
 from .text import int_array, int_attr, matching, parse_dict
 
 
@@ -67,7 +67,7 @@ def to_gluon(text: str, shape: tuple[int, ...]) -> Any:
         parent = to_gluon(f["parent"], shape)
         return gl.DotOperandLayout(int_attr(f["opIdx"]), parent, int_attr(f.get("kWidth", "0")))
     if kind == "nvidia_mma":
-        version = [int_attr(f["versionMajor"]), int_attr(f["versionMinor"])]
+        version: Any = [int_attr(f["versionMajor"]), int_attr(f["versionMinor"])]
         return gl.NVMMADistributedLayout(version, int_array(f["warpsPerCTA"]), int_array(f["instrShape"]), cga)
     if kind == "nvmma_shared":
         return gl.NVMMASharedLayout(
@@ -80,22 +80,11 @@ def to_gluon(text: str, shape: tuple[int, ...]) -> Any:
         return gl.SwizzledSharedLayout(vec, per_phase, max_phase, int_array(f["order"]), cga)
     if kind == "shared_linear":
         return gl.SharedLinearLayout(bases(f["offset"]), bases(f.get("block", "")), int_attr(f.get("alignment", "16")))
-    if kind == "tensor_memory_encoding":
-        block = [int_attr(f["blockM"]), int_attr(f["blockN"])]
-        return TensorMemoryLayout(
-            block, int_attr(f["colStride"]), cga, bool(int_attr(f.get("twoCTAs", "false")))
-        )  # fmt: skip
-    if kind == "tensor_memory_scales_encoding":
-        return TensorMemoryScalesLayout(cga)
     raise NotImplementedError(f"layout {text}")
 
 
 @functools.cache
 def linear_layout(text: str, shape: tuple[int, ...]) -> Any:
     """The compiler's linear layout of a tensor or buffer of `shape`."""
-    kind, f = fields(text)
-    if kind == "slice":
-        # Gluon's slice of a parent whose extent along the removed dimension is not known: 1, as the compiler has it.
-        pass
     b = builder()
     return b.to_linear_layout(to_gluon(text, shape)._to_ir(b), list(shape))

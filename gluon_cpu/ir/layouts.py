@@ -172,7 +172,9 @@ def shared_buffer(m: MemDesc, num_ctas: int) -> Buffer:
 
 def local_view(shape: tuple[int, ...], whole: tuple[int, ...], local: tuple[int, ...]) -> tuple[int, ...]:
     """Local extents of a slice of `shape` in a buffer `whole` of which a CTA holds `local`."""
-    return tuple(min(s, loc) if s == w or loc == w else s * loc // w for s, w, loc in zip(shape, whole, local, strict=True))
+    return tuple(
+        min(s, loc) if s == w or loc == w else s * loc // w for s, w, loc in zip(shape, whole, local, strict=True)
+    )
 
 
 def full_offsets(m: MemDesc, num_ctas: int) -> Any:

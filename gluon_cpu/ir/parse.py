@@ -249,7 +249,7 @@ class Parser:
 
     def op_with_regions(self, name: str, results: list[str], rest: str, text: str) -> Op:
         header = strip_argument_locations(rest.rstrip().removesuffix("{").rstrip())
-        regions = []
+        regions: list[Region] = []
         if name == "ttg.warp_specialize":
             tail = self.warp_specialize_regions(regions)
         else:

@@ -1,11 +1,9 @@
 """What the CTAs of a cluster do together: barriers, and values exchanged through each other's shared memory."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..clocks import join
-
-if TYPE_CHECKING:
-    from ..machine import Agent
+from .base import AgentBase
 
 
 class Meeting:
@@ -43,14 +41,14 @@ class Meeting:
             self.machine.wake(self)
 
 
-class ClusterOps:
-    def meeting(self: "Agent", key: Any, name: str) -> Meeting:  # type: ignore[misc]
+class ClusterOps(AgentBase):
+    def meeting(self, key: Any, name: str) -> Meeting:
         meetings = self.cluster.meetings
         if key not in meetings:
             meetings[key] = Meeting(name, self.cluster.num_ctas, self.cluster.machine)
         return meetings[key]
 
-    def cluster_arrive(self: "Agent", info: Any, relaxed: bool) -> None:  # type: ignore[misc]
+    def cluster_arrive(self, info: Any, relaxed: bool) -> None:
         self.at = info
         m = self.meeting(("barrier", self.role_number), f"cluster barrier of {self.role}")
         self.cluster_round = m.round
@@ -59,18 +57,18 @@ class ClusterOps:
             self.publish_inits()
         self.tick()
 
-    def publish_inits(self: "Agent") -> None:  # type: ignore[misc]
+    def publish_inits(self) -> None:
         """All CTAs have come: barriers whose init was followed by its fence may be used by everybody."""
         for cta in self.cluster.ctas:
             for b in cta.barriers.values():
                 if b.alive and cta.init_fence is not None and cta.init_fence[0, b.init_slot] >= b.init_time:
                     b.published = True
 
-    def fence_init(self: "Agent", info: Any) -> None:  # type: ignore[misc]
+    def fence_init(self, info: Any) -> None:
         self.cta.init_fence = self.clk.copy()
         self.tick()
 
-    def cluster_wait(self: "Agent", info: Any) -> Meeting | None:  # type: ignore[misc]
+    def cluster_wait(self, info: Any) -> Meeting | None:
         self.at = info
         m = self.meeting(("barrier", self.role_number), f"cluster barrier of {self.role}")
         if m.round == self.cluster_round:
@@ -79,7 +77,7 @@ class ClusterOps:
             join(self.clk, m.done)
         return None
 
-    def give(self: "Agent", info: Any, value: Any) -> None:  # type: ignore[misc]
+    def give(self, info: Any, value: Any) -> None:
         """Hand a value to the same operation of the other CTAs."""
         self.at = info
         m = self.meeting((info.key, self.role_number), f"exchange between CTAs at {info.site.where}")
@@ -87,7 +85,7 @@ class ClusterOps:
         m.arrive(self.cta.number, self.clk, value)
         self.tick()
 
-    def take_all(self: "Agent", info: Any) -> Any:  # type: ignore[misc]
+    def take_all(self, info: Any) -> Any:
         """The meeting to block on as long as a CTA is missing, else every CTA's value, by its number."""
         m = self.meeting((info.key, self.role_number), "")
         if m.round == self.exchange_round:

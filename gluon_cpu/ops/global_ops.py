@@ -1,18 +1,15 @@
 """Global memory through pointers: loads, stores, atomics and cp.async."""
 
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..clocks import ORDER, join
 from ..findings import OutOfBounds
-from ..global_memory import Descriptor, GlobalBuffer, merge_runs
+from ..global_memory import SPACING, Descriptor, GlobalBuffer
+from ..reductions import combine
 from ..shadow import Access
-from ..values import truncating_div
-
-if TYPE_CHECKING:
-    from ..machine import Agent
+from .mbarrier import BarrierOps
 
 
 def address_runs(flat: Any, item: int) -> list[tuple[int, int]]:
@@ -29,26 +26,8 @@ def address_runs(flat: Any, item: int) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-def combine(kind: str, old: Any, new: Any) -> Any:
-    """What an atomic leaves in memory."""
-    if kind in ("fadd", "add"):
-        return (old + new).astype(old.dtype)
-    if kind in ("max", "min"):
-        return (np.maximum if kind == "max" else np.minimum)(old, new)
-    if kind in ("umax", "umin"):
-        unsigned = old.dtype.str.replace("i", "u")
-        return (np.maximum if kind == "umax" else np.minimum)(old.view(unsigned), new.view(unsigned)).view(old.dtype)
-    if kind in ("and", "or", "xor"):
-        return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[kind](old, new)
-    if kind == "exch":
-        return new
-    raise NotImplementedError(f"atomic {kind}")
-
-
-class GlobalOps:
-    foreign: Any
-
-    def resolve(self: "Agent", info: Any, addresses: Any, item: int, what: str) -> tuple[GlobalBuffer, Any]:  # type: ignore[misc]
+class GlobalOps(BarrierOps):
+    def resolve(self, info: Any, addresses: Any, item: int, what: str) -> tuple[GlobalBuffer, Any]:
         """(buffer, byte offsets in it) of addresses that must all lie in one tensor."""
         memory = self.cluster.machine.memory
         first = int(addresses[0])
@@ -76,16 +55,14 @@ class GlobalOps:
             )  # fmt: skip
         return buffer, offsets
 
-    def groups(self: "Agent", addresses: Any) -> list[Any]:  # type: ignore[misc]
+    def groups(self, addresses: Any) -> list[Any]:
         """Index arrays of addresses, by the buffer they point into; nearly always one."""
-        from ..global_memory import SPACING
-
         which = (addresses + SPACING // 2) // SPACING
         if len(which) and bool((which == which[0]).all()):
             return [slice(None)]
         return [np.flatnonzero(which == w) for w in np.unique(which)]
 
-    def global_load(self: "Agent", info: Any, pointers: Any, mask: Any = True, other: Any = None) -> Any:  # type: ignore[misc]
+    def global_load(self, info: Any, pointers: Any, mask: Any = True, other: Any = None) -> Any:
         self.at = info
         dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
         flat, keep = spread(pointers, mask, shape)
@@ -99,7 +76,9 @@ class GlobalOps:
             for part in self.groups(wanted):
                 buffer, offsets = self.resolve(info, wanted[part], item, "load")
                 if machine.checks:
-                    machine.global_read(buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign)
+                    machine.global_read(
+                        buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign
+                    )
                 got[part] = buffer.view(item)[offsets // item].view(dtype)
             if keep is None:
                 out = got
@@ -107,7 +86,7 @@ class GlobalOps:
                 out[keep] = got
         return out.reshape(shape) if shape else scalar(out[0])
 
-    def global_store(self: "Agent", info: Any, pointers: Any, data: Any, mask: Any = True) -> None:  # type: ignore[misc]
+    def global_store(self, info: Any, pointers: Any, data: Any, mask: Any = True) -> None:
         self.at = info
         dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
         flat, keep = spread(pointers, mask, shape)
@@ -124,7 +103,7 @@ class GlobalOps:
             view = buffer.view(item)
             view[offsets // item] = np.ascontiguousarray(values[part]).view(view.dtype)
 
-    def atomic(self: "Agent", info: Any, pointers: Any, data: Any, mask: Any = True, compare: Any = None) -> Any:  # type: ignore[misc]
+    def atomic(self, info: Any, pointers: Any, data: Any, mask: Any = True, compare: Any = None) -> Any:
         """Read, combine, write in one step; with acquire or release it orders what lies around it as well."""
         self.at = info
         dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
@@ -156,7 +135,7 @@ class GlobalOps:
                         cell[...] = combine(info.kind, cell.copy(), values[i : i + 1])
         return old_out.reshape(shape) if shape else scalar(old_out[0])
 
-    def synchronise(self: "Agent", info: Any, addresses: Any) -> None:  # type: ignore[misc]
+    def synchronise(self, info: Any, addresses: Any) -> None:
         """Acquire what was released at these addresses, by other programs too, and release what is known here."""
         atomics = self.cluster.machine.atomics
         me = self.cluster.number
@@ -179,7 +158,7 @@ class GlobalOps:
 
     # cp.async
 
-    def async_copy(self: "Agent", info: Any, pointers: Any, m: int, mask: Any = True, other: Any = None) -> None:  # type: ignore[misc]
+    def async_copy(self, info: Any, pointers: Any, m: int, mask: Any = True, other: Any = None) -> None:
         """Copy global to shared memory in the background; what is masked off is `other` or zero."""
         self.at = info
         self.copies += 1
@@ -212,19 +191,17 @@ class GlobalOps:
         info.pattern.store(cta.memory, m, data.reshape(shape))
         self.tick()
 
-    def async_commit_group(self: "Agent", info: Any) -> None:  # type: ignore[misc]
+    def async_commit_group(self, info: Any) -> None:
         self.at = info
-        groups = self.__dict__.setdefault("copy_groups", deque())
-        groups.append(self.copies)
+        self.copy_groups.append(self.copies)
 
-    def async_wait(self: "Agent", info: Any, pendings: int) -> None:  # type: ignore[misc]
+    def async_wait(self, info: Any, pendings: int) -> None:
         self.at = info
-        groups = self.__dict__.setdefault("copy_groups", deque())
-        while len(groups) > pendings:
-            done = groups.popleft()
+        while len(self.copy_groups) > pendings:
+            done = self.copy_groups.popleft()
             self.clk[ORDER, self.copy_slot] = max(self.clk[ORDER, self.copy_slot], done)
 
-    def async_copy_arrive(self: "Agent", info: Any, m: int, no_increment: bool) -> None:  # type: ignore[misc]
+    def async_copy_arrive(self, info: Any, m: int, no_increment: bool) -> None:
         """Each thread arrives once its earlier cp.async are done; unless `no_increment`, as extra arrivals."""
         self.at = info
         b = self.barrier_at(self.cta.number & ~info.zero, m)
@@ -238,13 +215,11 @@ class GlobalOps:
 
     # Descriptors made on the device
 
-    descriptors: dict[int, Descriptor]
-
-    def global_scratch(self: "Agent", info: Any) -> int:  # type: ignore[misc]
+    def global_scratch(self, info: Any) -> int:
         machine = self.cluster.machine
         return machine.memory.scratch(f"scratch of {self.who}", info.bytes).base
 
-    def make_descriptor(self: "Agent", info: Any, where: int, address: int, sizes: Any, strides: Any) -> None:  # type: ignore[misc]
+    def make_descriptor(self, info: Any, where: int, address: int, sizes: Any, strides: Any) -> None:
         """sizes and strides (bytes, but for the last dimension's) start from the innermost dimension."""
         self.at = info
         buffer, offsets = self.resolve(info, np.array([address]), info.item, "descriptor")
@@ -267,6 +242,3 @@ def scalar(x: Any) -> Any:
     if x.dtype.kind == "i":
         return int(x)
     return bool(x) if x.dtype.kind == "b" else x
-
-
-__all__ = ["GlobalOps", "address_runs", "merge_runs", "truncating_div"]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..clocks import ORDER, join
 from ..findings import BarrierMisuse
+from .base import AgentBase
 
 if TYPE_CHECKING:
-    from ..machine import Agent, Cta
+    from ..machine import Cta
 
 
 class Barrier:
@@ -44,7 +45,7 @@ class Barrier:
             f"arrivals pending, {self.tx} bytes outstanding; arrived in this phase: {who}"
         )
 
-    def init(self, agent: "Agent", info: Any, count: int) -> None:
+    def init(self, agent: AgentBase, info: Any, count: int) -> None:
         if self.alive:
             raise BarrierMisuse(
                 f"{self.place} is initialised again while in use, by {agent.who}\n    at {info.site.where}\n"
@@ -69,8 +70,8 @@ class Barrier:
             if self.ended_by is not None:
                 raise BarrierMisuse(
                     f"{self.place} is used after it was invalidated: {who} {verb}\n    at {info.site.where}\n"
-                    f"  invalidated at {self.ended_by.site.where}\n  Missing order: the invalidation must come after the "
-                    "last use, of all roles and all CTAs.", (info.site, self.ended_by.site),
+                    f"  invalidated at {self.ended_by.site.where}\n  Missing order: the invalidation must come after "
+                    "the last use, of all roles and all CTAs.", (info.site, self.ended_by.site),
                 )  # fmt: skip
             raise BarrierMisuse(
                 f"{self.place} is used before it is initialised: {who} {verb}\n    at {info.site.where}\n"
@@ -133,8 +134,8 @@ class Barrier:
                 raise BarrierMisuse(
                     f"{self.place} can lap a waiter: its phase {self.phase} completes (last by {who}\n"
                     f"    at {info.site.where})\n  without any order after the wait for phase {self.phase - 1} by "
-                    f"{agent.who}\n    at {wait_info.site.where}\n  Under another schedule that wait comes too late and "
-                    "sees the wrong parity. Missing order: the next phase must not complete before the waiter has "
+                    f"{agent.who}\n    at {wait_info.site.where}\n  Under another schedule that wait comes too late "
+                    "and sees the wrong parity. Missing order: the next phase must not complete before the waiter has "
                     "seen the last one.", (wait_info.site, info.site),
                 )  # fmt: skip
         self.done = done
@@ -146,8 +147,8 @@ class Barrier:
         if self.waiters:
             self.cta.cluster.machine.wake(self)
 
-    def wanted(self, agent: "Agent", parity: int) -> int:
-        """The phase that an agent waits for: by the parity, the first that it does not know to be over, or that before."""
+    def wanted(self, agent: AgentBase, parity: int) -> int:
+        """The phase that an agent waits for: by the parity, the first it does not know to be over, or that before."""
         seen = 0
         known = agent.clk[ORDER]
         for i in range(len(self.flips) - 1, -1, -1):
@@ -161,24 +162,24 @@ class Barrier:
         return seen if seen & 1 == parity else seen - 1
 
 
-class BarrierOps:
+class BarrierOps(AgentBase):
     """The operations of an agent on mbarriers. `zero` are the CTA bits over which a barrier is shared: its pair."""
 
-    def barrier_at(self: "Agent", home: int, m: int) -> Barrier:  # type: ignore[misc]
+    def barrier_at(self, home: int, m: int) -> Barrier:
         cta = self.cluster.ctas[home]
         found = cta.barriers.get(m)
         if found is None:
             found = cta.barriers[m] = Barrier(cta, m, cta.name_at(m))
         return found
 
-    def init_barrier(self: "Agent", info: Any, m: int, count: int) -> None:  # type: ignore[misc]
+    def init_barrier(self, info: Any, m: int, count: int) -> None:
         self.at = info
         zero = info.zero
         if self.cta.number & zero:
             return
         self.barrier_at(self.cta.number, m).init(self, info, count << zero.bit_count())
 
-    def inval_barrier(self: "Agent", info: Any, m: int) -> None:  # type: ignore[misc]
+    def inval_barrier(self, info: Any, m: int) -> None:
         self.at = info
         if self.cta.number & info.zero:
             return
@@ -192,14 +193,14 @@ class BarrierOps:
         for slot, (time, who, other) in b.cta.uses.pop(b.offset, {}).items():
             if self.clk[ORDER, slot] < time:
                 raise BarrierMisuse(
-                    f"{b.place} is invalidated by {self.who}\n    at {info.site.where}\n  with no order after its use by "
-                    f"{who}\n    at {other.site.where}\n  Missing order: wait for that use, for example through a "
+                    f"{b.place} is invalidated by {self.who}\n    at {info.site.where}\n  with no order after its use "
+                    f"by {who}\n    at {other.site.where}\n  Missing order: wait for that use, for example through a "
                     "barrier of the whole cluster, before mbarrier.invalidate.", (info.site, other.site),
                 )  # fmt: skip
         b.alive = False
         b.ended_by = info
 
-    def arrive(self: "Agent", info: Any, m: int, count: int, tx: int = 0) -> None:  # type: ignore[misc]
+    def arrive(self, info: Any, m: int, count: int, tx: int = 0) -> None:
         """Arrive (and expect `tx` bytes), wherever the routing of the operation leads."""
         self.at = info
         c = self.cta.number
@@ -216,7 +217,7 @@ class BarrierOps:
             b.cta.note_use(m, self.slot, self.t, self.who, info, remote=home != c)
         self.tick()
 
-    def wait(self: "Agent", info: Any, m: int, phase: int) -> Barrier | None:  # type: ignore[misc]
+    def wait(self, info: Any, m: int, phase: int) -> Barrier | None:
         """None once the wait has passed, else the barrier to block on."""
         self.at = info
         c = self.cta.number

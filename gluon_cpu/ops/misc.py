@@ -2,18 +2,16 @@
 
 import ast
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..findings import DeviceAssert
-
-if TYPE_CHECKING:
-    from ..machine import Agent
+from .base import AgentBase
 
 
-class MiscOps:
-    def device_assert(self: "Agent", info: Any, condition: Any) -> None:  # type: ignore[misc]
+class MiscOps(AgentBase):
+    def device_assert(self, info: Any, condition: Any) -> None:
         self.at = info
         if not np.all(condition):
             raise DeviceAssert(
@@ -21,13 +19,12 @@ class MiscOps:
                 (info.site,),
             )
 
-    def device_print(self: "Agent", info: Any, *values: Any) -> None:  # type: ignore[misc]
+    def device_print(self, info: Any, *values: Any) -> None:
         self.at = info
         shown = ", ".join(np.array2string(np.asarray(v), threshold=64, precision=5) for v in values)
         print(f"[{self.who} {info.site.where.split(',')[0]}] {info.message}{shown}")
 
-
-    def breakpoint(self: "Agent", info: Any, *values: Any) -> None:  # type: ignore[misc]
+    def breakpoint(self, info: Any, *values: Any) -> None:
         """Stop in a frame that stands at the kernel's line and has the kernel's names."""
         self.at = info
         scope: dict[str, Any] = {}

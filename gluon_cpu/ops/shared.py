@@ -1,33 +1,27 @@
 """Shared memory as the threads of a role see it: loads, stores, gathers and scatters."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..findings import OutOfBounds
 from ..memory import OFFSET_MASK, runs_of
-from ..shadow import Access
-from .global_ops import combine
-
-if TYPE_CHECKING:
-    from ..machine import Agent
+from ..reductions import combine
+from .base import AgentBase
 
 
-class SharedOps:
-    def access(self: "Agent", info: Any) -> Access:  # type: ignore[misc]
-        return Access(self.slot, self.t, False, info, self.who, self.cluster.number)
-
-    def index(self: "Agent", info: Any, m: int, i: int) -> int:  # type: ignore[misc]
+class SharedOps(AgentBase):
+    def index(self, info: Any, m: int, i: int) -> int:
         """Start of the i-th of `info.count` buffers of `info.stride` bytes."""
         if not 0 <= i < info.count:
             self.at = info
             raise OutOfBounds(
-                f"{self.who}: index {i} into {self.cta.name_at(m & OFFSET_MASK)}, which has {info.count} slots\n"
+                f"{self.who}: index {i} into {self.cta.name_at(m & OFFSET_MASK).split('[')[0]}, which has {info.count} slots\n"
                 f"    at {info.site.where}\n      {info.site.source}", (info.site,),
             )  # fmt: skip
         return m + int(i) * int(info.stride)
 
-    def local_alloc(self: "Agent", info: Any, data: Any = None) -> int:  # type: ignore[misc]
+    def local_alloc(self, info: Any, data: Any = None) -> int:
         self.at = info
         cta = self.cta
         cta.enter_allocation(info)
@@ -35,7 +29,7 @@ class SharedOps:
             self.local_store(info, info.offset, data)
         return int(info.offset)
 
-    def local_load(self: "Agent", info: Any, m: int) -> Any:  # type: ignore[misc]
+    def local_load(self, info: Any, m: int) -> Any:
         self.at = info
         cta = self.cta
         if cta.checks:
@@ -43,7 +37,7 @@ class SharedOps:
             cta.shadow_read(runs, base, self.clk, self.access(info))
         return info.pattern.load(cta.memory, m)
 
-    def local_store(self: "Agent", info: Any, m: int, data: Any) -> None:  # type: ignore[misc]
+    def local_store(self, info: Any, m: int, data: Any) -> None:
         self.at = info
         cta = self.cta
         if cta.checks:
@@ -51,7 +45,7 @@ class SharedOps:
             cta.shadow_write(runs, base, self.clk, self.access(info))
         info.pattern.store(cta.memory, m, data)
 
-    def element_offsets(self: "Agent", info: Any, m: int, indices: Any, axis: int) -> Any:  # type: ignore[misc]
+    def element_offsets(self, info: Any, m: int, indices: Any, axis: int) -> Any:
         """Byte offsets, from the view's start, of elements whose coordinate along `axis` is given by `indices`."""
         offsets = info.pattern.offsets
         if np.any((indices < 0) | (indices >= offsets.shape[axis])):
@@ -64,7 +58,7 @@ class SharedOps:
         coordinates[axis] = indices
         return offsets[tuple(coordinates)]
 
-    def local_gather(self: "Agent", info: Any, m: int, indices: Any, axis: int) -> Any:  # type: ignore[misc]
+    def local_gather(self, info: Any, m: int, indices: Any, axis: int) -> Any:
         self.at = info
         cta, p = self.cta, info.pattern
         offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
@@ -72,7 +66,7 @@ class SharedOps:
             cta.shadow_read(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
         return cta.memory.views[p.element_bytes].take(offsets // p.element_bytes).view(p.dtype)
 
-    def local_scatter(self: "Agent", info: Any, m: int, data: Any, indices: Any, axis: int) -> None:  # type: ignore[misc]
+    def local_scatter(self, info: Any, m: int, data: Any, indices: Any, axis: int) -> None:
         self.at = info
         cta, p = self.cta, info.pattern
         offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
@@ -81,7 +75,7 @@ class SharedOps:
         view = cta.memory.views[p.element_bytes]
         view[(offsets // p.element_bytes).reshape(-1)] = np.ascontiguousarray(data).reshape(-1).view(view.dtype)
 
-    def local_atomic(self: "Agent", info: Any, m: int, data: Any, indices: Any, axis: int, mask: Any = None) -> Any:  # type: ignore[misc]
+    def local_atomic(self, info: Any, m: int, data: Any, indices: Any, axis: int, mask: Any = None) -> Any:
         self.at = info
         cta, p = self.cta, info.pattern
         offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
@@ -100,7 +94,7 @@ class SharedOps:
                 view[cell : cell + 1] = combine(info.kind, view[cell : cell + 1].copy(), values[i : i + 1])
         return old
 
-    def fence_async(self: "Agent", info: Any) -> None:  # type: ignore[misc]
+    def fence_async(self, info: Any) -> None:
         """Everything known to have been written through the generic proxy is visible to the async one from here on."""
         self.at = info
         np.maximum(self.clk[1], self.clk[0], out=self.clk[1])

@@ -1,10 +1,9 @@
-"""tcgen05: a queue per issuing role, worked off in order, on operands in shared memory and accumulators in tensor memory.
+"""tcgen05: a queue per issuing role, worked off in order, from shared memory to accumulators in tensor memory.
 
 Tensor memory is kept by columns: word (column c, lane l) is at byte 512 c + 4 l, so that a range of columns is one
 piece. In pair mode the even CTA issues for both; it reads both CTAs' operands and writes both accumulators.
 """
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +12,11 @@ from ..clocks import ORDER, join
 from ..memory import Bytes
 from ..shadow import Access, Conflict, Shadow, Unwritten
 from ..values import DTYPES, to_f32
-from .tma import Task
+from .shared import SharedOps
+from .tma import Task, TmaOps
 
 if TYPE_CHECKING:
-    from ..machine import Agent, Cta
+    from ..machine import Cta
 
 COLUMN_BYTES = 512
 TENSOR_MEMORY_BYTES = 512 * COLUMN_BYTES
@@ -71,7 +71,7 @@ class PipeTask(Task):
 
     engine = "tcgen05"
 
-    def __init__(self, agent: "Agent", info: Any, number: int) -> None:
+    def __init__(self, agent: Any, info: Any, number: int) -> None:
         clk = agent.async_clk()
         clk[ORDER, agent.pipe_slot] = number
         super().__init__(agent, info, clk, agent.pipe_slot, number)
@@ -90,7 +90,7 @@ class PipeTask(Task):
 
 
 class MmaTask(PipeTask):
-    def __init__(self, agent: "Agent", info: Any, number: int, a: int, b: int, acc: int, use_acc: Any,
+    def __init__(self, agent: Any, info: Any, number: int, a: int, b: int, acc: int, use_acc: Any,
                  scales: tuple[int, int] | None = None) -> None:  # fmt: skip
         super().__init__(agent, info, number)
         self.a, self.b, self.acc, self.use_acc, self.scales = a, b, acc, use_acc, scales
@@ -151,7 +151,7 @@ def unpack_fp4(x: Any, axis: int) -> Any:
 
 
 class CopyTask(PipeTask):
-    def __init__(self, agent: "Agent", info: Any, number: int, source: int, target: int) -> None:
+    def __init__(self, agent: Any, info: Any, number: int, source: int, target: int) -> None:
         super().__init__(agent, info, number)
         self.source, self.target = source, target
 
@@ -169,7 +169,7 @@ class CopyTask(PipeTask):
 
 
 class CommitTask(PipeTask):
-    def __init__(self, agent: "Agent", info: Any, number: int, barrier: int, targets: list[int]) -> None:
+    def __init__(self, agent: Any, info: Any, number: int, barrier: int, targets: list[int]) -> None:
         super().__init__(agent, info, number)
         self.barrier, self.targets = barrier, targets
 
@@ -181,10 +181,8 @@ class CommitTask(PipeTask):
             b.cta.note_use(self.barrier, self.slot, self.time, self.who, info, remote=True)
 
 
-class Tcgen05Ops:
-    pipe: deque[PipeTask]
-
-    def tmem_alloc(self: "Agent", info: Any, data: Any = None) -> int:  # type: ignore[misc]
+class Tcgen05Ops(TmaOps, SharedOps):
+    def tmem_alloc(self, info: Any, data: Any = None) -> int:
         self.at = info
         tensor = self.cta.tensor()
         if info not in tensor.allocations:
@@ -195,7 +193,7 @@ class Tcgen05Ops:
             self.tmem_store(info, info.offset, data)
         return int(info.offset)
 
-    def tmem_index(self: "Agent", info: Any, m: int, i: int) -> int:  # type: ignore[misc]
+    def tmem_index(self, info: Any, m: int, i: int) -> int:
         if not 0 <= i < info.count:
             from ..findings import OutOfBounds
 
@@ -205,31 +203,31 @@ class Tcgen05Ops:
             )  # fmt: skip
         return m + int(i) * int(info.stride)
 
-    def tmem_load(self: "Agent", info: Any, m: int) -> Any:  # type: ignore[misc]
+    def tmem_load(self, info: Any, m: int) -> Any:
         self.at = info
         return self.cta.tensor().read(info.pattern, m, self.clk, self.access(info))
 
-    def tmem_load_reduce(self: "Agent", info: Any, m: int) -> Any:  # type: ignore[misc]
+    def tmem_load_reduce(self, info: Any, m: int) -> Any:
         value = self.tmem_load(info, m)
         x = np.abs(value) if info.absolute else value
         if info.propagate_nan:
             return value, (np.max if info.largest else np.min)(x, -1)
         return value, (np.fmax if info.largest else np.fmin).reduce(x, -1)
 
-    def tmem_store(self: "Agent", info: Any, m: int, data: Any) -> None:  # type: ignore[misc]
+    def tmem_store(self, info: Any, m: int, data: Any) -> None:
         self.at = info
         self.cta.tensor().write(info.pattern, m, self.clk, self.access(info), data)
 
-    def enqueue(self: "Agent", task: PipeTask) -> None:  # type: ignore[misc]
+    def enqueue(self, task: PipeTask) -> None:
         self.pipe.append(task)
         if len(self.pipe) == 1:
             self.cluster.machine.add_task(task)
 
-    def next_in_pipe(self: "Agent") -> int:  # type: ignore[misc]
+    def next_in_pipe(self) -> int:
         self.pipe_count += 1
         return self.pipe_count
 
-    def mma(self: "Agent", info: Any, a: int, b: int, acc: int, use_acc: Any, barriers: Any = (), scales: Any = None) -> None:  # type: ignore[misc]
+    def mma(self, info: Any, a: int, b: int, acc: int, use_acc: Any, barriers: Any = (), scales: Any = None) -> None:
         self.at = info
         if info.two_ctas and self.cta.number & 1:
             return
@@ -239,7 +237,7 @@ class Tcgen05Ops:
             if wanted:
                 self.commit(barrier_info, m)
 
-    def commit(self: "Agent", info: Any, m: int) -> None:  # type: ignore[misc]
+    def commit(self, info: Any, m: int) -> None:
         self.at = info
         c = self.cta.number
         if info.two_ctas and c & 1:
@@ -252,7 +250,7 @@ class Tcgen05Ops:
         self.enqueue(CommitTask(self, info, self.next_in_pipe(), m, sorted(targets)))
         self.tick()
 
-    def tmem_copy(self: "Agent", info: Any, source: int, target: int) -> None:  # type: ignore[misc]
+    def tmem_copy(self, info: Any, source: int, target: int) -> None:
         self.at = info
         if info.two_ctas and self.cta.number & 1:
             return
@@ -261,7 +259,7 @@ class Tcgen05Ops:
 
     # Cluster launch control
 
-    def clc_try_cancel(self: "Agent", info: Any, m: int, barrier: int) -> None:  # type: ignore[misc]
+    def clc_try_cancel(self, info: Any, m: int, barrier: int) -> None:
         """Ask for a program that has not started, to do its work in its stead."""
         self.at = info
         if self.cta.number:
@@ -277,7 +275,7 @@ class Tcgen05Ops:
 
         self.issue_load(info, fetch, m, barrier, list(range(self.cluster.num_ctas)))
 
-    def clc_load(self: "Agent", info: Any, m: int) -> tuple[int, int]:  # type: ignore[misc]
+    def clc_load(self, info: Any, m: int) -> tuple[int, int]:
         low, high = (int(x) for x in self.local_load(info, m))
         return low, high
 

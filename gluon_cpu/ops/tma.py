@@ -4,15 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import report
 from ..clocks import ORDER
 from ..global_memory import Descriptor
 from ..memory import OFFSET_MASK, runs_of
-from .. import report
 from ..shadow import Access, Conflict
+from .base import AgentBase
 from .mbarrier import Barrier
 
 if TYPE_CHECKING:
-    from ..machine import Agent, Cluster, Cta
+    from ..machine import Cluster, Cta
 
 NAN_BITS = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
 
@@ -23,7 +24,7 @@ class Task:
     engine = "engine"
     priority: float | None = None
 
-    def __init__(self, agent: "Agent", info: Any, clk: Any, slot: int, time: int) -> None:
+    def __init__(self, agent: Any, info: Any, clk: Any, slot: int, time: int) -> None:
         self.cluster: Cluster = agent.cluster
         self.agent = agent
         self.info = info
@@ -69,7 +70,7 @@ def read_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[i
 class LoadTask(Task):
     engine = "TMA load"
 
-    def __init__(self, agent: "Agent", info: Any, clk: Any, slot: int, time: int, fetch: Any, m: int,
+    def __init__(self, agent: Any, info: Any, clk: Any, slot: int, time: int, fetch: Any, m: int,
                  barrier_m: int, destinations: list[int]) -> None:  # fmt: skip
         super().__init__(agent, info, clk, slot, time)
         self.fetch = fetch
@@ -96,7 +97,6 @@ class LoadTask(Task):
                 self.check_seen(cta, barrier, access)
             barrier.complete_bytes(self.clk, self.who, info, info.bytes, self.slot, self.time)
             home.note_use(self.barrier_m, self.slot, self.time, self.who, info, remote=True)
-
 
     def check_seen(self, cta: "Cta", barrier: Barrier, access: Access) -> None:
         """That the last load into this place was announced, by its barrier, before this one overwrites it.
@@ -125,7 +125,7 @@ class StoreRead(Task):
     engine = "TMA store"
     store: Store
 
-    def __init__(self, agent: "Agent", info: Any, clk: Any, number: int, m: int) -> None:
+    def __init__(self, agent: Any, info: Any, clk: Any, number: int, m: int) -> None:
         super().__init__(agent, info, clk, agent.store_read_slot, number)
         self.m = m
 
@@ -142,7 +142,7 @@ class StoreRead(Task):
 class StoreWrite(Task):
     engine = "TMA store"
 
-    def __init__(self, agent: "Agent", info: Any, clk: Any, number: int, store: Any, put: Any) -> None:
+    def __init__(self, agent: Any, info: Any, clk: Any, number: int, store: Any, put: Any) -> None:
         super().__init__(agent, info, clk, agent.store_write_slot, number)
         self.put = put
         self.store: Store = store
@@ -179,7 +179,7 @@ class PeerStore(Task):
 
     engine = "st.async"
 
-    def __init__(self, agent: "Agent", info: Any, clk: Any, slot: int, time: int, parts: list[Any], m: int,
+    def __init__(self, agent: Any, info: Any, clk: Any, slot: int, time: int, parts: list[Any], m: int,
                  barrier_m: int) -> None:  # fmt: skip
         super().__init__(agent, info, clk, slot, time)
         self.parts, self.m, self.barrier_m = parts, m, barrier_m
@@ -200,8 +200,8 @@ class PeerStore(Task):
             b.cta.note_use(self.barrier_m, self.slot, self.time, self.who, info, remote=True)
 
 
-class TmaOps:
-    def async_shared_store(self: "Agent", info: Any, data: Any, m: int, barrier_m: int) -> None:  # type: ignore[misc]
+class TmaOps(AgentBase):
+    def async_shared_store(self, info: Any, data: Any, m: int, barrier_m: int) -> None:
         self.at = info
         source, target = info.source_shard, info.target_shard
         rank = len(source.shape)
@@ -224,7 +224,7 @@ class TmaOps:
         self.tick()
         self.cluster.machine.add_task(PeerStore(self, info, clk, slot, time, parts, m, barrier_m))
 
-    def tma_load(self: "Agent", info: Any, desc: Descriptor, coords: tuple[int, ...], barrier_m: int, m: int) -> None:  # type: ignore[misc]
+    def tma_load(self, info: Any, desc: Descriptor, coords: tuple[int, ...], barrier_m: int, m: int) -> None:
         self.at = info
         c = self.cta.number
         destinations = [c]
@@ -236,14 +236,14 @@ class TmaOps:
         extent = info.extent
         self.issue_load(info, lambda task: read_box(task, desc, low, extent), m, barrier_m, destinations)
 
-    def issue_load(self: "Agent", info: Any, fetch: Any, m: int, barrier_m: int, destinations: list[int]) -> None:  # type: ignore[misc]
+    def issue_load(self, info: Any, fetch: Any, m: int, barrier_m: int, destinations: list[int]) -> None:
         slot, time = self.load_slots.take(self.clk[ORDER])
         clk = self.async_clk()
         clk[ORDER, slot] = time
         self.tick()
         self.cluster.machine.add_task(LoadTask(self, info, clk, slot, time, fetch, m, barrier_m, destinations))
 
-    def tma_gather(self: "Agent", info: Any, desc: Descriptor, rows: Any, column: int, barrier_m: int, m: int) -> None:  # type: ignore[misc]
+    def tma_gather(self, info: Any, desc: Descriptor, rows: Any, column: int, barrier_m: int, m: int) -> None:
         """Rows of a two-dimensional tensor by their numbers."""
         self.at = info
         rows = np.asarray(rows)
@@ -262,7 +262,7 @@ class TmaOps:
 
         self.issue_load(info, fetch, m, barrier_m, destinations)
 
-    def tma_store(self: "Agent", info: Any, desc: Descriptor, coords: tuple[int, ...], m: int) -> None:  # type: ignore[misc]
+    def tma_store(self, info: Any, desc: Descriptor, coords: tuple[int, ...], m: int) -> None:
         self.at = info
         c = self.cta.number
         if c & info.data_zero:
@@ -271,7 +271,7 @@ class TmaOps:
         extent = info.extent
         self.issue_store(info, m, lambda task, data: write_box(task, desc, low, extent, data))
 
-    def tma_scatter(self: "Agent", info: Any, desc: Descriptor, rows: Any, column: int, m: int) -> None:  # type: ignore[misc]
+    def tma_scatter(self, info: Any, desc: Descriptor, rows: Any, column: int, m: int) -> None:
         self.at = info
         rows = np.asarray(rows).reshape(-1)
         width = info.extent[1]
@@ -283,7 +283,7 @@ class TmaOps:
 
         self.issue_store(info, m, put)
 
-    def issue_store(self: "Agent", info: Any, m: int, put: Any) -> None:  # type: ignore[misc]
+    def issue_store(self, info: Any, m: int, put: Any) -> None:
         self.stores += 1
         number = self.stores
         clk = self.async_clk()
@@ -297,7 +297,7 @@ class TmaOps:
         self.tick()
         self.cluster.machine.add_task(read)
 
-    def tma_store_wait(self: "Agent", info: Any, pendings: int, read_only: bool) -> None:  # type: ignore[misc]
+    def tma_store_wait(self, info: Any, pendings: int, read_only: bool) -> None:
         self.at = info
         newest = self.stores - pendings
         machine = self.cluster.machine

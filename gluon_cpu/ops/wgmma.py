@@ -1,14 +1,12 @@
 """wgmma: a queue per role, worked off in order; results and operands belong to it until waited for."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..shadow import Access
 from ..values import to_f32
-
-if TYPE_CHECKING:
-    from ..machine import Agent
+from .base import AgentBase
 
 
 class PendingUse(Exception):
@@ -22,9 +20,7 @@ class PendingUse(Exception):
 class Product:
     """One asynchronous product, and what stands for its result until a wait gives it out."""
 
-    __array_ufunc_called__ = False
-
-    def __init__(self, agent: "Agent", info: Any, a: Any, b: Any, c: Any, use_c: Any) -> None:
+    def __init__(self, agent: AgentBase, info: Any, a: Any, b: Any, c: Any, use_c: Any) -> None:
         self.agent = agent
         self.info = info
         self.a, self.b, self.c, self.use_c = a, b, c, use_c
@@ -73,8 +69,8 @@ class Product:
         raise PendingUse(self.__dict__["info"]) if not name.startswith("__") else AttributeError(name)
 
 
-class WgmmaOps:
-    def warp_group_dot(self: "Agent", info: Any, a: Any, b: Any, c: Any, use_c: Any = True) -> Any:  # type: ignore[misc]
+class WgmmaOps(AgentBase):
+    def warp_group_dot(self, info: Any, a: Any, b: Any, c: Any, use_c: Any = True) -> Any:
         self.at = info
         product = Product(self, info, a, b, c, use_c)
         self.tick()
@@ -88,12 +84,12 @@ class WgmmaOps:
             return self.warp_group_dot_wait(info, 0, product)
         return product
 
-    def run_products(self: "Agent") -> None:  # type: ignore[misc]
+    def run_products(self) -> None:
         queue = self.product_queue
         while queue:
             queue.popleft().run()
 
-    def warp_group_dot_wait(self: "Agent", info: Any, pendings: int, *values: Any) -> Any:  # type: ignore[misc]
+    def warp_group_dot_wait(self, info: Any, pendings: int, *values: Any) -> Any:
         """The values, those of products that are complete now given out as arrays."""
         self.at = info
         flight = self.products_in_flight

@@ -18,7 +18,7 @@ REQUIREMENTS = {r.name: r for r in map(Requirement, PROJECT["dependencies"])}
 
 
 def test_requirements():
-    assert set(REQUIREMENTS) == {"torch", "triton", "numpy"}
+    assert set(REQUIREMENTS) == {"torch", "triton", "numpy", "ml_dtypes"}
     assert REQUIREMENTS["triton"].specifier == SpecifierSet(">=3.9,<3.10")
     assert REQUIREMENTS["torch"].specifier == SpecifierSet(">=2.11")
     assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(">=3.11")

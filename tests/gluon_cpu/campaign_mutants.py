@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+import channels
 import gluon_cpu
 from gluon_attn.kernels.hopper.kernel import attention_forward
 from gluon_cpu import front
@@ -50,12 +51,12 @@ class Kernel:
 
 
 # Lengths such that, under a causal mask, every role has a second masked block in some tile, and skips one in another;
-# that tiles have one key block, where nothing but the channel of the queries orders one tile after another, or two, where
-# nothing but the channel of the keys orders the first key block of a tile after the last but one; and that a role skips
-# right after a tile of two blocks, where it could release a slot before another has released its last lap.
+# that tiles have one key block, where nothing but the channel of the queries orders one tile after another, or two,
+# where nothing but the channel of the keys orders the first key block of a tile after the last but one; and that a role
+# skips right after a tile of two blocks, where it could release a slot before another has released its last lap.
 KERNELS: dict[str, Kernel] = {
     "two CTAs, turns": Kernel(
-        head_dim=64, num_ctas=2, causal=True, lengths=((1160, 1229), (1600, 100), (800, 517), (800, 446))
+        head_dim=64, num_ctas=2, causal=True, lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446))
     ),
     "one CTA, turns": Kernel(
         head_dim=64,
@@ -79,17 +80,20 @@ class Explanation:
 
 
 HOPPER = Path(attention_forward.fn.__code__.co_filename).parent
+CHANNELS = Path(str(channels.__file__)).parent
 
 
 def line_of(file: str, text: str, which: slice = slice(None)) -> str:
-    """A pattern for `file:line` of the lines of the Hopper kernel's file that read like this, or of some of them."""
-    lines = (HOPPER / file).read_text(encoding="utf-8").splitlines()
+    """A pattern for `file:line` of the lines of the kernel's or the channels' file that read like this, or of some."""
+    folder = CHANNELS if file == "channel.py" else HOPPER
+    lines = (folder / file).read_text(encoding="utf-8").splitlines()
     found = [str(number) for number, line in enumerate(lines, 1) if line.strip() == text]
     assert found, f"no line of {file} reads {text!r}"
     return rf"{re.escape(file)}:({'|'.join(found[which])})\b"
 
 
 FIRST, LAST = slice(1), slice(-1, None)
+FREED = line_of("channel.py", "mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())")
 ORDERED_BY_TURNS = "|".join(
     (
         line_of("roles.py", "q_slot, queries = queries.acquire()"),
@@ -106,6 +110,10 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"(no turns|O staged in Q) \| count .* init_barrier .* {line_of('wires.py', 'self.turns.init()')}",
         "without turns nobody arrives on these barriers or waits for them",
+    ),
+    Explanation(
+        rf"O staged in Q \| delete: wait_barrier .* {FREED} < {line_of('roles.py', 'k, keys = keys.acquire()', FIRST)}",
+        "with one slot of queries, the tile's Q has been waited for, which every role frees after its last key block",
     ),
     Explanation(
         rf"O staged in Q \| .* async_tma_store_wait .* {line_of('roles.py', 'tma.wait_stores_read()', LAST)}",

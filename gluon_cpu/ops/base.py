@@ -1,0 +1,58 @@
+"""What every group of an agent's operations builds on: who it is, what it knows, and how it says what it touches."""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from ..clocks import FENCED, ORDER, SlotPool
+from ..shadow import Access
+
+if TYPE_CHECKING:
+    from ..machine import Cluster, Cta
+
+
+class AgentBase:
+    """State shared by the operations; `machine.Agent` fills it in."""
+
+    cta: "Cta"
+    cluster: "Cluster"
+    role: str
+    role_number: int
+    who: str
+    slot: int
+    t: int  # its current step, also in its own column of `clk`
+    clk: Any
+    foreign: dict[int, Any] | None
+    at: Any  # the operation it stands at
+    product_slot: int
+    store_read_slot: int
+    store_write_slot: int
+    copy_slot: int
+    pipe_slot: int
+    load_slots: SlotPool
+    products: int
+    stores: int
+    copies: int
+    pipe_count: int
+    product_queue: deque[Any]
+    products_in_flight: deque[Any]
+    stores_in_flight: deque[Any]
+    pipe: deque[Any]
+    copy_groups: deque[int]
+    descriptors: dict[int, Any]
+    cluster_round: int
+    exchange_round: int
+
+    def tick(self) -> None:
+        """What comes from here on is not part of what others have been told."""
+        self.t += 1
+        self.clk[ORDER, self.slot] = self.t
+
+    def async_clk(self) -> Any:
+        """The clock that an async operation issued now starts with."""
+        clk = self.clk.copy()
+        if self.cluster.machine.fences_own_writes:
+            clk[FENCED, self.slot] = self.t
+        return clk
+
+    def access(self, info: Any) -> Access:
+        return Access(self.slot, self.t, False, info, self.who, self.cluster.number)
