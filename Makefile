@@ -28,7 +28,7 @@ DEV_READY := $(VENV)/.ready-dev
 BENCH_READY := $(VENV)/.ready-bench
 endif
 
-.PHONY: help run test check format gpu-test bench races clean
+.PHONY: help run test check format gpu-test bench explore mutants races clean
 
 help: ## List every command
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,12 @@ gpu-test: $(TEST_READY) ## Run the tests that need a Hopper card
 
 bench: $(BENCH_READY) ## Run the benchmarks (needs a Hopper card)
 	@$(PY) -m bench $(ARGS)
+
+explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (half an hour)
+	@$(PY) -m tests.gluon_cpu.campaign_silent $(ARGS)
+
+mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (half an hour)
+	@$(PY) -m tests.gluon_cpu.campaign_mutants $(ARGS)
 
 races: $(TEST_READY) ## Run the kernels under Triton's concurrency sanitizer (needs a Hopper card)
 	@$(PY) -m pytest tests/gpu/test_consan.py $(ARGS)
