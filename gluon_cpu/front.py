@@ -16,7 +16,6 @@ from typing import Any
 from .generate import Generated, generate
 from .ir.locations import NOWHERE, Site
 from .ir.parse import parse_module
-from .ir.text import int_attr
 
 MODES = ("fast", "lowered")
 
@@ -208,6 +207,3 @@ def write_cache(path: Path, generated: Generated) -> None:
         scratch.replace(path)
     except OSError:
         return  # a cache that cannot be written costs time, nothing else
-
-
-__all__ = ["MODES", "Compiled", "arch_of", "backend_for", "compile_source", "int_attr"]

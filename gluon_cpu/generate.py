@@ -5,7 +5,6 @@ long as numpy's own broadcasting will do; `Value.shape` is what an array really 
 """
 
 import keyword
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ import numpy as np
 
 from .ir.layouts import Shard, tensor_shard
 from .ir.locations import NOWHERE, Site, is_definition
-from .ir.parse import Block, Function, Module, Op, Region
+from .ir.parse import Block, Module, Op, Region
 from .ir.text import int_attr
-from .ir.types import MemDesc, Scalar, Tensor, TensorDesc, Token, Type
+from .ir.types import Scalar, Tensor, Type
 from .runtime import namespace
 from .values import DTYPES
 
@@ -369,6 +368,3 @@ def number_roles(roles: list[Role]) -> None:
 
 def log2(n: int) -> int:
     return n.bit_length() - 1
-
-
-__all__ = ["HANDLERS", "Emitter", "Function", "Generated", "MemDesc", "TensorDesc", "Token", "generate", "math"]

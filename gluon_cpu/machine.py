@@ -281,7 +281,7 @@ class Machine:
         self.at: Any = None
         self.steps = 0
         self.progress = 0  # the step at which somebody was last woken, done or set to work
-        self.patience = 3_000_000
+        self.patience = 500_000
         self.atomics: dict[int, dict[int, Any]] = {}
         self.clock_capacity = max(256, 64 + 7 * compiled.roles * compiled.num_ctas + 32 * compiled.num_ctas)
 
@@ -328,8 +328,14 @@ class Machine:
             entity = pick(agents, tasks)
             entity.step()
             self.steps += 1
-            if self.steps - self.progress > self.patience:
+            idle = self.steps - self.progress
+            if idle > self.patience:
                 raise self.deadlock()
+            if idle > 20_000 and self.waiting:
+                # Those that run may be spinning on what a program does that has not started yet.
+                self.resident += 4
+                self.progress = self.steps
+                return
             if more and len(live) > 1 and not self.steps % 64 and self.reap():
                 return
 

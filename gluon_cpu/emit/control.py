@@ -1,8 +1,7 @@
 """Control flow: loops, conditions, calls, roles."""
 
 from ..generate import Emitter, Role, Value, handles, role_name, unsupported
-from ..ir.locations import is_definition
-from ..ir.parse import Op, Region, split_arrow
+from ..ir.parse import Op, Region
 from ..ir.text import matching, split_top
 from ..ir.types import Tensor, Type
 
@@ -243,6 +242,3 @@ def block_loop(e: Emitter, region: Region) -> None:
             e.emit("pass")
         e.indent -= 1
     e.indent -= 1
-
-
-__all__ = ["is_definition", "split_arrow"]

@@ -3,11 +3,11 @@
 import json
 import re
 
-from ..generate import Emitter, Value, handles, unsupported
+from ..generate import Emitter, handles, unsupported
 from ..hooks import BREAKPOINT
 from ..ir.parse import Op
 from ..ir.types import BITS, Scalar, Tensor, Type
-from .arith import joint_shape, put
+from .arith import joint_shape
 
 
 @handles("tt.get_program_id")
@@ -150,6 +150,3 @@ def print_(e: Emitter, op: Op) -> None:
 @handles("tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents", "ttg.global_scratch_none")
 def nothing(e: Emitter, op: Op) -> None:
     """Orders whole launches, of which there is one."""
-
-
-__all__ = ["Value", "put"]

@@ -2,7 +2,7 @@
 
 import math
 
-from ..generate import Emitter, Value, handles, unsupported
+from ..generate import Emitter, handles, unsupported
 from ..ir.layouts import layout_rank, shared_buffer
 from ..ir.locations import buffer_name, in_triton
 from ..ir.parse import Op
@@ -205,6 +205,3 @@ def local_atomic_scatter(e: Emitter, op: Op) -> None:
         e.set(op.results[0], code, data.type, e.local(data.type), array=True)
     else:
         e.emit(code)
-
-
-__all__ = ["Value"]

@@ -1,10 +1,8 @@
 """Barriers and fences."""
 
-import re
-
 from ..generate import Emitter, Value, handles, unsupported
 from ..ir.parse import Op
-from ..ir.text import int_array, int_attr
+from ..ir.text import int_attr
 from ..ir.types import MemDesc
 from .memory import zero_bits
 
@@ -152,6 +150,3 @@ def cluster_wait(e: Emitter, op: Op) -> None:
 @handles("ttng.fence_async_shared", "ttng.fence_async")
 def fence_async(e: Emitter, op: Op) -> None:
     e.emit(f"A.fence_async({e.info(op, 'fence_async_shared')})")
-
-
-__all__ = ["int_array", "re"]

@@ -1,7 +1,5 @@
 """Shapes, layouts, reductions, inline assembly."""
 
-import math
-
 import numpy as np
 
 from ..generate import Emitter, Value, handles, log2, unsupported
@@ -361,6 +359,3 @@ def extern(e: Emitter, op: Op) -> None:
     shape = tuple(np.broadcast_shapes(*(v.shape for v in values)))
     code = f"{known[symbol]}({', '.join(v.code for v in values)})"
     e.set(op.results[0], code, op.result_types[0], shape, array=any(v.is_array for v in values))
-
-
-__all__ = ["math"]

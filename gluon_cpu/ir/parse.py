@@ -258,9 +258,6 @@ class Parser:
             while tail.endswith("{"):
                 region, tail = self.region()
                 regions.append(region)
-        if name == "scf.while" and regions:
-            # `scf.while (%a = %b) : (T) -> T {` closes with `} do {`: handled by the loop above.
-            pass
         tail, location = strip_location(tail)
         site = self.locations.site(location)
         tail = tail.lstrip("}) ").strip()

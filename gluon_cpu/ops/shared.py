@@ -16,7 +16,8 @@ class SharedOps(AgentBase):
         if not 0 <= i < info.count:
             self.at = info
             raise OutOfBounds(
-                f"{self.who}: index {i} into {self.cta.name_at(m & OFFSET_MASK).split('[')[0]}, which has {info.count} slots\n"
+                f"{self.who}: index {i} into {self.cta.name_at(m & OFFSET_MASK).split('[')[0]}, "
+                f"which has {info.count} slots\n"
                 f"    at {info.site.where}\n      {info.site.source}", (info.site,),
             )  # fmt: skip
         return m + int(i) * int(info.stride)

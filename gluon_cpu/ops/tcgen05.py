@@ -11,7 +11,7 @@ import numpy as np
 from ..clocks import ORDER, join
 from ..memory import Bytes
 from ..shadow import Access, Conflict, Shadow, Unwritten
-from ..values import DTYPES, to_f32
+from ..values import to_f32
 from .shared import SharedOps
 from .tma import Task, TmaOps
 
@@ -286,6 +286,3 @@ def clc_cancelled(answer: tuple[int, int]) -> bool:
 
 def clc_program(answer: tuple[int, int], dim: int) -> int:
     return (answer[0] >> 32, answer[1] & 0xFFFFFFFF, answer[1] >> 32)[dim]
-
-
-__all__ = ["DTYPES", "TENSOR_MEMORY_BYTES", "Tcgen05Ops", "TensorMemory"]

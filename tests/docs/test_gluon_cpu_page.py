@@ -1,0 +1,180 @@
+"""docs/gluon_cpu.md: its code runs, and the messages it shows are those that are printed.
+
+After a change of a message: `python -m tests.docs.test_gluon_cpu_page` writes the real ones into the page.
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gluon_cpu
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "gluon_cpu.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    name: str  # the file that its first line names, "" for a piece of the running example
+    code: str
+    message: str | None  # what the page says is printed
+
+
+def blocks() -> list[Block]:
+    found = []
+    for match in BLOCK.finditer(PAGE.read_text(encoding="utf-8")):
+        first = re.match(r"# examples/(\w+)\.py\n", match[1])
+        found.append(Block(first[1] if first else "", match[1], match[2]))
+    return found
+
+
+FILES = {b.name: b for b in blocks() if b.name}
+FINDINGS = [b for b in blocks() if b.message is not None]
+
+
+def mended(code: str) -> str:
+    """The code with what its `# fix:` comments say done."""
+    lines = []
+    for line in code.splitlines():
+        head, mark, fix = line.partition("# fix: ")
+        if not mark:
+            lines.append(line)
+        elif fix != "delete":
+            lines.append(head[: len(head) - len(head.lstrip())] + fix)
+    return "\n".join(lines) + "\n"
+
+
+@contextlib.contextmanager
+def examples(folder: Path, **replaced: str) -> Iterator[Path]:
+    """The files of the page in `folder`/examples, importable by their bare names."""
+    place = folder / "examples"
+    place.mkdir()
+    for name, block in FILES.items():
+        (place / f"{name}.py").write_text(replaced.get(name, block.code), encoding="utf-8")
+    before = {name: sys.modules.pop(name, None) for name in FILES}
+    sys.path.insert(0, str(place))
+    importlib.invalidate_caches()
+    try:
+        yield place
+    finally:
+        sys.path.remove(str(place))
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def printed(block: Block, folder: Path) -> str:
+    """What `check` prints of the example."""
+    with examples(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+        run = importlib.import_module(block.name).run
+        with contextlib.suppress(gluon_cpu.Finding):
+            gluon_cpu.check(run, schedules=50)
+    return out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The examples lie in a new folder each time: nothing of them is worth keeping."""
+    monkeypatch.setenv("GLUON_CPU_CACHE", str(tmp_path / "cache"))
+
+
+def test_findings_are_on_the_page():
+    shown = {str(b.message).split(" ")[0] for b in FINDINGS}
+    special = {cls.__name__ for cls in (gluon_cpu.DataRace, gluon_cpu.Deadlock, gluon_cpu.BarrierMisuse)}
+    assert special <= shown
+    assert len(FINDINGS) >= 12
+
+
+@pytest.mark.parametrize("block", FINDINGS, ids=lambda b: b.name)
+def test_message_is_as_printed(block, tmp_path):
+    assert printed(block, tmp_path) == block.message
+
+
+@pytest.mark.parametrize("block", FINDINGS, ids=lambda b: b.name)
+def test_fix_silences_it(block, tmp_path):
+    fixed = mended(block.code)
+    assert fixed != block.code, "the example shows no fix"
+    with examples(tmp_path, **{block.name: fixed}):
+        assert gluon_cpu.check(importlib.import_module(block.name).run, schedules=10, quiet=True).ok
+
+
+def test_pieces_run(tmp_path):
+    """The blocks that are no files: one after the other, in one namespace."""
+    with examples(tmp_path):
+        names: dict[str, Any] = {"double": importlib.import_module("double").double}
+        for block in blocks():
+            if not block.name:
+                exec(block.code, names)
+
+
+def test_looking_inside(tmp_path, monkeypatch, capsys):
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(sys._getframe(1).f_locals))
+    x, out = torch.arange(128, dtype=torch.int32), torch.full((1,), -1, dtype=torch.int32)
+    with examples(tmp_path):
+        gluon_cpu.launch(importlib.import_module("looking").total, (1,), x, out)
+    assert out.item() == 127 * 64
+    assert str(127 * 64) in capsys.readouterr().out
+    assert stops[0]["x"].max() == 127
+    assert "role" in stops[0]
+
+
+def test_assembly(tmp_path):
+    x, out = torch.arange(128, dtype=torch.int32), torch.full((128,), -1, dtype=torch.int32)
+    with examples(tmp_path):
+        gluon_cpu.launch(importlib.import_module("assembly").bits_set, (1,), x, out)
+    assert out.tolist() == [i.bit_count() for i in range(128)]
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_pytest_example(tmp_path):
+    with examples(tmp_path):
+        done = command(
+            tmp_path, "pytest", "-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider", "examples/test_double.py"
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
+def test_command_prints_what_the_page_shows(tmp_path):
+    with examples(tmp_path):
+        done = command(tmp_path, "gluon_cpu", "check", "examples/race.py::run")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == FILES["race"].message
+
+
+def update() -> None:
+    """Write the messages as they are printed now into the page."""
+
+    def renewed(match: re.Match[str]) -> str:
+        if match[2] is None:
+            return match[0]
+        name = str(re.match(r"# examples/(\w+)\.py\n", match[1])[1])  # type: ignore[index]
+        with tempfile.TemporaryDirectory() as folder:
+            return f"```python\n{match[1]}```\n\n```text\n{printed(FILES[name], Path(folder))}```\n"
+
+    PAGE.write_text(BLOCK.sub(renewed, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    update()
