@@ -11,7 +11,7 @@ from .plan import Plan
 
 
 def find_race(call: Callable[[], object], schedules: int) -> str | None:
-    """Call `call`, which runs attention on CPU tensors, under many schedules. Returns the first finding, if there is one."""
+    """Call `call`, which runs attention on CPU tensors, under many schedules. Returns the first finding, or None."""
     import gluon_cpu
 
     try:
