@@ -15,7 +15,7 @@ from .ops.misc import MiscOps
 from .ops.tcgen05 import Tcgen05Ops, TensorMemory
 from .ops.wgmma import PendingUse, WgmmaOps
 from .schedule import Picker, Schedule
-from .shadow import Access, Conflict, Shadow, Unwritten
+from .shadow import Access, Acquired, Conflict, Shadow, Unwritten
 
 
 class Cta:
@@ -120,6 +120,7 @@ class Cluster:
         self.num_ctas: int = machine.num_ctas
         self.clocks = Clocks(machine.clock_capacity)
         self.meetings: dict[Any, Any] = {}
+        self.foreign: list[Acquired] = []
         self.running = 0
         self.tasks = 0
         self.ctas = [Cta(self, c, machine.smem_bytes) for c in range(self.num_ctas)]
@@ -157,7 +158,7 @@ class Agent(GlobalOps, Tcgen05Ops, WgmmaOps, ClusterOps, MiscOps):
         self.descriptors = parent.descriptors if parent is not None else {}
         self.load_slots = SlotPool(clocks, f"TMA load of {self.who}")
         self.clk = clocks.zeros() if parent is None else parent.clk.copy()
-        self.foreign = parent.foreign if parent is not None else None
+        self.foreign = cluster.foreign
         self.t = 1
         self.clk[ORDER, self.slot] = 1
         self.at = None

@@ -4,6 +4,7 @@ Segments follow the accesses: a buffer always touched as a whole is one segment,
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .clocks import FENCED, ORDER
@@ -21,14 +22,24 @@ class Access(NamedTuple):
     atomic: bool = False
 
 
+class Acquired(NamedTuple):
+    """What an agent (`slot`) learnt of another cluster at its step `time`: whoever knows that step knows this too."""
+
+    slot: int
+    time: int
+    cluster: int
+    clk: Any
+
+
 class Segment:
-    __slots__ = ("end", "initialised", "reads", "start", "write")
+    __slots__ = ("atomics", "end", "initialised", "reads", "start", "write")
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
         self.end = end
         self.write: Access | None = None
         self.reads: dict[tuple[int, int], Access] = {}
+        self.atomics: list[Access] = []  # atomic writes before the last one, which is not ordered after them
         self.initialised = False
 
 
@@ -95,11 +106,12 @@ class Shadow:
     def split(self, seg: Segment, at: int) -> None:
         right = Segment(at, seg.end)
         right.write, right.reads, right.initialised = seg.write, dict(seg.reads), seg.initialised
+        right.atomics = list(seg.atomics)
         seg.end = at
         self.by_start[at] = right
         self.starts.insert(bisect_right(self.starts, at), at)
 
-    def read(self, runs: Any, base: int, clock: Any, access: Access, foreign: Any = None) -> None:
+    def read(self, runs: Any, base: int, clock: Any, access: Access, foreign: Sequence[Acquired] = ()) -> None:
         slot, cluster = access.slot, access.cluster
         for a, b in runs:
             a += base
@@ -109,7 +121,8 @@ class Shadow:
                 w = s.write
                 if w is not None:
                     if not (w.atomic and access.atomic):
-                        check_order("write-read", w, access, clock, foreign, s)
+                        for earlier in (w, *s.atomics):
+                            check_order("write-read", earlier, access, clock, foreign, s)
                     if access.is_async and not w.is_async and w.cluster == cluster and clock[FENCED, w.slot] < w.time:
                         raise Conflict("fence", w, access, s.start, s.end)
                 elif not s.initialised:
@@ -125,7 +138,7 @@ class Shadow:
         for k in others[:-2]:
             del s.reads[k]
 
-    def write(self, runs: Any, base: int, clock: Any, access: Access, foreign: Any = None) -> None:
+    def write(self, runs: Any, base: int, clock: Any, access: Access, foreign: Sequence[Acquired] = ()) -> None:
         cluster = access.cluster
         for a, b in runs:
             a += base
@@ -133,8 +146,13 @@ class Shadow:
             seg = self.by_start.get(a)
             for s in (seg,) if seg is not None and seg.end == b else self.cover(a, b):
                 w = s.write
-                if w is not None and not (w.atomic and access.atomic):
-                    check_order("write-write", w, access, clock, foreign, s)
+                if w is not None and w.atomic and access.atomic:
+                    if not ordered(w, access, clock, foreign):
+                        s.atomics = [*(a for a in s.atomics if a.slot != w.slot or a.cluster != w.cluster), w][-8:]
+                elif w is not None:
+                    for earlier in (w, *s.atomics):
+                        check_order("write-write", earlier, access, clock, foreign, s)
+                    s.atomics = []
                     if access.is_async and not w.is_async and w.cluster == cluster and clock[FENCED, w.slot] < w.time:
                         raise Conflict("fence", w, access, s.start, s.end)
                 if s.reads:
@@ -151,8 +169,8 @@ class Shadow:
             s.initialised = False
             if s.write is not None:
                 # Kept as a read: a write must still be ordered after it, and a read of it is one of nothing.
-                s.reads[(s.write.cluster, s.write.slot)] = s.write
-                s.write = None
+                s.reads |= {(w.cluster, w.slot): w for w in (*s.atomics, s.write)}
+                s.write, s.atomics = None, []
 
     def written_gaps(self, runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The parts of `runs` that nobody has written."""
@@ -167,14 +185,17 @@ class Shadow:
         return gaps
 
 
-def check_order(kind: str, earlier: Access, later: Access, clock: Any, foreign: Any, s: Segment) -> None:
+def ordered(earlier: Access, later: Access, clock: Any, foreign: Sequence[Acquired]) -> bool:
     if earlier.cluster == later.cluster:
-        if clock[ORDER, earlier.slot] >= earlier.time:
-            return
-    elif (
-        foreign is not None
-        and earlier.cluster in foreign
-        and foreign[earlier.cluster][ORDER, earlier.slot] >= earlier.time
-    ):
-        return
-    raise Conflict(kind, earlier, later, s.start, s.end)
+        return bool(clock[ORDER, earlier.slot] >= earlier.time)
+    return any(
+        a.cluster == earlier.cluster
+        and clock[ORDER, a.slot] >= a.time
+        and a.clk[ORDER, earlier.slot] >= earlier.time
+        for a in foreign
+    )
+
+
+def check_order(kind: str, earlier: Access, later: Access, clock: Any, foreign: Sequence[Acquired], s: Segment) -> None:
+    if not ordered(earlier, later, clock, foreign):
+        raise Conflict(kind, earlier, later, s.start, s.end)

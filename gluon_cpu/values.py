@@ -25,14 +25,13 @@ def to_f32(x: Any) -> Any:
 
 
 def cast_float(x: Any, dtype: Any) -> Any:
-    """Between float formats, rounding to nearest even; fp8 e4m3 saturates, as the hardware's conversion does."""
+    """Between float formats, rounding to nearest even; to fp8 it saturates, infinities too, as PTX's satfinite does."""
     if isinstance(x, np.ndarray) and dtype == F32:
         return to_f32(x)
     if dtype == DTYPES["f8E4M3FN"]:
         x = np.clip(np.asarray(x, np.float32), -448.0, 448.0)
     elif dtype == DTYPES["f8E5M2"]:
-        x = np.asarray(x, np.float32)
-        x = np.where(np.isfinite(x), np.clip(x, -57344.0, 57344.0), x).astype(np.float32)
+        x = np.clip(np.asarray(x, np.float32), -57344.0, 57344.0)
     return np.asarray(x).astype(dtype) if isinstance(x, np.ndarray) else dtype.type(x)
 
 

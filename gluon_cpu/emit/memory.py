@@ -172,16 +172,11 @@ def local_gather(e: Emitter, op: Op) -> None:
 
 @handles("ttg.local_scatter")
 def local_scatter(e: Emitter, op: Op) -> None:
-    by_type = [e.use(v) for v in op.operands]
-    target = next(v for v in by_type if isinstance(v.type, MemDesc))
-    rest = [v for v in by_type if v is not target]
+    """`%memory[%indices], %values`"""
+    target, index, data = e.operands(op)
     m = memdesc(op, target.type)
-    if shared_buffer(m, e.num_ctas).shard.cta_bits or len(rest) != 2:
+    if shared_buffer(m, e.num_ctas).shard.cta_bits:
         raise unsupported(op, "across CTAs")
-    # `local_scatter %memory[%indices], %values`
-    inside = op.body[op.body.index("[") + 1 : op.body.index("]")] if "[" in op.body else ""
-    index = next((v for n, v in zip(op.operands, by_type, strict=True) if n in inside), rest[1])
-    data = next(v for v in rest if v is not index)
     info = e.info(op, "local scatter", pattern=view_pattern(e, m))
     e.emit("yield")
     axis = int_attr(op.attrs["axis"])

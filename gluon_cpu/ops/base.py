@@ -4,7 +4,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ..clocks import FENCED, ORDER, SlotPool
-from ..shadow import Access
+from ..shadow import Access, Acquired
 
 if TYPE_CHECKING:
     from ..machine import Cluster, Cta
@@ -21,7 +21,7 @@ class AgentBase:
     slot: int
     t: int  # its current step, also in its own column of `clk`
     clk: Any
-    foreign: dict[int, Any] | None
+    foreign: list[Acquired]  # of the whole cluster
     at: Any  # the operation it stands at
     product_slot: int
     store_read_slot: int

@@ -145,12 +145,11 @@ class GlobalOps(BarrierOps):
                 for number, clk in published.items():
                     if number == me:
                         join(self.clk, clk)
-                    else:
-                        self.foreign = dict(self.foreign or {})
-                        known = self.foreign.get(number)
-                        self.foreign[number] = clk.copy() if known is None else np.maximum(known, clk)
+                    elif not any(a.clk is clk and self.clk[ORDER, a.slot] >= a.time for a in self.foreign):
+                        self.foreign.append(Acquired(self.slot, self.t, number, clk))
             if "rel" in info.semantics:
-                for number, clk in [*(self.foreign or {}).items(), (me, self.clk)]:
+                passed_on = [(a.cluster, a.clk) for a in self.foreign if self.clk[ORDER, a.slot] >= a.time]
+                for number, clk in [*passed_on, (me, self.clk)]:
                     known = published.get(number)
                     published[number] = clk.copy() if known is None else np.maximum(known, clk)
         if "rel" in info.semantics:

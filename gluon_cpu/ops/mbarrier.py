@@ -64,6 +64,9 @@ class Barrier:
         self.done = agent.clk.copy()
         self.gathered = None
         self.flips, self.waits, self.arrived = [], {}, {}
+        # What the loads of an earlier life of this barrier announced is over.
+        for cta in self.cta.cluster.ctas:
+            cta.landed = {m: last for m, last in cta.landed.items() if last[0] is not self}
 
     def check_usable(self, clk: Any, who: str, info: Any, verb: str) -> None:
         if not self.alive:

@@ -47,8 +47,8 @@ class SharedOps(AgentBase):
         info.pattern.store(cta.memory, m, data)
 
     def element_offsets(self, info: Any, m: int, indices: Any, axis: int) -> Any:
-        """Byte offsets, from the view's start, of elements whose coordinate along `axis` is given by `indices`."""
-        offsets = info.pattern.offsets
+        """Byte offsets in shared memory of elements whose coordinate along `axis` is given by `indices`."""
+        offsets, start = info.pattern.offsets_at(m)
         if np.any((indices < 0) | (indices >= offsets.shape[axis])):
             bad = indices[(indices < 0) | (indices >= offsets.shape[axis])].flat[0]
             raise OutOfBounds(
@@ -57,12 +57,12 @@ class SharedOps(AgentBase):
             )  # fmt: skip
         coordinates = list(np.indices(indices.shape, sparse=True))
         coordinates[axis] = indices
-        return offsets[tuple(coordinates)]
+        return offsets[tuple(coordinates)] + start
 
     def local_gather(self, info: Any, m: int, indices: Any, axis: int) -> Any:
         self.at = info
         cta, p = self.cta, info.pattern
-        offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
+        offsets = self.element_offsets(info, m, indices, axis)
         if cta.checks:
             cta.shadow_read(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
         return cta.memory.views[p.element_bytes].take(offsets // p.element_bytes).view(p.dtype)
@@ -70,7 +70,7 @@ class SharedOps(AgentBase):
     def local_scatter(self, info: Any, m: int, data: Any, indices: Any, axis: int) -> None:
         self.at = info
         cta, p = self.cta, info.pattern
-        offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
+        offsets = self.element_offsets(info, m, indices, axis)
         if cta.checks:
             cta.shadow_write(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
         view = cta.memory.views[p.element_bytes]
@@ -79,7 +79,7 @@ class SharedOps(AgentBase):
     def local_atomic(self, info: Any, m: int, data: Any, indices: Any, axis: int, mask: Any = None) -> Any:
         self.at = info
         cta, p = self.cta, info.pattern
-        offsets = self.element_offsets(info, m, indices, axis) + (m & OFFSET_MASK)
+        offsets = self.element_offsets(info, m, indices, axis)
         wanted = np.ones(offsets.shape, np.bool_) if mask is None else mask
         if cta.checks:
             access = self.access(info)._replace(atomic=True)

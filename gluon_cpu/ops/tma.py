@@ -286,12 +286,10 @@ class TmaOps(AgentBase):
     def issue_store(self, info: Any, m: int, put: Any) -> None:
         self.stores += 1
         number = self.stores
+        # Neither is ordered after earlier stores of the role, unless it has waited for them.
         clk = self.async_clk()
-        clk[ORDER, self.store_read_slot] = number
         read = StoreRead(self, info, clk, number, m)
-        write_clk = clk.copy()
-        write_clk[ORDER, self.store_write_slot] = number
-        write = StoreWrite(self, info, write_clk, number, None, put)
+        write = StoreWrite(self, info, clk, number, None, put)
         read.store = write.store = Store(number, read, write)
         self.stores_in_flight.append(read.store)
         self.tick()
