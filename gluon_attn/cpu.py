@@ -1,6 +1,8 @@
 """Attention without a card: the same kernel, executed by gluon_cpu. The one file that imports gluon_cpu, when asked."""
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +23,30 @@ def find_race(call: Callable[[], object], schedules: int) -> str | None:
     return None
 
 
+def launch_arguments(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[list[Any], dict[str, Any]]:
+    """(arguments, options) of an ordinary launch `attention_forward[(plan.programs,)](*arguments, **options)`."""
+    problem, tile = plan.problem, plan.tile
+
+    def descriptor(t: Tensor, rows: int, *, sharded: bool) -> TensorDescriptor:
+        view, layout = View.of(t, problem), tile_layout(problem.dtype, tile, sharded=sharded)
+        block = [1, 1, rows, problem.padded_head_dim]
+        return TensorDescriptor(t, list(view.shape), list(view.strides), block, layout)
+
+    arguments = [
+        descriptor(q, tile.rows_per_role, sharded=True),
+        descriptor(k, tile.block_n, sharded=False),
+        descriptor(v, tile.block_n, sharded=False),
+        descriptor(out, tile.rows_per_role, sharded=True),
+        lse,
+        plan.scale_log2,
+        plan.blocks_per_item,
+    ]
+    options = {"num_warps": 4, "num_ctas": tile.num_ctas, "enable_fp_fusion": True}
+    return arguments, constants_of(tile, problem.causal) | options
+
+
 class CpuLaunch:
     """A launch on CPU tensors, as `Launch` is one on a card's. Raises what gluon_cpu finds, both sides of a race named.
 
@@ -34,30 +60,6 @@ class CpuLaunch:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         import gluon_cpu
 
-        problem, tile = self.plan.problem, self.plan.tile
-
-        def descriptor(t: Tensor, rows: int, sharded: bool) -> TensorDescriptor:
-            view, layout = View.of(t, problem), tile_layout(problem.dtype, tile, sharded=sharded)
-            block = [1, 1, rows, problem.padded_head_dim]
-            return TensorDescriptor(t, list(view.shape), list(view.strides), block, layout)
-
-        def launch() -> None:
-            attention_forward[(self.plan.programs,)](
-                descriptor(q, tile.rows_per_role, sharded=True),
-                descriptor(k, tile.block_n, sharded=False),
-                descriptor(v, tile.block_n, sharded=False),
-                descriptor(out, tile.rows_per_role, sharded=True),
-                lse,
-                self.plan.scale_log2,
-                self.plan.blocks_per_item,
-                **constants_of(tile, problem.causal),
-                num_warps=4,
-                num_ctas=tile.num_ctas,
-                enable_fp_fusion=True,
-            )
-
-        if gluon_cpu.running():
-            launch()
-        else:
-            with gluon_cpu.machine(target="sm_90a"):
-                launch()
+        arguments, options = launch_arguments(self.plan, q, k, v, out, lse)
+        with contextlib.nullcontext() if gluon_cpu.running() else gluon_cpu.machine(target="sm_90a"):
+            attention_forward[(self.plan.programs,)](*arguments, **options)

@@ -1,22 +1,20 @@
 """The project's Hopper kernel on the machine, as gluon_attn launches it on a card."""
 
-import math
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import gluon_cpu
-from gluon_attn.descriptors import View, tile_layout
+from gluon_attn.cpu import launch_arguments
 from gluon_attn.device import Device
 from gluon_attn.kernels.common.inline_asm import round_pair_asm, round_pair_twin
-from gluon_attn.kernels.hopper.kernel import attention_forward, constants_of
+from gluon_attn.kernels.hopper.kernel import attention_forward
+from gluon_attn.plan import Plan
 from gluon_attn.problem import Problem
 from gluon_attn.tuning import TileConfig, pick_tile
-from tests.gluon_cpu.compat import TensorDescriptor, gl, jit
-
-# gluon_attn gives the compiler the types of all arguments; a launch would make a constant of a 1.
-kernel = jit(attention_forward.fn, do_not_specialize=["blocks_per_item"])
+from tests.gluon_cpu.compat import gl
 
 
 def register_assembly() -> None:
@@ -56,35 +54,20 @@ class Run:
         problem = Problem.of(q, k, v, causal=causal)
         device = Device.hopper()
         tile = pick_tile(problem, device, num_ctas) if tile is None else tile
+        if programs is not None:
+            device = dataclasses.replace(device, sm_count=programs * tile.num_ctas)
+        plan = Plan.of(problem, tile, device)
         self.out = torch.empty_like(q)
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
-
-        available = device.sm_count // tile.num_ctas if programs is None else programs
-        row_blocks = -(-problem.q_len // tile.block_m)
-        blocks_per_item = 2 if causal and problem.batch * problem.heads * row_blocks > available else 1
-        self.grid = (min(available, problem.batch * problem.heads * -(-row_blocks // blocks_per_item)),)
-
-        def describe(t: Tensor, rows: int, sharded: bool) -> TensorDescriptor:
-            view = View.of(t, problem)
-            block = [1, 1, rows, problem.padded_head_dim]
-            layout = tile_layout(problem.dtype, tile, sharded=sharded)
-            return TensorDescriptor(t, list(view.shape), list(view.strides), block, layout)
-
-        self.arguments: list[Any] = [
-            describe(q, tile.rows_per_role, True),
-            describe(k, tile.block_n, False),
-            describe(v, tile.block_n, False),
-            describe(self.out, tile.rows_per_role, True),
-            self.lse,
-            problem.scale * math.log2(math.e),
-            blocks_per_item,
-        ]
-        self.options = constants_of(tile, causal) | {"num_warps": 4, "num_ctas": tile.num_ctas}
+        self.grid = (plan.programs,)
+        self.arguments, self.options = launch_arguments(plan, q, k, v, self.out, self.lse)
 
     def __call__(self, **options: Any) -> Any:
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
-        return gluon_cpu.launch(kernel, self.grid, *self.arguments, target="sm_90a", **self.options, **options)
+        return gluon_cpu.launch(
+            attention_forward, self.grid, *self.arguments, target="sm_90a", **self.options, **options
+        )
 
 
 def normal_qkv(
