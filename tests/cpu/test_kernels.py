@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -110,3 +111,22 @@ def test_barriers_are_initialised_with_the_derived_counts(row):
         handover = handover_arrivals(loading_roles=1, num_ctas=2, multicast=True)
         expected[hardware_arrivals(handover, two_ctas=True)] += kv_slots
     assert counts == expected
+
+
+SCRATCH = """
+import torch
+from gluon_attn.kernels.hopper.kernel import compiled
+from gluon_attn.tuning import TABLE
+row = TABLE[0]
+print("scratch", compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile).metadata.profile_scratch_size)
+"""
+
+
+@pytest.mark.parametrize("mode", ["consan", ""])
+def test_the_sanitizer_reaches_the_kernel(mode):
+    """Instrumented, a kernel keeps what it watches in global memory: with the sanitizer on, and only then."""
+    environment = os.environ | {"TRITON_INSTRUMENTATION_MODE": mode}
+    run = subprocess.run([sys.executable, "-c", SCRATCH], env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    (size,) = re.findall(r"^scratch (\d+)$", run.stdout, re.MULTILINE)
+    assert (int(size) > 0) == (mode == "consan")

@@ -70,7 +70,7 @@ def run_hand_over(wait: bool) -> None:
 def run_attention(num_ctas: int, causal: bool, head_dim: int) -> None:
     tile = next(r.tile for r in TABLE if (r.padded_head_dim, r.causal, r.tile.num_ctas) == (head_dim, causal, num_ctas))
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
-    assert compiled(torch.bfloat16, head_dim, causal, tile, device_index=0).metadata.global_scratch_size > 0
+    assert compiled(torch.bfloat16, head_dim, causal, tile, device_index=0).metadata.profile_scratch_size > 0
     for q_len, kv_len in LENGTHS:
         q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
         out, lse = attention(q, k, v, causal=causal, num_ctas=num_ctas, return_lse=True)
