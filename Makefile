@@ -58,10 +58,10 @@ gpu-test: $(TEST_READY) ## Run the tests that need a Hopper card
 bench: $(BENCH_READY) ## Run the benchmarks (needs a Hopper card)
 	@$(PY) -m bench $(ARGS)
 
-explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (half an hour)
+explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (20 min)
 	@$(PY) -m tests.gluon_cpu.campaign_silent $(ARGS)
 
-mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (half an hour)
+mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (10 min)
 	@$(PY) -m tests.gluon_cpu.campaign_mutants $(ARGS)
 
 races: $(TEST_READY) ## Run the kernels under Triton's concurrency sanitizer (needs a Hopper card)
