@@ -157,7 +157,7 @@ class Agent(GlobalOps, Tcgen05Ops, WgmmaOps, ClusterOps, MiscOps):
         self.pipe_count = 0
         self.descriptors = parent.descriptors if parent is not None else {}
         self.load_slots = SlotPool(clocks, f"TMA load of {self.who}")
-        self.clk = clocks.zeros() if parent is None else parent.clk.copy()
+        self.clk = clocks.zeros() if parent is None else parent.async_clk()
         self.foreign = cluster.foreign
         self.t = 1
         self.clk[ORDER, self.slot] = 1
@@ -178,7 +178,7 @@ class Agent(GlobalOps, Tcgen05Ops, WgmmaOps, ClusterOps, MiscOps):
 
     def restart(self, parent: "Agent") -> None:
         """Another run of the same role: it knows what its parent knows."""
-        join(self.clk, parent.clk)
+        join(self.clk, parent.async_clk())
         self.finished = False
         self.tick()
 
@@ -214,9 +214,9 @@ class Agent(GlobalOps, Tcgen05Ops, WgmmaOps, ClusterOps, MiscOps):
         parent = self.parent
         if parent is not None:
             if parent.child_clk is None:
-                parent.child_clk = self.clk.copy()
+                parent.child_clk = self.async_clk()
             else:
-                join(parent.child_clk, self.clk)
+                join(parent.child_clk, self.async_clk())
             parent.children -= 1
             if parent.children == 0:
                 cluster.machine.wake(parent)

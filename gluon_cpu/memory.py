@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .ir.layouts import full_offsets, shared_buffer
+from .ir.layouts import full_offsets, padding, shared_buffer
 from .ir.types import MemDesc
 
 OFFSET_MASK = (1 << 40) - 1
@@ -177,4 +177,5 @@ def slice_offset(m: MemDesc, starts: tuple[int, ...], num_ctas: int) -> tuple[in
         # A slice starts at the same local coordinate in every CTA: those bits that are split are taken out.
         coordinates = buffer.shard.coordinates(d, 0)
         local.append(int(np.searchsorted(coordinates, at % (int(coordinates[-1]) + 1))))
-    return add, int(full[tuple(local)])
+    start = int(full[tuple(local)])
+    return (add + start, 0) if padding(m.layout) else (add, start)  # gaps add up, where a swizzle combines bits

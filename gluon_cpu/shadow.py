@@ -127,7 +127,9 @@ class Shadow:
                         raise Conflict("fence", w, access, s.start, s.end)
                 elif not s.initialised:
                     raise Unwritten(s.start, s.end)
-                s.reads[(cluster, slot)] = access
+                known = s.reads.get((cluster, slot))
+                if known is None or known.time <= access.time:  # reads of TMA stores come in any order
+                    s.reads[(cluster, slot)] = access
                 if len(s.reads) > 12:
                     self.forget(s, cluster)
 
@@ -189,9 +191,7 @@ def ordered(earlier: Access, later: Access, clock: Any, foreign: Sequence[Acquir
     if earlier.cluster == later.cluster:
         return bool(clock[ORDER, earlier.slot] >= earlier.time)
     return any(
-        a.cluster == earlier.cluster
-        and clock[ORDER, a.slot] >= a.time
-        and a.clk[ORDER, earlier.slot] >= earlier.time
+        a.cluster == earlier.cluster and clock[ORDER, a.slot] >= a.time and a.clk[ORDER, earlier.slot] >= earlier.time
         for a in foreign
     )
 

@@ -49,6 +49,7 @@ def local_alloc(e: Emitter, op: Op) -> None:
     )  # fmt: skip
     data = f", {e.full(e.use(op.operands[0]))}" if op.operands else ""
     if data:
+        require_same_shards(e, op, m, e.use(op.operands[0]).type)
         e.emit("yield")
     e.set(op.results[0], f"A.local_alloc({info}{data})", m)
 

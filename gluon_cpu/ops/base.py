@@ -48,7 +48,7 @@ class AgentBase:
         self.clk[ORDER, self.slot] = self.t
 
     def async_clk(self) -> Any:
-        """The clock that an async operation issued now starts with."""
+        """The clock that an async operation issued now, or a role started or ended now, passes on."""
         clk = self.clk.copy()
         if self.cluster.machine.fences_own_writes:
             clk[FENCED, self.slot] = self.t

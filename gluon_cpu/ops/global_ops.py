@@ -8,7 +8,7 @@ from ..clocks import ORDER, join
 from ..findings import OutOfBounds
 from ..global_memory import SPACING, Descriptor, GlobalBuffer
 from ..reductions import combine
-from ..shadow import Access
+from ..shadow import Access, Acquired
 from .mbarrier import BarrierOps
 
 
@@ -162,7 +162,8 @@ class GlobalOps(BarrierOps):
         self.at = info
         self.copies += 1
         clk = self.clk.copy()
-        clk[ORDER, self.copy_slot] = self.copies
+        if self.copy_groups:  # groups complete in order, copies of one group in any
+            clk[ORDER, self.copy_slot] = max(clk[ORDER, self.copy_slot], self.copy_groups[-1])
         access = Access(self.copy_slot, self.copies, False, info, f"cp.async for {self.who}", self.cluster.number)
         cta, machine = self.cta, self.cluster.machine
         shape = info.shape

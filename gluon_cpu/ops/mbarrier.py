@@ -33,6 +33,8 @@ class Barrier:
         self.flips: list[tuple[int, int, str, Any]] = []  # (slot, time, who, info) of whoever completed each phase
         self.waits: dict[Any, tuple[int, int, Any]] = {}  # agent -> (phase it waited for, its step, info)
         self.arrived: dict[str, int] = {}
+        self.arrivals: list[tuple[int, int, str, Any]] = []  # of this phase, as in `flips`
+        self.previous: list[tuple[int, int, str, Any]] = []  # of the last one
 
     @property
     def place(self) -> str:
@@ -64,6 +66,7 @@ class Barrier:
         self.done = agent.clk.copy()
         self.gathered = None
         self.flips, self.waits, self.arrived = [], {}, {}
+        self.arrivals, self.previous = [], []
         # What the loads of an earlier life of this barrier announced is over.
         for cta in self.cta.cluster.ctas:
             cta.landed = {m: last for m, last in cta.landed.items() if last[0] is not self}
@@ -94,8 +97,19 @@ class Barrier:
     def arrive(self, clk: Any, who: str, info: Any, count: int, tx: int, slot: int, time: int) -> None:
         """`count` arrivals, after announcing `tx` bytes; what is known to `clk` is known to who waits."""
         self.check_usable(clk, who, info, "arrives on it")
+        for other_slot, other_time, other, other_info in self.previous:
+            if clk[ORDER, other_slot] >= other_time:
+                continue
+            raise BarrierMisuse(
+                f"an arrival on {self.place} can count for the wrong phase: {who} arrives\n    at {info.site.where}\n"
+                f"  in phase {self.phase}, without any order after an arrival of phase {self.phase - 1}, by {other}\n"
+                f"    at {other_info.site.where}\n  Under another schedule it comes first, and counts for phase "
+                f"{self.phase - 1} instead. The init count of {self.count} is too low, or somebody arrives too "
+                "often, or does not wait for the last phase to be over.", (info.site, other_info.site),
+            )  # fmt: skip
         self.tx += tx
         self.gather(clk)
+        self.arrivals.append((slot, time, who, info))
         self.arrived[who] = self.arrived.get(who, 0) + count
         self.pending -= count
         if self.pending < 0:
@@ -147,6 +161,7 @@ class Barrier:
         self.pending = self.count
         self.gathered = None
         self.arrived = {}
+        self.previous, self.arrivals = self.arrivals, []
         if self.waiters:
             self.cta.cluster.machine.wake(self)
 

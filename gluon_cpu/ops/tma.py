@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import report
-from ..clocks import ORDER
+from ..clocks import FENCED, ORDER
 from ..global_memory import Descriptor
 from ..memory import OFFSET_MASK, runs_of
 from ..shadow import Access, Conflict
@@ -34,6 +34,7 @@ class Task:
         self.done = False
         self.who = f"{self.engine} for {agent.who}"
         self.foreign = agent.foreign
+        self.fenced = agent.clk[FENCED].copy()  # of global memory the compiler fences nothing
 
     def access(self) -> Access:
         return Access(self.slot, self.time, True, self.info, self.who, self.cluster.number)
@@ -56,7 +57,8 @@ def read_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[i
         machine = task.cluster.machine
         if machine.checks:
             runs, base = desc.runs(a, b)
-            machine.global_read(desc.buffer, runs, base, task.clk, task.access(), task.foreign)
+            clk = np.stack((task.clk[ORDER], task.fenced)) if machine.fences_own_writes else task.clk
+            machine.global_read(desc.buffer, runs, base, clk, task.access(), task.foreign)
         inside = desc.array[tuple(slice(x, y) for x, y in zip(a, b, strict=True))]
         if inside.shape == extent:
             return inside
@@ -134,7 +136,8 @@ class StoreRead(Task):
         if cta.checks:
             runs, base = info.pattern.runs_at(self.m)
             cta.shadow_read(runs, base, self.clk, self.access())
-            cta.touched[self.slot] = (self.time, self.who, info)
+            if cta.touched.get(self.slot, (0,))[0] < self.time:
+                cta.touched[self.slot] = (self.time, self.who, info)
         self.store.data = info.pattern.load(cta.memory, self.m)
         self.cluster.machine.add_task(self.store.write)
 

@@ -341,3 +341,18 @@ def test_half_precision_rounds_after_each_operation(launch, dtype):
     out = poisoned(4, N, dtype=dtype)
     launch(half_precision_ops, (1,), x, y, out)
     same(out, torch.stack([x + y, x * y, x.maximum(y), (x.float() * y.float() + 1).to(dtype)]))
+
+
+@jit
+def infinities_to_fp8(x_ptr, out_ptr, KIND: gl.constexpr):
+    i = gl.arange(0, 128, ROW)
+    gl.store(out_ptr + i, gl.load(x_ptr + i).to(KIND).to(gl.float32))
+
+
+@pytest.mark.parametrize(("kind", "largest"), [(gl.float8e5, 57344.0), (gl.float8e4nv, 448.0)], ids=["e5m2", "e4m3"])
+def test_infinities_saturate_in_fp8(launch, kind, largest):
+    """PTX compiled for it: cvt.rn.satfinite."""
+    x, out = torch.full((128,), float("inf")), poisoned(128)
+    x[1::2] *= -1
+    launch(infinities_to_fp8, (1,), x, out, kind)
+    same(out, x.sign() * largest)

@@ -273,6 +273,7 @@ def pair_barrier(out_ptr):
     cluster.barrier()
     mbarrier.arrive(both)
     mbarrier.wait(both, 0)
+    cluster.barrier()  # CTA 1 waits for nothing else: its second arrival could count for the first phase
     mbarrier.arrive(both)
     mbarrier.wait(both, 1)
     cluster.barrier()

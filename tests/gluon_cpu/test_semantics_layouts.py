@@ -382,3 +382,15 @@ def test_replicated_over_ctas(launch):
     out = poisoned(128, dtype=torch.int32)
     launch(copies_in_both, (1,), out, num_ctas=2)
     same(out, 3 * torch.arange(128, dtype=torch.int32))
+
+
+@jit
+def initial_value_of_other_shards(out_ptr):
+    BOTH: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], [[0]])
+    tile = gl.allocate_shared_memory(gl.int32, [128], BOTH, gl.arange(0, 128, ROW_HALVES))
+    gl.store(out_ptr + gl.arange(0, 128, ROW_COPIES), tile.load(ROW_COPIES))
+
+
+def test_an_initial_value_of_other_shards_is_refused(launch):
+    with pytest.raises(NotImplementedError, match="per CTA in shared memory"):
+        launch(initial_value_of_other_shards, (1,), poisoned(128, dtype=torch.int32), num_ctas=2)

@@ -276,3 +276,33 @@ def test_element_types(launch, dtype):
     x, out = normal(128).to(dtype), poisoned(128, dtype=dtype)
     launch(narrow_types, (1,), x, out)
     same(out.float(), x.float())
+
+
+@jit
+def gather_scatter_of_a_half(out_ptr):
+    at, all_of_it = gl.arange(0, 128, ROW), gl.arange(0, 256, ROW)
+    tile = gl.allocate_shared_memory(gl.int32, [256], PLAIN, all_of_it)
+    half = tile.slice(128, 128, dim=0)
+    gl.store(out_ptr + at, half.gather(127 - at, axis=0))
+    gl.barrier()
+    half.scatter(at + 1000, 127 - at, axis=0)
+    gl.store(out_ptr + 128 + all_of_it, tile.load(ROW))
+
+
+def test_gather_and_scatter_of_a_slice(launch):
+    out = poisoned(384, dtype=torch.int32)
+    launch(gather_scatter_of_a_half, (1,), out)
+    i = torch.arange(128, dtype=torch.int32)
+    same(out, torch.cat([255 - i, i, 1127 - i]))
+
+
+@jit
+def quarter_of_padded(x_ptr, out_ptr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], PADDED, load_matrix(x_ptr, 32, 32, MATRIX))
+    store_matrix(out_ptr, tile.slice(16, 16, dim=0).slice(16, 16, dim=1).load(MATRIX))
+
+
+def test_slices_of_a_padded_layout(launch):
+    x, out = normal(32, 32), poisoned(16, 16)
+    launch(quarter_of_padded, (1,), x, out)
+    same(out, x[16:, 16:])
