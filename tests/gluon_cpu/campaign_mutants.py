@@ -62,7 +62,7 @@ KERNELS: dict[str, Kernel] = {
         head_dim=64,
         num_ctas=1,
         causal=True,
-        lengths=((580, 649), (800, 100), (400, 517), (384, 387), (400, 446), (400, 420)),
+        lengths=((580, 649), (800, 100), (400, 517), (384, 387), (400, 416), (400, 420)),
     ),
     "one CTA, no turns": Kernel(head_dim=128, num_ctas=1, causal=False, lengths=((390, 650), (500, 100), (600, 200))),
     "two CTAs, O staged in Q": Kernel(
