@@ -291,7 +291,7 @@ def main(function: str, results: str, item_seconds: str) -> None:
                 synchronize()
             except pytest.skip.Exception as skipped:
                 verdict, text = "skipped", str(skipped)
-            except Exception:
+            except Exception:  # whatever it is, it is this item's verdict, and its traceback is shown with the failure
                 verdict, text = "failed", traceback.format_exc()
             file.write(json.dumps([name, verdict, text]) + "\n")
             file.flush()
