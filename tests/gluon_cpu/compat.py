@@ -1,9 +1,15 @@
-"""The names of Gluon that the kernels of these tests use, taken from the packages' own compatibility files."""
+"""The names of Gluon that the kernels of these tests use. Experimental, they move with every release: imported here."""
 
+from triton.experimental.gluon import aggregate, constexpr_function, jit
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from channels.compat import aggregate, cluster, constexpr_function, fence_async_shared, gl, jit, mbarrier, tma
-from gluon_attn.compat import warpgroup_mma, warpgroup_mma_wait
+cluster = gl.nvidia.hopper.cluster
+fence_async_shared = gl.nvidia.hopper.fence_async_shared
+mbarrier = gl.nvidia.hopper.mbarrier
+tma = gl.nvidia.hopper.tma
+warpgroup_mma = gl.nvidia.hopper.warpgroup_mma
+warpgroup_mma_wait = gl.nvidia.hopper.warpgroup_mma_wait
 
 async_copy = gl.nvidia.ampere.async_copy
 blackwell = gl.nvidia.blackwell
