@@ -3,8 +3,29 @@
 A channel carries tiles (or bare signals) from one role of a kernel to another. It owns the memory, the barriers and
 their arrival counts; a role holds one *end* of it and sees only `acquire` and `release`. Nothing here knows what the
 tiles are for.
+
+The life of a channel: `alloc` (memory and barriers) -> `init` (barrier counts, every channel of the kernel, then one
+cluster-wide fence) -> `acquire` at a producer's or a consumer's end -> `release` of the acquired slot -> `close`
+(barriers invalidated, once no CTA of the cluster can still arrive).
+
+An end is immutable and holds its own position in the ring: `slot, keys = keys.acquire()`. The slot knows its barriers,
+so a role touches neither an index, nor a phase, nor a barrier.
 """
 
-from .channel import SharedMemoryChannel, SignalChannel, cluster_fence
+from .barriers import cluster_fence
+from .shared_memory import SharedMemoryChannel, SharedMemoryConsumer, SharedMemoryProducer
+from .signals import SignalChannel, SignalConsumer, SignalProducer
+from .tensor_memory import TensorMemoryChannel, TensorMemoryConsumer, TensorMemoryProducer
 
-__all__ = ["SharedMemoryChannel", "SignalChannel", "cluster_fence"]
+__all__ = [
+    "SharedMemoryChannel",
+    "SharedMemoryConsumer",
+    "SharedMemoryProducer",
+    "SignalChannel",
+    "SignalConsumer",
+    "SignalProducer",
+    "TensorMemoryChannel",
+    "TensorMemoryConsumer",
+    "TensorMemoryProducer",
+    "cluster_fence",
+]

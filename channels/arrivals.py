@@ -8,10 +8,10 @@ from .compat import constexpr_function
 
 
 @constexpr_function
-def filled_arrivals(loading_roles: int) -> int:
-    """On "the slot is filled", one barrier per CTA: each loading role of the CTA arrives once, by announcing the bytes
-    to expect. The copy engine completes bytes, never arrivals, also when another CTA issued the copy."""
-    return loading_roles
+def filled_arrivals(filling_roles: int) -> int:
+    """On "the slot is filled": each filling role of the CTA arrives once, a loading one by announcing the bytes to
+    expect. The copy engine completes bytes, never arrivals, also when another CTA issued the copy."""
+    return filling_roles
 
 
 @constexpr_function
@@ -19,6 +19,14 @@ def freed_arrivals(consuming_roles: int) -> int:
     """On "this CTA is done with the slot", one barrier per CTA: each role that reads the slot arrives once, whatever
     its number of warps."""
     return consuming_roles
+
+
+@constexpr_function
+def commit_arrivals(num_ctas: int, two_ctas: bool, multicast: bool) -> int:
+    """On a barrier on which Blackwell's tensor cores arrive, one barrier per CTA: once for each CTA that issues
+    products and whose commit reaches this one. two_ctas: of each pair only the lead issues, for both. multicast: the
+    operands are loaded for the whole cluster at once, so that the commits of all of it count."""
+    return num_ctas // (2 if two_ctas else 1) if multicast else 1
 
 
 @constexpr_function
@@ -32,7 +40,7 @@ def handover_arrivals(loading_roles: int, num_ctas: int, multicast: bool) -> int
 
 @constexpr_function
 def signal_arrivals(sending_roles: int) -> int:
-    """On a signal, one barrier per CTA: each sender arrives once."""
+    """On a signal: each sender of the CTA arrives once."""
     return sending_roles
 
 

@@ -4,6 +4,12 @@ from typing import TYPE_CHECKING, TypeVar, dataclass_transform
 
 from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tensor_memory_descriptor,
+)
 from triton.experimental.gluon.language.nvidia.hopper import cluster, fence_async_shared, mbarrier, tma
 
 if TYPE_CHECKING:
@@ -16,4 +22,17 @@ if TYPE_CHECKING:
 else:
     from triton.experimental.gluon import aggregate
 
-__all__ = ["aggregate", "cluster", "constexpr_function", "fence_async_shared", "gl", "jit", "mbarrier", "tma"]
+__all__ = [
+    "TensorMemoryLayout",
+    "aggregate",
+    "allocate_tensor_memory",
+    "cluster",
+    "constexpr_function",
+    "fence_async_shared",
+    "gl",
+    "jit",
+    "mbarrier",
+    "tcgen05_commit",
+    "tensor_memory_descriptor",
+    "tma",
+]

@@ -11,8 +11,8 @@ def expect(slot, PARTS: gl.constexpr = 1):
 
 @jit
 def copy(slot, desc, coords, part=0):
-    """Start the copy of one tile, already announced, into the slot. If multicast, the lead CTA issues it for both."""
-    tma.async_load(desc, coords, slot.filled, slot.part(part), multicast=slot.MULTICAST)
+    """Start the copy of one tile, already announced, into the slot. If multicast, one CTA issues it for several."""
+    tma.async_load(desc, coords, slot.filled, slot.tile_of(desc, part), multicast=slot.MULTICAST)
 
 
 @jit
@@ -23,9 +23,15 @@ def load(slot, desc, coords):
 
 
 @jit
-def store(desc, coords, tile):
-    """Start the copy of a shared memory tile, just written by this role, to global memory."""
+def store_own(desc, coords, tile):
+    """Start the copy of a shared memory tile, just written by this role itself, to global memory."""
     fence_async_shared()  # the role's writes (generic proxy) before the engine's reads (async proxy)
+    store(desc, coords, tile)
+
+
+@jit
+def store(desc, coords, tile):
+    """Start the copy to global memory of a shared memory tile that another role has published."""
     tma.async_store(desc, coords, tile)
 
 

@@ -27,7 +27,7 @@ class Site:
 
     @property
     def where(self) -> str:
-        """`channels/channel.py:142 (in acquire, from hopper/roles.py:83)`, the short form that messages use."""
+        """`channels/shared_memory.py:142 (in acquire, from hopper/roles.py:83)`, the short form that messages use."""
         if not self.frames:
             return "an operation that the compiler added"
         first, rest = self.frames[0], self.frames[1:]

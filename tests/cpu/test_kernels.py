@@ -104,7 +104,7 @@ def test_barriers_are_initialised_with_the_derived_counts(row):
     counts = collections.Counter(int(n) for n in re.findall(r"mbarrier\.init\S*\s+\[[^\]]*\],\s*(\d+)", ptx))
     roles, shared = row.tile.softmax_roles, row.tile.num_ctas == 2
     slots, kv_slots = row.tile.query_slots + 2 * row.tile.kv_slots, 2 * row.tile.kv_slots
-    expected = collections.Counter({hardware_arrivals(filled_arrivals(loading_roles=1), two_ctas=False): slots})
+    expected = collections.Counter({hardware_arrivals(filled_arrivals(filling_roles=1), two_ctas=False): slots})
     expected[hardware_arrivals(freed_arrivals(consuming_roles=roles), two_ctas=False)] += slots
     expected[hardware_arrivals(signal_arrivals(sending_roles=1), two_ctas=False)] += roles
     if shared:

@@ -173,7 +173,7 @@ def softmax(wires, schedule, operands, ROLE: gl.constexpr):
                 staged = wires.output.index(ROLE)
                 tma.wait_stores_read()
             staged.reshape([ROWS, D]).store(out.to(operands.o.dtype))
-            tma.store(operands.o, [tile.batch, tile.head, rows.first, 0], staged)
+            tma.store_own(operands.o, [tile.batch, tile.head, rows.first, 0], staged)
             if wires.STAGE_IN_QUERIES:
                 tma.wait_stores_read()
                 q_slot.release()

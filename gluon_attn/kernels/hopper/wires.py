@@ -1,7 +1,13 @@
 """The wires of the Hopper kernel: its channels, by what flows through them."""
 
-from channels import SharedMemoryChannel, SignalChannel, cluster_fence
-from channels.channel import SharedMemoryConsumer, SignalConsumer, SignalProducer
+from channels import (
+    SharedMemoryChannel,
+    SharedMemoryConsumer,
+    SignalChannel,
+    SignalConsumer,
+    SignalProducer,
+    cluster_fence,
+)
 from gluon_attn.compat import aggregate, gl, jit
 
 
