@@ -8,16 +8,18 @@ import numpy as np
 from .values import DTYPES
 
 Twin = Callable[..., Any]
-_TWINS: dict[str, Twin] = {}
+_TWINS: dict[str, tuple[Twin, bool]] = {}
 
 
-def register_asm(asm: str, twin: Twin) -> None:
+def register_asm(asm: str, twin: Twin, *, elementwise: bool = False) -> None:
     """Run `twin(*operands)` wherever a kernel has this inline assembly.
 
     The operands are numpy arrays (or scalars) of the element types, in order; the twin returns one array, or a tuple of
     as many as the assembly has results. Integers may come back signed or unsigned.
+    elementwise: each element of a result depends on the elements at its own place only, as with `fma.rn.f32x2`. Assembly
+    that takes several elements at a time (`pack` > 1) must be so: which ones it takes together depends on the layout.
     """
-    _TWINS[normalise(asm)] = twin
+    _TWINS[normalise(asm)] = twin, elementwise
 
 
 def normalise(asm: str) -> str:
@@ -34,14 +36,22 @@ def _round_pair(dtype: Any) -> Twin:
 
 register_asm("cvt.rn.bf16x2.f32 $0, $2, $1;", _round_pair(DTYPES["bf16"]))
 register_asm("cvt.rn.f16x2.f32 $0, $2, $1;", _round_pair(DTYPES["f16"]))
+for _suffix in ("", ".ftz"):
+    register_asm(f"ex2.approx{_suffix}.f32 $0, $1;", np.exp2, elementwise=True)
 
 
 def run_asm(info: Any, *operands: Any) -> tuple[Any, ...]:
-    twin = _TWINS.get(normalise(info.text))
+    twin, elementwise = _TWINS.get(normalise(info.text), (None, False))
     if twin is None:
         raise NotImplementedError(
             f"inline assembly without a Python twin: {info.text!r}\n    at {info.site.where}\n"
             "  Give it one with gluon_cpu.register_asm(asm, twin)."
+        )
+    if info.pack > 1 and not elementwise:
+        raise NotImplementedError(
+            f"inline assembly on {info.pack} elements at a time: {info.text!r}\n    at {info.site.where}\n"
+            "  If each element of a result depends on the elements at its own place only, say so: "
+            "gluon_cpu.register_asm(asm, twin, elementwise=True)."
         )
     out = twin(*operands)
     if not isinstance(out, tuple):

@@ -310,12 +310,11 @@ def map_elementwise(e: Emitter, op: Op) -> None:
 def inline_asm(e: Emitter, op: Op) -> None:
     start = op.body.index('"')
     text = op.body[start + 1 : op.body.rindex('"')].replace("\\0A", "\n").replace("\\09", "\t").replace('\\"', '"')
-    if int_attr(op.attrs.get("packed_element", "1")) != 1:
-        raise unsupported(op, "inline assembly on packed elements")
     values = e.operands(op)
     info = e.info(
-        op, "inline assembly", text=text, results=len(op.results), dtypes=[e.dtype(t) for t in op.result_types]
-    )
+        op, "inline assembly", text=text, results=len(op.results), dtypes=[e.dtype(t) for t in op.result_types],
+        pack=int_attr(op.attrs.get("packed_element", "1")),
+    )  # fmt: skip
     out = e.fresh("asm")
     e.emit(f"{out} = run_asm({info}, {', '.join(e.typed(v) for v in values)})")
     shape = tuple(np.broadcast_shapes(*(v.shape for v in values)))

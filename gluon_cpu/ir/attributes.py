@@ -25,8 +25,9 @@ _CONTEXTS: list[Any] = []
 
 
 def bases(text: str) -> list[list[int]]:
-    """`[[0, 1], [8, 0]]` as nested lists."""
-    return [[int(n) for n in re.findall(r"-?\d+", part)] for part in re.findall(r"\[([^\[\]]*)\]", text)]
+    """`[[0, 1], [8, 0]]` as nested lists; `[]` has none."""
+    inner = (re.findall(r"-?\d+", part) for part in re.findall(r"\[([^\[\]]*)\]", text))
+    return [[int(n) for n in numbers] for numbers in inner if numbers]
 
 
 def fields(text: str) -> tuple[str, dict[str, str]]:

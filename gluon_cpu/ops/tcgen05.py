@@ -38,6 +38,17 @@ class TensorMemory:
                 return f"{info.name}{index}, tensor memory of CTA {self.cta.number}"
         return f"tensor memory of CTA {self.cta.number}, column {m // COLUMN_BYTES}"
 
+    def place(self, start: int, end: int) -> str:
+        """Bytes [start, end) in the kernel's words; in part of a buffer, its columns: views may share them."""
+        name, where = self.name_at(start), [i for i in self.allocations if i.offset <= start < i.offset + i.bytes]
+        if not where:
+            return name
+        base = where[-1].offset + (start - where[-1].offset) // where[-1].stride * where[-1].stride
+        first, last = (start - base) // COLUMN_BYTES, (end - 1 - base) // COLUMN_BYTES
+        if end - start >= where[-1].stride:
+            return name
+        return f"{name}, columns {first} to {last}" if last > first else f"{name}, column {first}"
+
     def read(self, pattern: Any, m: int, clk: Any, access: Access) -> Any:
         if self.cta.checks:
             from .. import findings, report
@@ -46,10 +57,10 @@ class TensorMemory:
                 runs, base = pattern.runs_at(m)
                 self.shadow.read(runs, base, clk, access)
             except Conflict as e:
-                raise report.race(e, self.name_at(e.start)) from None
+                raise report.race(e, self.place(e.start, e.end)) from None
             except Unwritten as e:
                 raise findings.UninitialisedRead(
-                    f"{self.name_at(e.start)} is read before anybody wrote it:\n  {report.describe(access)}",
+                    f"{self.place(e.start, e.end)} is read before anybody wrote it:\n  {report.describe(access)}",
                     (access.info.site,),
                 ) from None
         return pattern.load(self.memory, m)
@@ -62,7 +73,7 @@ class TensorMemory:
                 runs, base = pattern.runs_at(m)
                 self.shadow.write(runs, base, clk, access)
             except Conflict as e:
-                raise report.race(e, self.name_at(e.start)) from None
+                raise report.race(e, self.place(e.start, e.end)) from None
         pattern.store(self.memory, m, data)
 
 

@@ -324,6 +324,41 @@ def test_inline_assembly_without_a_twin_is_an_error(launch):
     assert "test_semantics_control.py" in str(caught.value)
 
 
+FMA_PAIR = """
+{
+    .reg .b64 a, b, c, d;
+    mov.b64 a, {$2, $3};
+    mov.b64 b, {$4, $5};
+    mov.b64 c, {$6, $7};
+    fma.rn.f32x2 d, a, b, c;
+    mov.b64 {$0, $1}, d;
+}
+"""
+
+
+@jit
+def assembly_on_pairs(x_ptr, out_ptr, ASM: gl.constexpr, PAIRS: gl.constexpr):
+    i = gl.arange(0, 256, PAIRS)
+    x = gl.load(x_ptr + i)
+    y = gl.inline_asm_elementwise(ASM, "=r,=r,r,r,r,r,r,r", [x, x, x + 1.0], dtype=gl.float32, is_pure=True, pack=2)
+    z = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    gl.store(out_ptr + i, y)
+    gl.store(out_ptr + 256 + i, z)
+
+
+def test_inline_assembly_on_several_elements_at_a_time(launch):
+    """Which ones it takes together depends on the layout, so its twin must be said to treat each for itself."""
+    x, out = small_integers(256), poisoned(2, 256)
+    pairs = gl.BlockedLayout([2], [32], [4], [0])
+    gluon_cpu.register_asm(FMA_PAIR, lambda a, b, c: a * b + c)
+    with pytest.raises(NotImplementedError, match="2 elements at a time") as caught:
+        launch(assembly_on_pairs, (1,), x, out, ASM=FMA_PAIR, PAIRS=pairs)
+    assert "test_semantics_control.py" in str(caught.value)
+    gluon_cpu.register_asm(FMA_PAIR, lambda a, b, c: a * b + c, elementwise=True)
+    launch(assembly_on_pairs, (1,), x, out, ASM=FMA_PAIR, PAIRS=pairs)
+    same(out, torch.stack([x * x + x + 1, torch.exp2(x)]))
+
+
 @jit
 def barrier_only(out_ptr):
     tile = gl.allocate_shared_memory(gl.int32, [128], PLAIN)

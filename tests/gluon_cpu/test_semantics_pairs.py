@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+import gluon_cpu
 from tests.gluon_cpu.compat import (
     TensorMemoryLayout,
     allocate_tensor_memory,
+    clc,
     cluster,
+    fence_async_shared,
     gl,
     jit,
     mbarrier,
@@ -138,6 +141,64 @@ def test_two_pairs_share_an_operand_by_multicast(blackwell_launch):
     descriptors = descriptor(a, [512, 64], cga=[[1, 0], [2, 0]]), descriptor(b, [128, 64], cga=[[1, 0], [0, 0]])
     blackwell_launch(multiply_in_two_pairs, (1,), *descriptors, out, num_ctas=4)
     same(out, a.float() @ b.float().T)
+
+
+@jit
+def ask_for_work(response, answered, consumed, out_ptr, rounds, BUG: gl.constexpr):
+    """One request for the whole cluster; the answer comes to every CTA of it."""
+    for i in range(rounds):
+        if not BUG:
+            mbarrier.wait(consumed, (i + 1) & 1)
+        mbarrier.expect(answered, 16, from_cta=0)  # CTA 0, which asks, announces the answer to all
+        clc.try_cancel(response, answered)
+
+
+@jit
+def do_work(response, answered, consumed, out_ptr, rounds, ROWS: gl.constexpr):
+    i = gl.arange(0, 128 * gl.num_ctas(), ROWS)
+    item = gl.program_id(0)
+    for step in range(rounds):
+        if item >= 0:
+            gl.store(out_ptr + item * 128 * gl.num_ctas() + i, item * 10)
+        mbarrier.wait(answered, step & 1)
+        result = clc.load_result(response)
+        item = gl.where(result.is_canceled(), result.program_id(0), -1)
+        fence_async_shared()
+        mbarrier.arrive(consumed)  # one barrier for the cluster, in CTA 0, which asks
+
+
+@jit
+def clusters_steal_work(out_ptr, rounds, BUG: gl.constexpr, ROWS: gl.constexpr, WHOLE: gl.constexpr):
+    response = gl.allocate_shared_memory(gl.int64, [2], gl.SwizzledSharedLayout(1, 1, 1, [0], WHOLE))
+    answered = new_barrier(1)
+    consumed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout(WHOLE))
+    mbarrier.init(consumed, count=1)
+    cluster.barrier()
+    gl.warp_specialize(
+        [
+            (do_work, (response, answered, consumed, out_ptr, rounds, ROWS)),
+            (ask_for_work, (response, answered, consumed, out_ptr, rounds, BUG)),
+        ],
+        [1],
+        [24],
+    )
+    cluster.barrier()
+
+
+def steal(launch, num_ctas, *, bug):
+    bits = num_ctas.bit_length() - 1
+    rows = gl.BlockedLayout([1], [32], [4], [0], [[1 << i] for i in range(bits)])
+    out = poisoned(12, 128 * num_ctas, dtype=torch.int32)
+    options = {"num_ctas": num_ctas, "ROWS": rows, "WHOLE": [[0]] * bits, "resident": 3}
+    launch(clusters_steal_work, (12,), out, 12, BUG=bug, **options)
+    same(out, 10 * torch.arange(12, dtype=torch.int32)[:, None].expand_as(out))
+
+
+@pytest.mark.parametrize("num_ctas", [2, 4])
+def test_cluster_launch_control_in_clusters(blackwell_launch, num_ctas):
+    steal(blackwell_launch, num_ctas, bug=False)
+    with pytest.raises((gluon_cpu.RaceError, gluon_cpu.BarrierMisuse)):
+        steal(blackwell_launch, num_ctas, bug=True)
 
 
 def test_barrier_count_is_the_number_of_leaders_that_commit():
