@@ -19,7 +19,7 @@ class GlobalBuffer:
         self.base = base  # address of raw[0]
         self.raw = raw  # bytes
         self.runs = runs  # byte ranges that belong to a tensor
-        self.shadow = Shadow(initialised=True)
+        self.shadow = Shadow(initialised=True, fenceable=False)
         self.written = False
         self.was_read = False
         self.size = raw.size

@@ -20,6 +20,15 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
     """The finding for two unordered accesses to `place`."""
     earlier, later = conflict.earlier, conflict.later
     sites = (later.info.site, earlier.info.site)
+    if conflict.kind == "fence" and "global memory" in place:
+        return findings.MissingFence(
+            f"missing proxy fence on {place}:\n"
+            f"  written by {describe(earlier)}\n"
+            f"  then used through the async proxy by {describe(later)}\n"
+            "  The write went through the generic proxy. fence_async_shared() covers shared memory only, and Gluon has no "
+            "fence for global memory: write with a TMA store and store_wait(0, read_only=False), or in an earlier launch.",
+            sites,
+        )
     if conflict.kind == "fence":
         return findings.MissingFence(
             f"missing proxy fence on {place}:\n"

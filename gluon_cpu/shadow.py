@@ -63,10 +63,15 @@ class Unwritten(Exception):
 
 
 class Shadow:
-    """The segments of one memory. initialised: whether it holds data before anybody writes (global memory does)."""
+    """The segments of one memory.
 
-    def __init__(self, initialised: bool) -> None:
+    initialised: whether it holds data before anybody writes (global memory does). fenceable: whether a proxy fence can
+    make ordinary writes visible to engines; that of Gluon covers shared memory only.
+    """
+
+    def __init__(self, initialised: bool, fenceable: bool = True) -> None:
         self.default_initialised = initialised
+        self.fenceable = fenceable
         self.by_start: dict[int, Segment] = {}
         self.starts: list[int] = []
 
@@ -123,7 +128,7 @@ class Shadow:
                     if not (w.atomic and access.atomic):
                         for earlier in (w, *s.atomics):
                             check_order("write-read", earlier, access, clock, foreign, s)
-                    if access.is_async and not w.is_async and w.cluster == cluster and clock[FENCED, w.slot] < w.time:
+                    if access.is_async and not w.is_async and not self.fenced(w, cluster, clock):
                         raise Conflict("fence", w, access, s.start, s.end)
                 elif not s.initialised:
                     raise Unwritten(s.start, s.end)
@@ -132,6 +137,10 @@ class Shadow:
                     s.reads[(cluster, slot)] = access
                 if len(s.reads) > 12:
                     self.forget(s, cluster)
+
+    def fenced(self, write: Access, cluster: int, clock: Any) -> bool:
+        """Whether an ordinary write is visible to an engine with this clock."""
+        return self.fenceable and bool(write.cluster != cluster or clock[FENCED, write.slot] >= write.time)
 
     @staticmethod
     def forget(s: Segment, cluster: int) -> None:
@@ -155,7 +164,7 @@ class Shadow:
                     for earlier in (w, *s.atomics):
                         check_order("write-write", earlier, access, clock, foreign, s)
                     s.atomics = []
-                    if access.is_async and not w.is_async and w.cluster == cluster and clock[FENCED, w.slot] < w.time:
+                    if access.is_async and not w.is_async and not self.fenced(w, cluster, clock):
                         raise Conflict("fence", w, access, s.start, s.end)
                 if s.reads:
                     for r in s.reads.values():

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import report
-from ..clocks import FENCED, ORDER
+from ..clocks import ORDER
 from ..global_memory import Descriptor
 from ..memory import OFFSET_MASK, runs_of
 from ..shadow import Access, Conflict
@@ -34,7 +34,6 @@ class Task:
         self.done = False
         self.who = f"{self.engine} for {agent.who}"
         self.foreign = agent.foreign
-        self.fenced = agent.clk[FENCED].copy()  # of global memory the compiler fences nothing
 
     def access(self) -> Access:
         return Access(self.slot, self.time, True, self.info, self.who, self.cluster.number)
@@ -57,8 +56,7 @@ def read_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[i
         machine = task.cluster.machine
         if machine.checks:
             runs, base = desc.runs(a, b)
-            clk = np.stack((task.clk[ORDER], task.fenced)) if machine.fences_own_writes else task.clk
-            machine.global_read(desc.buffer, runs, base, clk, task.access(), task.foreign)
+            machine.global_read(desc.buffer, runs, base, task.clk, task.access(), task.foreign)
         inside = desc.array[tuple(slice(x, y) for x, y in zip(a, b, strict=True))]
         if inside.shape == extent:
             return inside
@@ -163,9 +161,7 @@ def write_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[
     machine = task.cluster.machine
     if machine.checks:
         runs, base = desc.runs(a, b)
-        access = task.access()._replace(is_async=False)  # global memory has no proxies here
-        if task.info.reduce:
-            access = access._replace(atomic=True)
+        access = task.access()._replace(atomic=bool(task.info.reduce))
         machine.global_write(desc.buffer, runs, base, task.clk, access, task.foreign)
     raw = data.view(desc.array.dtype)
     inside = raw[tuple(slice(x - lo, y - lo) for x, y, lo in zip(a, b, low, strict=True))]

@@ -5,7 +5,18 @@ import torch
 
 import gluon_cpu
 from tests.gluon_cpu.compat import async_copy, fence_async_shared, gl, jit, mbarrier, tma
-from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, descriptor, new_barrier, normal, poisoned, same, store_matrix
+from tests.gluon_cpu.support import (
+    MATRIX,
+    PLAIN,
+    ROW,
+    descriptor,
+    load_matrix,
+    new_barrier,
+    normal,
+    poisoned,
+    same,
+    store_matrix,
+)
 
 SCHEDULES = [gluon_cpu.Schedule(policy, seed) for policy in gluon_cpu.POLICIES for seed in range(4)]
 MATRIX_1 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0]))
@@ -193,26 +204,72 @@ def test_the_compilers_fence_where_roles_start_and_end(mode, child_writes):
 
 
 @jit
-def global_round_trip(ptr, desc, out_ptr, BUG: gl.constexpr):
-    store_matrix(ptr, gl.full([32, 32], 3.0, gl.float32, MATRIX))
+def global_round_trip(ptr, desc, out_ptr, HOW: gl.constexpr):
+    """Something into global memory, then a copy of it by an engine."""
+    staged = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
     tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
     loaded = new_barrier(1)
-    if not BUG:
-        fence_async_shared()
     gl.barrier()
-    mbarrier.expect(loaded, 4096)
-    tma.async_load(desc, [0, 0], loaded, tile)
-    mbarrier.wait(loaded, 0)
-    store_matrix(out_ptr, tile.load(MATRIX))
+    staged.store(gl.full([32, 32], 3.0, gl.float32, MATRIX))
+    fence_async_shared()
+    if HOW == "TMA store":
+        tma.async_store(desc, [0, 0], staged)
+        tma.store_wait(0, read_only=False)
+    else:
+        store_matrix(ptr, gl.full([32, 32], 3.0, gl.float32, MATRIX))
+        fence_async_shared(cluster=True)
+    if HOW == "store, then reduction":
+        tma.async_atomic_add(desc, [0, 0], staged)
+        tma.store_wait(0)
+    else:
+        mbarrier.expect(loaded, 4096)
+        tma.async_load(desc, [0, 0], loaded, tile)
+        mbarrier.wait(loaded, 0)
+        store_matrix(out_ptr, tile.load(MATRIX))
 
 
 @pytest.mark.parametrize("mode", ["fast", "lowered"])
-def test_the_compiler_fences_nothing_in_global_memory(mode):
+def test_no_fence_of_gluon_covers_global_memory(mode):
+    """fence_async_shared is fence.proxy.async.shared::cta, or .shared::cluster, and the compiler adds no other."""
     data, out = poisoned(32, 32), poisoned(32, 32)
-    with pytest.raises(gluon_cpu.MissingFence):
-        gluon_cpu.launch(global_round_trip, (1,), data, descriptor(data, [32, 32]), out, True, mode=mode)
-    gluon_cpu.launch(global_round_trip, (1,), data, descriptor(data, [32, 32]), out, False, mode=mode)
+    arguments = data, descriptor(data, [32, 32]), out
+    for how in ("store", "store, then reduction"):
+        with pytest.raises(gluon_cpu.MissingFence, match="covers shared memory only"):
+            gluon_cpu.launch(global_round_trip, (1,), *arguments, HOW=how, mode=mode)
+    gluon_cpu.launch(global_round_trip, (1,), *arguments, HOW="TMA store", mode=mode)
     same(out, torch.full((32, 32), 3.0))
+
+
+@jit
+def hand_over_between_programs(desc, flag_ptr, ptr, out_ptr, BY_TMA: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    loaded = new_barrier(1)
+    gl.barrier()
+    if gl.program_id(0) == 0:
+        store_matrix(ptr, gl.full([32, 32], 3.0, gl.float32, MATRIX))
+        gl.atomic_xchg(flag_ptr, 1, sem="release")
+    else:
+        while gl.atomic_add(flag_ptr, 0, sem="acquire") == 0:
+            pass
+        if BY_TMA:
+            mbarrier.expect(loaded, 4096)
+            tma.async_load(desc, [0, 0], loaded, tile)
+            mbarrier.wait(loaded, 0)
+            store_matrix(out_ptr, tile.load(MATRIX))
+        else:
+            store_matrix(out_ptr, load_matrix(ptr, 32, 32, MATRIX))
+
+
+def test_no_fence_covers_what_another_program_wrote():
+    def run(by_tma: bool) -> None:
+        data, flag = poisoned(32, 32), torch.zeros(1, dtype=torch.int32)
+        gluon_cpu.launch(hand_over_between_programs, (2,), descriptor(data, [32, 32]), flag, data, out, BY_TMA=by_tma)
+
+    out = poisoned(32, 32)
+    run(False)
+    same(out, torch.full((32, 32), 3.0))
+    with pytest.raises(gluon_cpu.MissingFence, match="covers shared memory only"):
+        run(True)
 
 
 @jit
