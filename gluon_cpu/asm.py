@@ -16,8 +16,8 @@ def register_asm(asm: str, twin: Twin, *, elementwise: bool = False) -> None:
 
     The operands are numpy arrays (or scalars) of the element types, in order; the twin returns one array, or a tuple of
     as many as the assembly has results. Integers may come back signed or unsigned.
-    elementwise: each element of a result depends on the elements at its own place only, as with `fma.rn.f32x2`. Assembly
-    that takes several elements at a time (`pack` > 1) must be so: which ones it takes together depends on the layout.
+    elementwise: each element of a result depends on the elements at its own place only, as with `fma.rn.f32x2`.
+    Assembly that takes several elements at a time (`pack` > 1) must be so: which ones depends on the layout.
     """
     _TWINS[normalise(asm)] = twin, elementwise
 

@@ -8,8 +8,8 @@ from . import findings, report
 from .clocks import ORDER, Clocks, SlotPool, join
 from .global_memory import GlobalBuffer, GlobalMemory
 from .memory import Bytes
+from .ops.atomics import AtomicOps
 from .ops.cluster import ClusterOps
-from .ops.global_ops import GlobalOps
 from .ops.mbarrier import Barrier
 from .ops.misc import MiscOps
 from .ops.tcgen05 import Tcgen05Ops, TensorMemory
@@ -128,7 +128,7 @@ class Cluster:
         self.agents: list[Agent] = []
 
 
-class Agent(GlobalOps, Tcgen05Ops, WgmmaOps, ClusterOps, MiscOps):
+class Agent(AtomicOps, Tcgen05Ops, WgmmaOps, ClusterOps, MiscOps):
     """A role of a CTA: a generator that stops before everything that others can see."""
 
     priority: float | None = None
@@ -283,7 +283,7 @@ class Machine:
         self.steps = 0
         self.progress = 0  # the step at which somebody was last woken, done or set to work
         self.patience = 500_000
-        self.atomics: dict[int, dict[int, Any]] = {}
+        self.released: dict[int, dict[Any, Any]] = {}  # by address, then by scope
         self.clock_capacity = max(256, 64 + 7 * compiled.roles * compiled.num_ctas + 32 * compiled.num_ctas)
 
     # Running

@@ -25,8 +25,9 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
             f"missing proxy fence on {place}:\n"
             f"  written by {describe(earlier)}\n"
             f"  then used through the async proxy by {describe(later)}\n"
-            "  The write went through the generic proxy. fence_async_shared() covers shared memory only, and Gluon has no "
-            "fence for global memory: write with a TMA store and store_wait(0, read_only=False), or in an earlier launch.",
+            "  The write went through the generic proxy. fence_async_shared() covers shared memory only, and Gluon has "
+            "no fence for global memory: write with a TMA store and store_wait(0, read_only=False), or in an earlier "
+            "launch.",
             sites,
         )
     if conflict.kind == "fence":
@@ -58,8 +59,13 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
 def missing_order(conflict: Conflict) -> str:
     earlier, later = conflict.earlier, conflict.later
     a, b = earlier.who, later.who
+    if earlier.atomic and later.atomic:
+        return "both are atomic, but scope='cta' is so only among the roles of one CTA: use scope='gpu'."
     if earlier.cluster != later.cluster:
-        return "the two belong to different programs of the grid, which nothing orders."
+        return (
+            "the two belong to different programs of the grid. Only an atomic with release by the one and one with "
+            "acquire by the other could order them, both with scope='gpu' or 'sys'."
+        )
     if earlier.info.what.startswith("TMA store"):
         return f"nothing makes {b} wait until the store has read its tile: store_wait() must come first."
     if earlier.info.what.startswith("wgmma"):

@@ -10,6 +10,17 @@ from typing import Any, NamedTuple
 from .clocks import FENCED, ORDER
 
 
+class Scope(NamedTuple):
+    """Of an atomic: by which CTA, and whether it holds among that CTA's agents only (`narrow`) or for all."""
+
+    narrow: bool
+    cluster: int
+    cta: int
+
+    def covers(self, other: "Scope") -> bool:
+        return not self.narrow or self[1:] == other[1:]
+
+
 class Access(NamedTuple):
     """One access: by whom (`slot` of cluster `cluster` at step `time`; `who` in messages), where (`info`) and how."""
 
@@ -19,7 +30,7 @@ class Access(NamedTuple):
     info: Any
     who: str
     cluster: int
-    atomic: bool = False
+    atomic: Scope | None = None
 
 
 class Acquired(NamedTuple):
@@ -125,8 +136,8 @@ class Shadow:
             for s in (seg,) if seg is not None and seg.end == b else self.cover(a, b):
                 w = s.write
                 if w is not None:
-                    if not (w.atomic and access.atomic):
-                        for earlier in (w, *s.atomics):
+                    for earlier in (w, *s.atomics):
+                        if not (earlier.atomic and access.atomic and together(earlier, access)):
                             check_order("write-read", earlier, access, clock, foreign, s)
                     if access.is_async and not w.is_async and not self.fenced(w, cluster, clock):
                         raise Conflict("fence", w, access, s.start, s.end)
@@ -157,7 +168,10 @@ class Shadow:
             seg = self.by_start.get(a)
             for s in (seg,) if seg is not None and seg.end == b else self.cover(a, b):
                 w = s.write
-                if w is not None and w.atomic and access.atomic:
+                if w is not None and w.atomic and access.atomic and together(w, access):
+                    for earlier in s.atomics:
+                        if not together(earlier, access):
+                            check_order("write-write", earlier, access, clock, foreign, s)
                     if not ordered(w, access, clock, foreign):
                         s.atomics = [*(a for a in s.atomics if a.slot != w.slot or a.cluster != w.cluster), w][-8:]
                 elif w is not None:
@@ -168,7 +182,7 @@ class Shadow:
                         raise Conflict("fence", w, access, s.start, s.end)
                 if s.reads:
                     for r in s.reads.values():
-                        if not (r.atomic and access.atomic):
+                        if not (r.atomic and access.atomic and together(r, access)):
                             check_order("read-write", r, access, clock, foreign, s)
                     s.reads.clear()
                 s.write = access
@@ -194,6 +208,11 @@ class Shadow:
                     else:
                         gaps.append((s.start, s.end))
         return gaps
+
+
+def together(a: Access, b: Access) -> bool:
+    """Whether two atomics are so for each other: each lies within the other's scope."""
+    return bool(a.atomic and b.atomic and a.atomic.covers(b.atomic) and b.atomic.covers(a.atomic))
 
 
 def ordered(earlier: Access, later: Access, clock: Any, foreign: Sequence[Acquired]) -> bool:

@@ -1,7 +1,6 @@
 """Pointers, program numbers, prints and assertions."""
 
 import json
-import re
 
 from ..generate import Emitter, handles, unsupported
 from ..hooks import BREAKPOINT
@@ -92,37 +91,6 @@ def store(e: Emitter, op: Op) -> None:
     e.emit(f"A.global_store({info}, {', '.join(v.code for v in values)})")
     if owner:
         e.indent -= 1
-
-
-@handles("tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_load", "tt.atomic_store")
-def atomic(e: Emitter, op: Op) -> None:
-    words = [w.strip() for w in re.split(r"[,\s]+", op.body.split("%")[0]) if w.strip()]
-    semantics = next((w for w in words if w in ("acquire", "release", "acq_rel", "relaxed", "monotonic")), "acq_rel")
-    name = op.name.split(".")[1]
-    values = e.operands(op)
-    kind = op.operand_types[0]
-    operation = {"atomic_cas": "cas", "atomic_load": "load", "atomic_store": "exch"}.get(name) or words[0]
-    if e.num_ctas > 1 and is_owner(e, kind):
-        raise unsupported(op, "an atomic on pointers that several CTAs hold")
-    meaning = {"acquire": "acq", "release": "rel", "acq_rel": "acqrel"}.get(semantics, "")
-    info = e.info(
-        op, f"atomic {operation}", dtype=element_dtype(e, op, kind), shape=e.local(kind), kind=operation,
-        semantics=meaning,
-    )  # fmt: skip
-    pointers = values[0].code
-    if name == "atomic_cas":
-        code = f"A.atomic({info}, {pointers}, {values[2].code}, compare={values[1].code})"
-    elif name == "atomic_load":
-        code = f"A.atomic({info}, {pointers}, 0{', ' + values[1].code if len(values) > 1 else ''})"
-    else:
-        mask = f", {values[2].code}" if len(values) > 2 else ""
-        code = f"A.atomic({info}, {pointers}, {values[1].code}{mask})"
-    e.emit("yield")
-    if op.results:
-        result = result_of_pointer(e, kind)
-        e.set(op.results[0], code, result, e.local(result), array=isinstance(result, Tensor))
-    else:
-        e.emit(code)
 
 
 @handles("tt.assert")

@@ -1,14 +1,13 @@
-"""Global memory through pointers: loads, stores, atomics and cp.async."""
+"""Global memory through pointers: loads, stores and cp.async."""
 
 from typing import Any
 
 import numpy as np
 
-from ..clocks import ORDER, join
+from ..clocks import ORDER
 from ..findings import OutOfBounds
 from ..global_memory import SPACING, Descriptor, GlobalBuffer
-from ..reductions import combine
-from ..shadow import Access, Acquired
+from ..shadow import Access
 from .mbarrier import BarrierOps
 
 
@@ -102,58 +101,6 @@ class GlobalOps(BarrierOps):
                 machine.global_write(buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign)
             view = buffer.view(item)
             view[offsets // item] = np.ascontiguousarray(values[part]).view(view.dtype)
-
-    def atomic(self, info: Any, pointers: Any, data: Any, mask: Any = True, compare: Any = None) -> Any:
-        """Read, combine, write in one step; with acquire or release it orders what lies around it as well."""
-        self.at = info
-        dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
-        flat, keep = spread(pointers, mask, shape)
-        values = np.ascontiguousarray(np.broadcast_to(np.asarray(data, dtype), shape).reshape(-1))
-        old_out = np.zeros(flat.shape, dtype)
-        machine = self.cluster.machine
-        every = range(len(flat)) if keep is None else np.flatnonzero(keep)
-        if len(every):
-            index = np.asarray(every)
-            for part in self.groups(flat[index]):
-                chosen = index[part]
-                buffer, offsets = self.resolve(info, flat[chosen], item, "atomic")
-                self.synchronise(info, flat[chosen])
-                if machine.checks:
-                    access = self.access(info)._replace(atomic=True)
-                    runs = address_runs(offsets, item)
-                    machine.global_write(buffer, runs, 0, self.clk, access, self.foreign)
-                    buffer.was_read = True
-                view = buffer.view(item)
-                for i, o in zip(chosen.tolist(), (offsets // item).tolist(), strict=True):
-                    cell = view[o : o + 1].view(dtype)
-                    old_out[i] = cell[0]
-                    if compare is not None:
-                        expected = np.broadcast_to(np.asarray(compare, dtype), shape).reshape(-1)[i]
-                        if cell[0] == expected:
-                            cell[0] = values[i]
-                    elif info.kind != "load":
-                        cell[...] = combine(info.kind, cell.copy(), values[i : i + 1])
-        return old_out.reshape(shape) if shape else scalar(old_out[0])
-
-    def synchronise(self, info: Any, addresses: Any) -> None:
-        """Acquire what was released at these addresses, by other programs too, and release what is known here."""
-        atomics = self.cluster.machine.atomics
-        me = self.cluster.number
-        for address in np.unique(addresses).tolist():
-            published = atomics.setdefault(address, {})
-            if "acq" in info.semantics:
-                for number, clk in published.items():
-                    if number == me:
-                        join(self.clk, clk)
-                    elif not any(a.clk is clk and self.clk[ORDER, a.slot] >= a.time for a in self.foreign):
-                        self.foreign.append(Acquired(self.slot, self.t, number, clk))
-            if "rel" in info.semantics:
-                passed_on = [(a.cluster, a.clk) for a in self.foreign if self.clk[ORDER, a.slot] >= a.time]
-                for number, clk in [*passed_on, (me, self.clk)]:
-                    known = published.get(number)
-                    published[number] = clk.copy() if known is None else np.maximum(known, clk)
-        if "rel" in info.semantics:
-            self.tick()
 
     # cp.async
 

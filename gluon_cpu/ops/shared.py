@@ -7,6 +7,7 @@ import numpy as np
 from ..findings import OutOfBounds
 from ..memory import OFFSET_MASK, runs_of
 from ..reductions import combine
+from ..shadow import Scope
 from .base import AgentBase
 
 
@@ -82,7 +83,7 @@ class SharedOps(AgentBase):
         offsets = self.element_offsets(info, m, indices, axis)
         wanted = np.ones(offsets.shape, np.bool_) if mask is None else mask
         if cta.checks:
-            access = self.access(info)._replace(atomic=True)
+            access = self.access(info)._replace(atomic=Scope(True, self.cluster.number, cta.number))
             cta.shadow_read(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
             cta.shadow_write(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
         view = cta.memory.views[p.element_bytes].view(p.dtype)

@@ -8,7 +8,7 @@ from .. import report
 from ..clocks import ORDER
 from ..global_memory import Descriptor
 from ..memory import OFFSET_MASK, runs_of
-from ..shadow import Access, Conflict
+from ..shadow import Access, Conflict, Scope
 from .base import AgentBase
 from .mbarrier import Barrier
 
@@ -161,7 +161,9 @@ def write_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[
     machine = task.cluster.machine
     if machine.checks:
         runs, base = desc.runs(a, b)
-        access = task.access()._replace(atomic=bool(task.info.reduce))
+        access = task.access()._replace(
+            atomic=Scope(False, task.cluster.number, task.agent.cta.number) if task.info.reduce else None
+        )
         machine.global_write(desc.buffer, runs, base, task.clk, access, task.foreign)
     raw = data.view(desc.array.dtype)
     inside = raw[tuple(slice(x - lo, y - lo) for x, y, lo in zip(a, b, low, strict=True))]

@@ -1,7 +1,5 @@
 """Attention as Blackwell does it, in one CTA, a pair, and two pairs: numbers, and bugs of that kind of kernel."""
 
-import functools
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ N, STEPS = 64, 4
 
 def problem(num_ctas: int, dtype: torch.dtype, head_dim: int = 64) -> tuple:
     """(descriptors, output, layout constants, right numbers): scores and weights are small integers, so all is exact."""
-    bits = num_ctas.bit_length() - 1
+    """(descriptors, output, layout constants, right numbers): scores and weights are small integers, so exact."""
     rows = 128 * num_ctas
     q = small_integers(rows, head_dim, dtype=dtype, seed=1, largest=1)
     q[:, 2:] = 0  # scores of at most 2, so that fp8 holds them
