@@ -12,8 +12,8 @@ N, STEPS = 64, 4
 
 
 def problem(num_ctas: int, dtype: torch.dtype, head_dim: int = 64) -> tuple:
-    """(descriptors, output, layout constants, right numbers): scores and weights are small integers, so all is exact."""
     """(descriptors, output, layout constants, right numbers): scores and weights are small integers, so exact."""
+    bits = num_ctas.bit_length() - 1
     rows = 128 * num_ctas
     q = small_integers(rows, head_dim, dtype=dtype, seed=1, largest=1)
     q[:, 2:] = 0  # scores of at most 2, so that fp8 holds them
