@@ -147,6 +147,15 @@ class SharedMemoryProducer:
             mbarrier.wait(self.channel.handover.index(at.slot()), at.this_lap())
         return self.channel.slot(at.slot()), SharedMemoryProducer(self.channel, at.next())
 
+    @jit
+    def drain(self):
+        """Wait until every slot is free again. Where tensor cores free the slots, nobody else waits for the last
+        arrivals, and the barriers must outlive them."""
+        SLOTS: gl.constexpr = self.channel.SLOTS
+        end = self
+        for _ in gl.static_range(SLOTS):
+            _, end = end.acquire()
+
 
 @aggregate
 class SharedMemoryConsumer:

@@ -2,6 +2,6 @@
 
 from .api import attention
 from .reference import reference_attention
-from .tuning import TileConfig
+from .tile import BlackwellTile, HopperTile, TileConfig
 
-__all__ = ["TileConfig", "attention", "reference_attention"]
+__all__ = ["BlackwellTile", "HopperTile", "TileConfig", "attention", "reference_attention"]

@@ -1,5 +1,6 @@
 """The public call: validate, pick a tile, launch."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -7,10 +8,11 @@ from torch import Tensor
 
 from .compat import check_triton_version
 from .device import Device
-from .kernels.hopper.kernel import Launch
+from .launch import Launch
 from .plan import Plan
-from .problem import Problem, check_addresses, check_no_overlap
-from .tuning import TileConfig, pick_tile, require_fits
+from .problem import FP8_DTYPES, SCALES, Problem, check_addresses, check_no_overlap, output_dtype
+from .tile import TileConfig
+from .tuning import pick_tile, require_fits, require_supported
 
 if TYPE_CHECKING:
     from .cpu import CpuLaunch
@@ -42,6 +44,8 @@ RENAMED = {
 _launches: dict[tuple[Any, ...], "Launch | CpuLaunch | None"] = {}
 MAX_LAUNCHES = 4096
 
+Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
+
 
 def attention(
     q: Tensor,
@@ -61,13 +65,14 @@ def attention(
     device: Device | None = None,
     **unsupported: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale · Q Kᵀ + mask) V on a Hopper card, on the current stream of q's device.
+    """softmax(scale · Q Kᵀ + mask) V on a Hopper or Blackwell card, on the current stream of q's device.
 
     The method is FlashAttention's (Dao et al., 2022; Shah et al., 2024): online softmax over blocks of keys, warp
     specialised. Nothing is copied, and a new length, batch or number of heads compiles nothing.
 
     Args:
-        q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16 or bfloat16. D: a multiple of 8 up to 256.
+        q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16 or bfloat16; on Blackwell also float8_e4m3fn or
+            float8_e5m2. D: a multiple of 8 (fp8: of 16) up to 256 (Blackwell: up to 128).
         k, v: (B, Hkv, Sk, D) likewise, H a multiple of Hkv. Any Sq, Sk. Any strides that TMA takes: the last 1, the
             others and the base address multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
         causal: query i sees keys j <= i + Sk - Sq, aligned to the BOTTOM RIGHT as in flash-attention. (`is_causal` of
@@ -75,15 +80,16 @@ def attention(
         scale: finite and positive; default 1/sqrt(D).
         layout: "bhsd" or "bshd".
         return_lse: also return the log-sum-exp of the scores of each row.
-        out: where to put O: shape and dtype of q, sharing no memory with q, k, v. Default: a new tensor like q.
-        q_scale, k_scale, v_scale: for fp8 inputs, not supported yet.
-        num_ctas: 1 or 2 CTAs to a cluster; default: as the tuning table has it.
+        out: where to put O: shape and dtype of q (of fp8 inputs: bfloat16), sharing no memory with q, k, v. Default: a new tensor like q.
+        q_scale, k_scale, v_scale: for fp8 inputs, what they are multiplied with: (B, Hkv) fp32, contiguous. Default 1.
+            q_scale too is by KV head: one for all query heads that share it.
+        num_ctas: 1, 2 or (Blackwell) 4 CTAs to a cluster; default: as the tuning table has it.
         tile: a TileConfig instead of the tuning table's.
-        device: a Device to choose for; default: q's own card. With CPU tensors, Device.hopper() has gluon_cpu execute
-            the kernel, slowly, and check it for races.
+        device: a Device to choose for; default: q's own card. With CPU tensors, Device.hopper() or Device.blackwell()
+            has gluon_cpu execute the kernel for such a card, slowly, and check it for races.
 
     Returns:
-        O in q's shape and dtype; with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural logarithm. A row that sees no
+        O in q's shape and dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural logarithm. A row that sees no
         key has O = 0 and LSE = -inf.
 
     Raises:
@@ -91,54 +97,62 @@ def attention(
         NotImplementedError: a feature that is not supported, by its name; gradients (inputs that require grad while
             grad mode is on).
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernel.
-        RuntimeError: no Hopper card, or another version of Triton than 3.9.
+        RuntimeError: no Hopper or Blackwell card, or another version of Triton than 3.9.
     """
-    if unsupported or q_scale is not None or k_scale is not None or v_scale is not None:
-        refuse(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **unsupported)
+    if unsupported:
+        refuse(**unsupported)
+    scales = (q_scale, k_scale, v_scale)
     try:
         key = (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, causal, type(causal), scale, type(scale), layout, num_ctas, type(num_ctas),
             tile, device, out if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            *(s if s is None else (s.shape, s.stride(), s.dtype, s.device) for s in scales),
         )  # fmt: skip
         launch = _launches[key]
     except (AttributeError, KeyError, TypeError):  # new; or not a tensor, or not hashable: prepare() says what is wrong
-        launch = prepare(q, k, v, out, causal, scale, layout, num_ctas, tile, device)
+        launch = prepare(q, k, v, out, scales, causal, scale, layout, num_ctas, tile, device)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    check_call(q, k, v, out)
+    check_call(q, k, v, out, scales)
 
     heads, q_len = q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1])
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty_like(q, dtype=output_dtype(q.dtype)) if out is None else out
     lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
     if launch is None:
         out.zero_()
         lse.fill_(float("-inf"))
     else:
-        launch(q, k, v, out, lse)
+        launch(q, k, v, out, lse, *scale_tensors(scales, q, k, layout))
     return (out, lse) if return_lse else out
 
 
 def refuse(**unsupported: Any) -> None:
     """Raise for the first argument that attention() does not know, or knows but does not support."""
-    for name, value in unsupported.items():
-        if name in ("q_scale", "k_scale", "v_scale"):
-            if value is not None:
-                raise NotImplementedError(f"{name}: fp8 inputs are not supported yet; use float16 or bfloat16")
-        elif name in UNSUPPORTED:
+    for name in unsupported:
+        if name in UNSUPPORTED:
             raise NotImplementedError(f"{name}: {UNSUPPORTED[name]} is not supported; leave the argument out")
         else:
             hint = f"; use {RENAMED[name]}" if name in RENAMED else ""
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+def scale_tensors(scales: Scales, q: Tensor, k: Tensor, layout: str) -> Iterator[Tensor]:
+    """The scales of fp8 inputs, 1 where there is none; nothing for other inputs."""
+    if q.dtype in FP8_DTYPES:
+        shape = q.shape[0], k.shape[1 if layout == "bhsd" else 2]
+        for scale in scales:
+            yield torch.ones(shape, dtype=torch.float32, device=q.device) if scale is None else scale
+
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
     """What may differ from call to call with the same shapes: gradients and addresses."""
     outputs = {} if out is None else {"out": out}
     if torch.is_grad_enabled():
-        for name, t in {"q": q, "k": k, "v": v, **outputs}.items():
-            if t.requires_grad:
+        named = {"q": q, "k": k, "v": v, **outputs, **dict(zip(SCALES, scales, strict=True))}
+        for name, t in named.items():
+            if t is not None and t.requires_grad:
                 raise NotImplementedError(
                     f"{name}: expected a tensor that does not require grad, as only the forward pass is supported so "
                     "far, got requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
@@ -154,6 +168,7 @@ def prepare(
     k: Tensor,
     v: Tensor,
     out: Tensor | None,
+    scales: Scales,
     causal: bool,
     scale: float | None,
     layout: str,
@@ -163,20 +178,21 @@ def prepare(
 ) -> "Launch | CpuLaunch | None":
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
-    problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out)
-    if num_ctas not in (None, 1, 2) or isinstance(num_ctas, bool):
-        raise ValueError(f"num_ctas: expected 1, 2 or None, got {num_ctas!r}")
+    problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
+    if num_ctas not in (None, 1, 2, 4) or isinstance(num_ctas, bool):
+        raise ValueError(f"num_ctas: expected 1, 2, 4 or None, got {num_ctas!r}")
     if tile is not None and not isinstance(tile, TileConfig):
         raise TypeError(f"tile: expected a TileConfig or None, got {type(tile).__name__}")
     if tile is not None and num_ctas not in (None, tile.num_ctas):
         raise ValueError(f"num_ctas: expected {tile.num_ctas} (as tile.cga_layout says), got {num_ctas}; leave one out")
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device: expected a gluon_attn Device or None, got {type(device).__name__}; leave it out")
-    check_call(q, k, v, out)
+    check_call(q, k, v, out, scales)
     if device is None or q.device.type != "cpu":
         Device.of(q.device).require_supported()  # whatever device is planned for, it runs on this one
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
+    require_supported(problem, chosen)
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
     chosen_tile = pick_tile(problem, chosen, num_ctas) if tile is None else tile
@@ -186,4 +202,5 @@ def prepare(
         from .cpu import CpuLaunch
 
         return CpuLaunch(plan)
-    return Launch(plan, q, k, v, torch.empty_like(q, device="meta") if out is None else out)
+    like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if out is None else out
+    return Launch(plan, q, k, v, like_out)

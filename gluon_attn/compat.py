@@ -10,6 +10,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import GluonASTSource
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    add2,
+    fma2,
+    mul2,
+    tcgen05_mma,
+    tensor_memory_descriptor,
+)
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor as tma_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -20,6 +28,8 @@ from channels.compat import aggregate, constexpr_function, gl, jit
 __all__ = [
     "CompiledKernel",
     "TensorDescriptor",
+    "TensorMemoryLayout",
+    "add2",
     "aggregate",
     "assembler_version",
     "check_triton_version",
@@ -28,9 +38,13 @@ __all__ = [
     "current_stream",
     "disassemble",
     "encode_tma",
+    "fma2",
     "gl",
     "jit",
     "launch",
+    "mul2",
+    "tcgen05_mma",
+    "tensor_memory_descriptor",
     "tma_descriptor",
     "warpgroup_mma",
     "warpgroup_mma_wait",

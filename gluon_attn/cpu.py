@@ -2,13 +2,13 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from .compat import TensorDescriptor
-from .descriptors import View, tile_layout
-from .kernels.hopper.kernel import attention_forward, constants_of
+from .descriptors import View, block_and_layout
+from .launch import constants_of, kernel_of
 from .plan import Plan
 
 
@@ -24,27 +24,26 @@ def find_race(call: Callable[[], object], schedules: int) -> str | None:
 
 
 def launch_arguments(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *scales: Tensor
 ) -> tuple[list[Any], dict[str, Any]]:
-    """(arguments, options) of an ordinary launch `attention_forward[(plan.programs,)](*arguments, **options)`."""
+    """(arguments, options) of an ordinary launch `kernel_of(plan.tile)[(plan.programs,)](*arguments, **options)`.
+
+    scales: those of q, k and v, in fp8.
+    """
     problem, tile = plan.problem, plan.tile
 
-    def descriptor(t: Tensor, rows: int, *, sharded: bool) -> TensorDescriptor:
-        view, layout = View.of(t, problem), tile_layout(problem.dtype, tile, sharded=sharded)
-        block = [1, 1, rows, problem.padded_head_dim]
+    def descriptor(name: Literal["q", "k", "v", "o"], t: Tensor) -> TensorDescriptor:
+        view = View.of(t, problem)
+        _, block, layout = block_and_layout(name, problem.dtype, problem.padded_head_dim, tile)
         return TensorDescriptor(t, list(view.shape), list(view.strides), block, layout)
 
-    arguments = [
-        descriptor(q, tile.rows_per_role, sharded=True),
-        descriptor(k, tile.block_n, sharded=False),
-        descriptor(v, tile.block_n, sharded=False),
-        descriptor(out, tile.rows_per_role, sharded=True),
-        lse,
-        plan.scale_log2,
-        plan.blocks_per_item,
-    ]
+    named = {"q_desc": descriptor("q", q), "k_desc": descriptor("k", k), "v_desc": descriptor("v", v)}
+    named |= {"o_desc": descriptor("o", out), "lse_ptr": lse}
+    named |= dict(zip(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), scales, strict=False))
+    named |= {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
+    named |= constants_of(tile, problem.causal, problem.dtype)
     options = {"num_warps": 4, "num_ctas": tile.num_ctas, "enable_fp_fusion": True}
-    return arguments, constants_of(tile, problem.causal) | options
+    return [named[name] for name in kernel_of(tile).arg_names], options
 
 
 class CpuLaunch:
@@ -57,9 +56,10 @@ class CpuLaunch:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *scales: Tensor) -> None:
         import gluon_cpu
 
-        arguments, options = launch_arguments(self.plan, q, k, v, out, lse)
-        with contextlib.nullcontext() if gluon_cpu.running() else gluon_cpu.machine(target="sm_90a"):
-            attention_forward[(self.plan.programs,)](*arguments, **options)
+        arguments, options = launch_arguments(self.plan, q, k, v, out, lse, *scales)
+        with contextlib.nullcontext() if gluon_cpu.running() else gluon_cpu.machine():
+            target = f"sm_{self.plan.arch}a"
+            kernel_of(self.plan.tile)[(self.plan.programs,)](*arguments, target=target, **options)

@@ -1,45 +1,58 @@
 """Tensors and a tile configuration to TMA descriptors."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .compat import encode_tma, gl
-from .problem import Problem, in_bhsd
-from .tuning import TileConfig
+from .problem import Problem, in_bhsd, output_dtype
+from .tile import Bases, TileConfig
 
-DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+OPERANDS: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k", "v", "o")
+MAX_SWIZZLE_BYTES = 128
 
 
-def rank4_cga_layout(cga_layout: tuple[tuple[int, int], ...], *, sharded: bool) -> list[list[int]]:
-    """The CGA layout of a (batch, head, row, column) tile from that of a (rows, columns) tile.
-
-    sharded: Q and O, rows split over the CTAs. Otherwise K and V: every CTA has all of it, which a zero basis says.
-    """
-    return [[0, 0, *(basis if sharded else (0, 0))] for basis in cga_layout]
+def rank4_cga_layout(cga_layout: Bases) -> list[list[int]]:
+    """The CGA layout of a (batch, head, row, column) tile from that of a (rows, columns) tile."""
+    return [[0, 0, *basis] for basis in cga_layout]
 
 
-def tile_layout(dtype: torch.dtype, tile: TileConfig, *, sharded: bool) -> Any:
-    """The shared memory layout of a tile: 128-byte swizzle, as wgmma and TMA both read it without bank conflicts."""
+def tile_layout(element_bytes: int, padded_head_dim: int, cga_layout: Bases) -> Any:
+    """The shared memory layout of a tile: as wide a swizzle as a CTA's rows of it allow, at most the 128 bytes at which
+    tensor cores and TMA read it without bank conflicts."""
+    splits = 2 ** sum(columns != 0 for _, columns in cga_layout)
     return gl.NVMMASharedLayout(
-        swizzle_byte_width=128,
-        element_bitwidth=dtype.itemsize * 8,
+        swizzle_byte_width=min(MAX_SWIZZLE_BYTES, padded_head_dim * element_bytes // splits),
+        element_bitwidth=element_bytes * 8,
         rank=4,
-        cga_layout=rank4_cga_layout(tile.cga_layout, sharded=sharded),
+        cga_layout=rank4_cga_layout(cga_layout),
     )
+
+
+def block_and_layout(
+    name: Literal["q", "k", "v", "o"], dtype: torch.dtype, padded_head_dim: int, tile: TileConfig
+) -> tuple[torch.dtype, list[int], Any]:
+    """(dtype, block shape, shared memory layout) of the descriptor of that tensor; `dtype` is that of q, k and v."""
+    rows, cga_layout = tile.operand(name)
+    own = output_dtype(dtype) if name == "o" else dtype
+    return own, [1, 1, rows, padded_head_dim], tile_layout(own.itemsize, padded_head_dim, cga_layout)
 
 
 def descriptor_types(dtype: torch.dtype, padded_head_dim: int, tile: TileConfig) -> dict[str, str]:
     """Triton's type of each descriptor parameter of the kernel."""
-
-    def describe(rows: int, sharded: bool) -> str:
-        layout = tile_layout(dtype, tile, sharded=sharded)
-        return f"tensordesc<{DTYPE_NAMES[dtype]}[1,1,{rows},{padded_head_dim}],{layout!r}>"
-
-    rows, keys = describe(tile.rows_per_role, sharded=True), describe(tile.block_n, sharded=False)
-    return {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows}
+    types = {}
+    for name in OPERANDS:
+        own, block, layout = block_and_layout(name, dtype, padded_head_dim, tile)
+        types[f"{name}_desc"] = f"tensordesc<{DTYPE_NAMES[own]}[{','.join(map(str, block))}],{layout!r}>"
+    return types
 
 
 @dataclass(frozen=True)

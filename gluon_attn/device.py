@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A card, real (`Device.of`) or described (`Device.hopper`), so that every choice can be tested without one.
+    """A card, real (`Device.of`) or described (as by `Device.hopper`), so that every choice can be tested without one.
 
     capability: CUDA compute capability. sm_count: streaming multiprocessors. smem_bytes: shared memory a CTA can have.
     """
@@ -24,13 +24,29 @@ class Device:
         return Device(name="NVIDIA H200", capability=(9, 0), sm_count=132, smem_bytes=232448)
 
     @staticmethod
+    def blackwell() -> "Device":
+        """An NVIDIA B200."""
+        return Device(name="NVIDIA B200", capability=(10, 0), sm_count=148, smem_bytes=232448)
+
+    @staticmethod
+    def blackwell_ultra() -> "Device":
+        """An NVIDIA B300."""
+        return Device(name="NVIDIA B300", capability=(10, 3), sm_count=148, smem_bytes=232448)
+
+    @property
+    def arch(self) -> int:
+        """What kernels for it are compiled for: 90, 100 or 103."""
+        major, minor = self.capability
+        return 10 * major + minor
+
+    @staticmethod
     @functools.cache
     def of(device: torch.device) -> "Device":
         """The CUDA card behind `device`. Raises RuntimeError if `device` is no CUDA device."""
         if device.type != "cuda":
             raise RuntimeError(
-                f"q: expected a tensor on a Hopper card (compute capability 9.0), got one on {device.type!r}; "
-                "move q, k and v with .cuda(), or execute the kernel on the CPU with device=Device.hopper()"
+                f"q: expected a tensor on a Hopper or Blackwell card, got one on {device.type!r}; move q, k and v with "
+                ".cuda(), or execute the kernel on the CPU with device=Device.hopper() or Device.blackwell()"
             )
         card = torch.cuda.get_device_properties(device)
         return Device(
@@ -42,15 +58,15 @@ class Device:
 
     def require_supported(self) -> None:
         """RuntimeError unless there is a kernel for this card."""
-        if self.capability == (9, 0):
+        if self.capability in ((9, 0), (10, 0), (10, 3)):
             return
         major, minor = self.capability
         why = {
-            8: "Ampere and Ada have neither TMA nor warpgroup products",
-            10: "the kernel for Blackwell's tensor memory is not part of this release",
+            8: "Ampere and Ada have neither TMA nor clusters",
+            11: "the kernels have not been tried on this Blackwell",
             12: "this Blackwell has no tensor memory, and its tensor cores no warpgroup products",
-        }.get(major, "the kernels are built on TMA, clusters and warpgroup products as Hopper has them")
+        }.get(major, "the kernels are built on TMA, clusters and the tensor cores of Hopper (9.0) and Blackwell")
         raise RuntimeError(
-            f"device: expected a Hopper card (compute capability 9.0), got {self.name} ({major}.{minor}): {why}; "
-            "use torch.nn.functional.scaled_dot_product_attention there"
+            "device: expected a Hopper (compute capability 9.0) or Blackwell card (10.0 or 10.3), got "
+            f"{self.name} ({major}.{minor}): {why}; use torch.nn.functional.scaled_dot_product_attention there"
         )

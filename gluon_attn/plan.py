@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .device import Device
 from .problem import Problem
-from .tuning import TileConfig
+from .tile import TileConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,7 @@ class Plan:
 
     blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (see kernels/common/schedule.py).
     scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
+    arch: what to compile for: 90, 100 or 103.
     """
 
     problem: Problem
@@ -21,6 +22,7 @@ class Plan:
     programs: int
     blocks_per_item: int
     scale_log2: float
+    arch: int
 
     @staticmethod
     def of(problem: Problem, tile: TileConfig, device: Device) -> "Plan":
@@ -43,4 +45,5 @@ class Plan:
             programs=min(clusters, heads * -(-row_blocks // blocks_per_item)),
             blocks_per_item=blocks_per_item,
             scale_log2=problem.scale * math.log2(math.e),
+            arch=device.arch,
         )

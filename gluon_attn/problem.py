@@ -1,5 +1,6 @@
 """One attention problem: its shapes and options, and the validation of the tensors that pose it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ("bhsd", "bshd")
-DTYPES = (torch.float16, torch.bfloat16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (torch.float16, torch.bfloat16, *FP8_DTYPES)
+SCALES = ("q_scale", "k_scale", "v_scale")
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16
 # The kernel multiplies by scale · log2(e) in fp32, where that must be neither zero, nor infinite, nor imprecise.
@@ -39,9 +42,11 @@ class Problem:
         scale: float | None = None,
         layout: str = "bhsd",
         out: Tensor | None = None,
+        scales: Sequence[Tensor | None] = (None, None, None),
     ) -> "Problem":
         """The problem that these tensors pose, all of its shapes, dtypes, devices and strides checked.
 
+        scales: those of q, k and v, for fp8; None is 1.
         Base addresses are not looked at here (`check_addresses`): they change from call to call.
         Raises TypeError or ValueError naming the argument, what it should be, what it is, and what to do.
         """
@@ -56,16 +61,19 @@ class Problem:
         for name, t in named.items():
             check_kind(name, t, q)
         batch, heads, q_len, head_dim = in_bhsd(q, layout).shape
-        if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        step = TMA_ALIGNMENT_BYTES // q.element_size()
+        if head_dim % step or not step <= head_dim <= MAX_HEAD_DIM:
             raise ValueError(
-                f"q: expected a head_dim that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}; "
-                "pad q, k and v with zeros to the next multiple of 8 and give scale explicitly"
+                f"q: expected a head_dim that is a multiple of {step} from {step} to {MAX_HEAD_DIM}, got {head_dim}; "
+                f"pad q, k and v with zeros to the next multiple of {step} and give scale explicitly"
             )
         check_shapes(in_bhsd(q, layout), in_bhsd(k, layout), in_bhsd(v, layout))
         if out is not None and out.shape != q.shape:
             raise ValueError(f"out: expected shape {tuple(q.shape)} (as q), got {tuple(out.shape)}")
         for name, t in named.items():
             check_strides(name, t)
+        for name, one in zip(SCALES, scales, strict=True):
+            check_scale_tensor(name, one, q, (batch, in_bhsd(k, layout).shape[1]))
         return Problem(
             dtype=q.dtype,
             batch=batch,
@@ -90,6 +98,11 @@ class Problem:
         return max(64, 1 << (self.head_dim - 1).bit_length())
 
 
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of O, for q, k and v of `dtype`."""
+    return torch.bfloat16 if dtype in FP8_DTYPES else dtype
+
+
 def in_bhsd(t: Tensor, layout: str) -> Tensor:
     """A view of `t` with dimensions (batch, head, sequence, head_dim)."""
     return t.transpose(1, 2) if layout == "bshd" else t
@@ -102,9 +115,13 @@ def check_kind(name: str, t: Tensor, q: Tensor) -> None:
             f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); unsqueeze a batch of 1"
         )
     if t.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected dtype float16 or bfloat16, got {t.dtype}; convert with .to(torch.bfloat16)")
-    if t.dtype != q.dtype:
-        raise TypeError(f"{name}: expected dtype {q.dtype} (as q), got {t.dtype}")
+        raise TypeError(
+            f"{name}: expected dtype float16, bfloat16, float8_e4m3fn or float8_e5m2, got {t.dtype}; "
+            "convert with .to(torch.bfloat16)"
+        )
+    want, of = (output_dtype(q.dtype), "for q's") if name == "out" else (q.dtype, "as q")
+    if t.dtype != want:
+        raise TypeError(f"{name}: expected dtype {want} ({of}), got {t.dtype}")
     if t.device != q.device:
         raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}")
 
@@ -131,6 +148,27 @@ def check_strides(name: str, t: Tensor) -> None:
                     f"out: expected strides under which no two elements share memory, got {t.stride()} for shape "
                     f"{tuple(t.shape)}; allocate it in full"
                 )
+
+
+def check_scale_tensor(name: str, scale: Tensor | None, q: Tensor, shape: tuple[int, int]) -> None:
+    """That an fp8 scale is one number for each batch and KV head, and that there are fp8 numbers to scale."""
+    if scale is None:
+        return
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(scale).__name__}")
+    if q.dtype not in FP8_DTYPES:
+        raise TypeError(f"{name}: expected None, as q, k and v are {q.dtype} and only fp8 is scaled; leave it out")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name}: expected dtype torch.float32, got {scale.dtype}; convert with .float()")
+    if scale.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} (as q), got {scale.device}")
+    if scale.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape} (batch, KV heads), got {tuple(scale.shape)}")
+    if not scale.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor, got strides {scale.stride()}; call .contiguous() on it, nothing is "
+            "copied silently"
+        )
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

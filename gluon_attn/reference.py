@@ -3,19 +3,39 @@
 import torch
 from torch import Tensor
 
+from .problem import FP8_DTYPES
+
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, layout: str = "bhsd"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ + mask) V and the log-sum-exp of its scores, in the dtype of the inputs, materialising S.
 
     q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D) with H a multiple of Hkv; with layout "bshd", dimensions 1 and 2 swapped.
     causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right, as flash-attention has it; the `is_causal`
     of torch's scaled_dot_product_attention is aligned to the top left). scale: default 1/sqrt(D).
+    q_scale, k_scale, v_scale: (B, Hkv), for fp8 inputs: what they are multiplied with, default 1; that is then done in
+    fp32, and the rest too.
 
-    Returns (O in the layout and dtype of q, LSE (B, H, Sq), natural log, fp32 or, for float64 inputs, float64).
+    Returns (O in the layout and dtype of q (of fp8 inputs: bfloat16), LSE (B, H, Sq), natural log, fp32 or, for float64 inputs, float64).
     A row that sees no key has O = 0 and LSE = -inf.
     """
+    if q.dtype in FP8_DTYPES:
+        kv_heads = k.shape[1 if layout == "bhsd" else 2]
+        q, k, v = (
+            dequantise(t, by, kv_heads, layout) for t, by in ((q, q_scale), (k, k_scale), (v, v_scale))
+        )
+        out, lse = reference_attention(q, k, v, causal=causal, scale=scale, layout=layout)
+        return out.to(torch.bfloat16), lse
     if layout == "bshd":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -32,3 +52,12 @@ def reference_attention(
     p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
     out = p.to(v.dtype) @ v
     return (out.transpose(1, 2) if layout == "bshd" else out), lse
+
+
+def dequantise(t: Tensor, scale: Tensor | None, kv_heads: int, layout: str = "bhsd") -> Tensor:
+    """An fp8 tensor in fp32, each head times the number in `scale` (B, kv_heads) of the KV head it belongs to."""
+    if scale is None:
+        return t.float()
+    heads_dim = 1 if layout == "bhsd" else 2
+    by_head = scale.repeat_interleave(t.shape[heads_dim] // max(kv_heads, 1), dim=1)
+    return t.float() * by_head.unflatten(1, (-1, 1, 1) if layout == "bhsd" else (1, -1, 1))

@@ -35,12 +35,18 @@ class Rows:
         return (seen + self.BLOCK_N - 1) // self.BLOCK_N
 
     @jit
-    def masked_blocks(self):
-        """How many of them, from the last one on, hold a key that some row does not see; may be 0."""
-        return self.blocks() - gl.maximum(self.visible(self.first), 0) // self.BLOCK_N
+    def unmasked_blocks(self):
+        """How many of them, from block 0 on, every row sees entirely; may be 0."""
+        return gl.maximum(self.visible(self.first), 0) // self.BLOCK_N
 
     @jit
-    def mask(self, scores, block):
-        """Scores [ROWS, BLOCK_N] of key block `block`, -inf where a row does not see a key."""
+    def masked_blocks(self):
+        """How many of them, from the last one on, hold a key that some row does not see; may be 0."""
+        return self.blocks() - self.unmasked_blocks()
+
+    @jit
+    def mask(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
+        """Scores of key block `block`, -inf where a row does not see a key: [ROWS, BLOCK_N], or some of the columns
+        from FIRST_COLUMN on."""
         rows = self.first + gl.arange(0, self.ROWS, gl.SliceLayout(1, scores.type.layout))
-        return keep_first_columns(scores, self.visible(rows) - block * self.BLOCK_N, float("-inf"))
+        return keep_first_columns(scores, self.visible(rows) - (block * self.BLOCK_N + FIRST_COLUMN), float("-inf"))

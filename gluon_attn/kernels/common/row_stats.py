@@ -51,9 +51,20 @@ def finite(row_max, MASKED: gl.constexpr):
 @jit
 def normalise(acc, stats, scale_log2):
     """(O [M, D] fp32, natural-log LSE [M]) of accumulated P V. A row that saw no key: O = 0, LSE = -inf."""
-    LN_2: gl.constexpr = 0.6931471805599453
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     row_sum = gl.convert_layout(gl.sum(stats.sum, axis=1), layout)  # [M]
     row_max = gl.convert_layout(stats.max, layout)
-    out = acc * (1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-    return out, (row_max * scale_log2 + gl.log2(row_sum)) * LN_2
+    return acc * inverse(row_sum)[:, None], log_sum_exp(row_max, row_sum, scale_log2)
+
+
+@jit
+def inverse(row_sum):
+    """What the accumulated P V is multiplied with; 1 for a row that saw no key, whose P V is 0."""
+    return 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+
+
+@jit
+def log_sum_exp(row_max, row_sum, scale_log2):
+    """Natural log, of the maximum of the raw scores and the sum of exp2((score - maximum) * scale_log2)."""
+    LN_2: gl.constexpr = 0.6931471805599453
+    return (row_max * scale_log2 + gl.log2(row_sum)) * LN_2

@@ -5,8 +5,9 @@ from gluon_attn.compat import aggregate, gl, jit, tma_descriptor, warpgroup_mma,
 
 from ..common.row_stats import first_probabilities, next_probabilities, normalise
 from ..common.thread_view import pack_pairs, unpack_pairs
+from ..common.turns import turn_of
 from .layouts import accumulator_layout, left_operand_layout
-from .wires import Blocks, turn_of
+from .wires import Blocks
 
 
 @aggregate
@@ -133,7 +134,7 @@ def softmax(wires, schedule, operands, ROLE: gl.constexpr):
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
     queries = wires.queries.consumer()
-    blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn_of(wires, ROLE))
+    blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn_of(wires.turns, ROLE, wires.TAKE_TURNS))
 
     for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
         for i in range(schedule.tiles_in(item)):

@@ -1,14 +1,9 @@
 """The wires of the Hopper kernel: its channels, by what flows through them."""
 
-from channels import (
-    SharedMemoryChannel,
-    SharedMemoryConsumer,
-    SignalChannel,
-    SignalConsumer,
-    SignalProducer,
-    cluster_fence,
-)
+from channels import SharedMemoryChannel, SharedMemoryConsumer, SignalChannel, cluster_fence
 from gluon_attn.compat import aggregate, gl, jit
+
+from ..common.turns import Turn
 
 
 @aggregate
@@ -52,63 +47,26 @@ class Wires:
 
 
 @jit
-def alloc_wires(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    SOFTMAX_ROLES: gl.constexpr,
-    QUERY_SLOTS: gl.constexpr,
-    KV_SLOTS: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
-    STAGE_IN_QUERIES: gl.constexpr,
-):
+def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
+    ROLES: gl.constexpr = TILE.softmax_roles
     SHARED: gl.constexpr = gl.num_ctas() > 1
-    queries = SharedMemoryChannel.alloc(q_desc, SLOTS=QUERY_SLOTS, CONSUMERS=SOFTMAX_ROLES, PARTS=SOFTMAX_ROLES)
-    keys = SharedMemoryChannel.alloc(k_desc, SLOTS=KV_SLOTS, CONSUMERS=SOFTMAX_ROLES, MULTICAST=SHARED)
-    values = SharedMemoryChannel.alloc(v_desc, SLOTS=KV_SLOTS, CONSUMERS=SOFTMAX_ROLES, MULTICAST=SHARED)
-    turns = SignalChannel.alloc(LANES=SOFTMAX_ROLES)
-    if STAGE_IN_QUERIES:
+    queries = SharedMemoryChannel.alloc(q_desc, SLOTS=TILE.query_slots, CONSUMERS=ROLES, PARTS=ROLES)
+    keys = SharedMemoryChannel.alloc(k_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+    values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+    turns = SignalChannel.alloc(LANES=ROLES)
+    if TILE.stage_in_queries:
         output = queries.tiles
     else:
-        output = gl.allocate_shared_memory(o_desc.dtype, [SOFTMAX_ROLES] + o_desc.block_shape, o_desc.layout)
+        output = gl.allocate_shared_memory(o_desc.dtype, [ROLES] + o_desc.block_shape, o_desc.layout)
     return Wires(
         queries=queries,
         keys=keys,
         values=values,
         turns=turns,
         output=output,
-        TAKE_TURNS=TAKE_TURNS,
-        STAGE_IN_QUERIES=STAGE_IN_QUERIES,
+        TAKE_TURNS=TILE.take_turns,
+        STAGE_IN_QUERIES=TILE.stage_in_queries,
     )
-
-
-@aggregate
-class Turn:
-    """A softmax role's place in the ring of turns. Immutable: `take()` returns the next. No-op if not TAKE_TURNS."""
-
-    mine: SignalConsumer
-    following: SignalProducer
-    TAKE_TURNS: gl.constexpr
-
-    @jit
-    def take(self):
-        if self.TAKE_TURNS:
-            return Turn(self.mine.acquire(), self.following, self.TAKE_TURNS)
-        else:
-            return self
-
-    @jit
-    def pass_on(self):
-        if self.TAKE_TURNS:
-            self.following.release()
-
-
-@jit
-def turn_of(wires, ROLE: gl.constexpr):
-    mine = wires.turns.consumer(ROLE, FIRST_IS_FREE=ROLE == 0)
-    following = wires.turns.producer((ROLE + 1) % wires.turns.LANES)
-    return Turn(mine, following, wires.TAKE_TURNS)
 
 
 @aggregate

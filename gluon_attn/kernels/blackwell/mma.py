@@ -1,0 +1,107 @@
+"""The role that issues the products: one warp, and with more than one CTA that of a pair's lead, for both."""
+
+from channels import SignalConsumer, TensorMemoryProducer
+from channels.tensor_memory import TensorMemorySlot
+from gluon_attn.compat import aggregate, gl, jit, tcgen05_mma
+
+from .tmem import probabilities_of
+
+
+@aggregate
+class Products:
+    """The products of one query tile. Immutable: what moves an end on returns the next `Products`.
+
+    The role holds the tile's slot of the scores from when P is in it until it has issued the next QKᵀ into it.
+    """
+
+    held: TensorMemorySlot
+    scores: TensorMemoryProducer
+    outputs: TensorMemoryProducer
+    tails: SignalConsumer
+    statistics_read: SignalConsumer
+    EARLY_P: gl.constexpr
+
+    @jit
+    def next_tile(self):
+        """Wait until nothing of the last tile is left in the scores."""
+        read = self.statistics_read.acquire()
+        return Products(self.held, self.scores, self.outputs, self.tails, read, self.EARLY_P)
+
+    @jit
+    def issue_qk(self, q, k):
+        """S = Q Kᵀ, [ROWS, BLOCK_N] fp32, tensor memory."""
+        tcgen05_mma(q, k.permute((1, 0)), self.held.memory, use_acc=False, mbarriers=[self.held.filled])
+
+    @jit
+    def issue_pv(self, v, first, LAST: gl.constexpr):
+        """O += P V, [ROWS, D] fp32, tensor memory, once P is there and O is rescaled."""
+        BLOCK_N: gl.constexpr = v.shape[0]
+        held, scores = self.scores.acquire()
+        output, outputs = self.outputs.acquire()
+        p = probabilities_of(held.memory, v.dtype)  # [ROWS, BLOCK_N]
+        tails = self.tails
+        if self.EARLY_P:
+            # Three products, for the number of rows must be a power of two.
+            HALF: gl.constexpr = BLOCK_N // 2
+            QUARTER: gl.constexpr = BLOCK_N // 4
+            tcgen05_mma(p.slice(0, HALF), v.slice(0, HALF), output.memory, use_acc=not first)
+            tcgen05_mma(p.slice(HALF, QUARTER), v.slice(HALF, QUARTER), output.memory)
+            tails = tails.acquire()
+            p, v, first = p.slice(HALF + QUARTER, QUARTER), v.slice(HALF + QUARTER, QUARTER), False
+        if LAST:
+            tcgen05_mma(p, v, output.memory, use_acc=not first, mbarriers=[output.filled])
+        else:
+            # Whoever reads O next does so after the next scores, which are filled later.
+            tcgen05_mma(p, v, output.memory, use_acc=not first, mbarriers=[])
+        return Products(held, scores, outputs, tails, self.statistics_read, self.EARLY_P)
+
+
+@jit
+def products_of(wires, LANE: gl.constexpr, EARLY_P: gl.constexpr):
+    held, scores = wires.scores.producer(LANE).acquire()
+    outputs, tails = wires.outputs.producer(LANE), wires.tails.consumer(LANE)
+    return Products(
+        held, scores, outputs, tails, wires.statistics_read.consumer(LANE, FIRST_IS_FREE=True), EARLY_P
+    )
+
+
+@jit
+def mma(wires, schedule, operands, TILE: gl.constexpr):
+    """Issues, for each key block, PV of the block before and QKᵀ of this one, for one query tile after the other."""
+    BLOCK_N: gl.constexpr = operands.k.block_shape[2]
+    ROWS: gl.constexpr = operands.q.block_shape[2]
+    D: gl.constexpr = operands.q.block_shape[3]
+    queries, keys_values = wires.queries.consumer(), wires.keys_values.consumer()
+    one, two = products_of(wires, 0, TILE.early_p), products_of(wires, 1, TILE.early_p)
+
+    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
+        for i in range(schedule.tiles_in(item)):
+            blocks = schedule.rows(schedule.tile(item, i).first_row, schedule.BLOCK_M).blocks()
+
+            q_one, queries = queries.acquire()
+            k, keys_values = keys_values.acquire()
+            one = one.next_tile()
+            one.issue_qk(q_one.view([ROWS, D]), k.view([BLOCK_N, D]))
+            q_two, queries = queries.acquire()
+            two = two.next_tile()
+            two.issue_qk(q_two.view([ROWS, D]), k.view([BLOCK_N, D]))
+            k.release_after_products()
+
+            for j in range(1, blocks):
+                v_slot, keys_values = keys_values.acquire()
+                v = v_slot.tile_of(operands.v).reshape([BLOCK_N, D])
+                one = one.issue_pv(v, j == 1, LAST=False)
+                k, keys_values = keys_values.acquire()
+                one.issue_qk(q_one.view([ROWS, D]), k.view([BLOCK_N, D]))
+                two = two.issue_pv(v, j == 1, LAST=False)
+                v_slot.release_after_products()
+                two.issue_qk(q_two.view([ROWS, D]), k.view([BLOCK_N, D]))
+                k.release_after_products()
+            q_one.release_after_products()
+            q_two.release_after_products()
+
+            v_slot, keys_values = keys_values.acquire()
+            v = v_slot.tile_of(operands.v).reshape([BLOCK_N, D])
+            one = one.issue_pv(v, blocks == 1, LAST=True)
+            two = two.issue_pv(v, blocks == 1, LAST=True)
+            v_slot.release_after_products()

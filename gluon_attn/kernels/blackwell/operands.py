@@ -1,0 +1,43 @@
+"""The kernel's tensors, and the scales of those in fp8."""
+
+from gluon_attn.compat import aggregate, constexpr_function, gl, jit, tma_descriptor
+
+# P is in [0, 1]. In fp8 it is computed times 2^8, where the numbers that matter are normal ones (e4m3 ends at 448): the
+# row sum has the same factor, so that it cancels in O.
+FP8_SHIFT_LOG2 = gl.constexpr(8.0)
+
+
+@constexpr_function
+def shift_log2(dtype):
+    """P is computed times two to this power."""
+    return FP8_SHIFT_LOG2.value if dtype.primitive_bitwidth == 8 else 0.0
+
+
+@aggregate
+class Operands:
+    """The kernel's tensors, each in global memory behind its TMA descriptor; the others by pointer."""
+
+    q: tma_descriptor  # (B, H, Sq, D), tiles [1, 1, ROWS, D]
+    k: tma_descriptor  # (B, Hkv, Sk, D), tiles [1, 1, BLOCK_N, D]
+    v: tma_descriptor  # as k
+    o: tma_descriptor  # as q, or bf16
+    lse: gl.tensor  # (B, H, Sq) fp32
+    scale_log2: gl.tensor  # softmax scale times log2(e)
+
+    @jit
+    def kv_head(self, tile):
+        """The KV head of a tile's query head."""
+        return tile.head // (self.q.shape[1] // self.k.shape[1])
+
+    @jit
+    def scale_of(self, scales, tile):
+        """A tile's fp8 scale, from (B, Hkv) fp32."""
+        return gl.load(scales + (tile.batch * self.k.shape[1] + self.kv_head(tile)))
+
+    @jit
+    def score_scale(self, q_scales, k_scales, tile):
+        """What a tile's raw scores are multiplied with before exp2."""
+        if q_scales is None:
+            return self.scale_log2
+        else:
+            return self.scale_log2 * self.scale_of(q_scales, tile) * self.scale_of(k_scales, tile)

@@ -1,0 +1,90 @@
+"""From a plan to a launch on a card: the compiled kernel and its arguments."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compat import CompiledKernel, compile_gluon, current_stream, launch
+from .descriptors import View, descriptor_types
+from .kernels.blackwell import kernel as blackwell
+from .kernels.hopper import kernel as hopper
+from .plan import Plan
+from .problem import FP8_DTYPES
+from .tile import BlackwellTile, TileConfig
+
+SCALES = ("q_scale_ptr", "k_scale_ptr", "v_scale_ptr")
+
+
+def kernel_of(tile: TileConfig) -> Any:
+    """The jitted kernel that the tile is for."""
+    return blackwell.attention_forward if isinstance(tile, BlackwellTile) else hopper.attention_forward
+
+
+def constants_of(tile: TileConfig, causal: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernel's compile-time parameters."""
+    absent = {} if dtype in FP8_DTYPES else {name: None for name in SCALES if name in kernel_of(tile).arg_names}
+    return {"CAUSAL": causal, "TILE": tile, **absent}
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(
+    dtype: torch.dtype,
+    padded_head_dim: int,
+    causal: bool,
+    tile: TileConfig,
+    *,
+    arch: int | None = None,
+    device_index: int | None = None,
+) -> CompiledKernel:
+    """The kernel for these compile-time choices; the lengths, batches, heads and strides are arguments of the launch.
+
+    arch: 90, 100 or 103, for sm_90a and so on; None: the first that the tile is for.
+    device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
+    """
+    types = descriptor_types(dtype, padded_head_dim, tile) | dict.fromkeys(SCALES, "*fp32")
+    types |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "blocks_per_item": "i32"}
+    return compile_gluon(
+        kernel_of(tile),
+        types,
+        constants_of(tile, causal, dtype),
+        arch=tile.archs[0] if arch is None else arch,
+        num_warps=4,
+        num_ctas=tile.num_ctas,
+    )
+
+
+class Launch:
+    """A launch on a card, but for the tensors: what depends on shapes, strides and options. Keeps no tensor alive."""
+
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """The tensors are looked at for their shapes, strides and device only; `out` may be on the meta device."""
+        problem, tile = plan.problem, plan.tile
+        self.device_index = q.device.index
+        self.kernel = compiled(
+            problem.dtype,
+            problem.padded_head_dim,
+            problem.causal,
+            tile,
+            arch=plan.arch,
+            device_index=self.device_index,
+        )
+        self.views = [View.of(t, problem) for t in (q, k, v, out)]
+        self.programs = plan.programs
+        self.scalars = [plan.scale_log2, plan.blocks_per_item]
+        # A launch takes a place for each compile-time parameter, and no value.
+        absent = constants_of(tile, problem.causal, problem.dtype)
+        self.no_scales = [None for name in SCALES if name in absent]
+        self.constants = [None for name in absent if name not in SCALES]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *scales: Tensor) -> None:
+        """Enqueue on the current stream of the tensors' device. scales: those of q, k and v, in fp8."""
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self(q, k, v, out, lse, *scales)
+        arguments: list[Any] = []
+        for view, t, meta in zip(self.views, (q, k, v, out), self.kernel.metadata.tensordesc_meta, strict=True):
+            arguments += view.arguments(t.data_ptr(), meta)
+        arguments += (lse, *scales, *self.no_scales, *self.scalars, *self.constants)
+        launch(self.kernel, self.programs, current_stream(self.device_index), arguments)

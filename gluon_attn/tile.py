@@ -1,0 +1,215 @@
+"""Tile configurations: how a kernel is cut, one class for each architecture. Frozen, and they check themselves."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+REGISTERS_PER_SM = 65536
+REGISTERS_PER_ROLE = range(24, 257, 8)
+WARPGROUP = 128  # threads
+BARRIER_BYTES = 1024  # shared memory for barriers and the compiler's own use, at most
+
+Bases = tuple[tuple[int, int], ...]  # a CGA layout: for each doubling of the CTAs, the step in (rows, D) of a tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """What tiles of both architectures have.
+
+    block_n: keys per block, 64 or 128.
+    kv_slots: depth of the channels for keys and values.
+    softmax_registers, load_registers: registers per thread of those roles.
+    cga_layout: how the rows of a tile are sharded over the CTAs of a cluster, as bases of a (rows, D) tile: () for one
+        CTA, ((1, 0),) for two, and on Blackwell ((1, 0), (2, 0)) for four.
+    """
+
+    block_n: int
+    kv_slots: int
+    softmax_registers: int
+    load_registers: int
+    cga_layout: Bases = ()
+
+    @property
+    def archs(self) -> tuple[int, ...]:
+        """The architectures it is for: 90, 100, 103."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        if self.block_n not in (64, 128):
+            raise ValueError(f"{self.block_n=} must be 64 or 128")
+        if self.kv_slots < 1:
+            raise ValueError(f"{self.kv_slots=} must be at least 1")
+        for name in ("softmax_registers", "load_registers"):
+            if getattr(self, name) not in REGISTERS_PER_ROLE:
+                raise ValueError(f"self.{name}={getattr(self, name)} must be a multiple of 8 from 24 to 256")
+
+    @property
+    def num_ctas(self) -> int:
+        return 2 ** len(self.cga_layout)
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile, over all CTAs of the cluster."""
+        raise NotImplementedError
+
+    def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
+        """Shared memory of a CTA for a padded head dim (64, 128 or 256), with barriers and the compiler's own use."""
+        raise NotImplementedError
+
+    def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:
+        """(rows, CGA layout) of the tiles in which that tensor is copied."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperTile(TileConfig):
+    """How the Hopper kernel is cut: tile, channels, roles.
+
+    softmax_roles: softmax warpgroups, 1 to 4, each with 64 query rows per CTA.
+    query_slots: depth of the queries channel; kv_slots: of the keys and of the values channel, each.
+    take_turns: whether the softmax roles issue their products in turn, so that one's softmax runs beside another's.
+    stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
+    With two CTAs one load of K and V serves both.
+    """
+
+    softmax_roles: int
+    query_slots: int
+    take_turns: bool
+    stage_in_queries: bool
+
+    ROWS_PER_CTA = 64  # of a role: query rows that a warpgroup product covers
+
+    @property
+    def archs(self) -> tuple[int, ...]:
+        return (90,)
+
+    def __post_init__(self) -> None:
+        if self.softmax_roles not in (1, 2, 3, 4):
+            raise ValueError(f"{self.softmax_roles=} must be 1, 2, 3 or 4")
+        if self.query_slots < 1:
+            raise ValueError(f"{self.query_slots=} must be at least 1")
+        super().__post_init__()
+        if self.cga_layout not in ((), ((1, 0),)):
+            raise ValueError(f"{self.cga_layout=} must be () for one CTA or ((1, 0),) for two, sharded along the rows")
+        if self.registers > REGISTERS_PER_SM:
+            raise ValueError(f"{self.registers=} must be at most {REGISTERS_PER_SM}, all warps of a CTA together")
+
+    @property
+    def rows_per_role(self) -> int:
+        """Query rows of a softmax role, over all CTAs of the cluster."""
+        return self.ROWS_PER_CTA * self.num_ctas
+
+    @property
+    def block_m(self) -> int:
+        return self.rows_per_role * self.softmax_roles
+
+    @property
+    def registers(self) -> int:
+        """Of a CTA. Registers are handed out by warpgroup, so the load warp counts as four."""
+        return WARPGROUP * (self.softmax_roles * self.softmax_registers + self.load_registers)
+
+    def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
+        row = head_dim * element_bytes
+        query_tiles = self.query_slots + (0 if self.stage_in_queries else 1)
+        tiles = query_tiles * self.softmax_roles * self.ROWS_PER_CTA * row + 2 * self.kv_slots * self.block_n * row
+        return tiles + BARRIER_BYTES
+
+    def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:
+        if name in ("q", "o"):
+            return self.rows_per_role, self.cga_layout
+        return self.block_n, tuple((0, 0) for _ in self.cga_layout)  # the same in every CTA
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlackwellTile(TileConfig):
+    """How the Blackwell kernel is cut: channels, roles, and what its softmax does in which way.
+
+    A CTA computes two tiles of 128 query rows at a time; two CTAs are a pair whose products are issued together.
+
+    kv_slots: depth of the one channel that keys and values take turns in.
+    load_registers: of the load, mma and store roles.
+    load_pieces: in how many pieces the scores are loaded from tensor memory: 1, 2 or 4.
+    exp_pieces: in how many pieces the exponentials are taken and the probabilities stored, a multiple of load_pieces:
+        the stores of one overlap with the exponentials of the next.
+    early_p: hand the probabilities to the products after three quarters of them; needs exp_pieces=4.
+    exp_turns: the two softmax roles take turns at the exponential unit.
+    max_in_load: let the loads from tensor memory find the row maxima (sm_103 only).
+    packed_arithmetic: two fp32 operations to an instruction.
+    polynomial_columns: of every 16 columns of an unmasked block, for how many to compute the exponentials by
+        polynomial on the multiply-add units; even, 0 for none.
+    rescale_threshold: rescale the output only when a row's maximum has grown by more, in log2 units; 0: always.
+    """
+
+    load_pieces: int = 1
+    exp_pieces: int = 1
+    early_p: bool = False
+    exp_turns: bool = False
+    max_in_load: bool = False
+    packed_arithmetic: bool = True
+    polynomial_columns: int = 0
+    rescale_threshold: float = 0.0
+
+    QUERY_TILES = 2
+    ROWS_PER_CTA = 128  # of a query tile: lanes of tensor memory
+    WARPGROUPS = 4  # two softmax, correction, and the single warps of load, mma and store together
+    TENSOR_MEMORY_COLUMNS = 512
+
+    @property
+    def archs(self) -> tuple[int, ...]:
+        return (103,) if self.max_in_load else (100, 103)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cga_layout not in ((), ((1, 0),), ((1, 0), (2, 0))):
+            raise ValueError(
+                f"{self.cga_layout=} must be () for one CTA, ((1, 0),) for two or ((1, 0), (2, 0)) for four, sharded "
+                "along the rows"
+            )
+        for name in ("load_pieces", "exp_pieces"):
+            if getattr(self, name) not in (1, 2, 4):
+                raise ValueError(f"self.{name}={getattr(self, name)} must be 1, 2 or 4")
+        if self.exp_pieces % self.load_pieces:
+            raise ValueError(f"{self.exp_pieces=} must be a multiple of {self.load_pieces=}")
+        if self.early_p and self.exp_pieces != 4:
+            raise ValueError(f"{self.exp_pieces=} must be 4 with early_p, which hands over three of four")
+        if self.polynomial_columns not in range(0, 17, 2):
+            raise ValueError(f"{self.polynomial_columns=} must be even, 0 to 16")
+        if not 0 <= self.rescale_threshold <= 8:
+            raise ValueError(f"{self.rescale_threshold=} must be from 0 to 8: P would lose range, in fp16 beyond 15")
+        if self.correction_registers not in REGISTERS_PER_ROLE:
+            raise ValueError(
+                f"{self.softmax_registers=} and {self.load_registers=} must leave the correction role 24 to 256 "
+                f"registers, they leave {self.correction_registers}"
+            )
+
+    @property
+    def rows_per_lane(self) -> int:
+        """Query rows of a query tile, over all CTAs of the cluster."""
+        return self.ROWS_PER_CTA * self.num_ctas
+
+    @property
+    def block_m(self) -> int:
+        return self.QUERY_TILES * self.rows_per_lane
+
+    @property
+    def correction_registers(self) -> int:
+        """What the other roles leave; registers are handed out by warpgroup, and the single warps are in one."""
+        asked = self.QUERY_TILES * self.softmax_registers + self.load_registers
+        return REGISTERS_PER_SM // WARPGROUP - asked
+
+    def tensor_memory_columns(self, head_dim: int) -> int:
+        """Columns of tensor memory, of the 512 there are."""
+        return self.QUERY_TILES * (self.block_n + head_dim)
+
+    def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
+        queries = self.QUERY_TILES * self.ROWS_PER_CTA * head_dim * element_bytes
+        results = self.QUERY_TILES * self.ROWS_PER_CTA * head_dim * 2
+        keys_values = self.kv_slots * self.block_n * head_dim * element_bytes // min(2, self.num_ctas)
+        return queries + results + keys_values + BARRIER_BYTES
+
+    def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:
+        if name in ("q", "o"):
+            return self.rows_per_lane, self.cga_layout
+        # A pair multiplies with one right operand, of which each CTA holds half: of Kᵀ and of V half of the columns.
+        # Further pairs have the same.
+        half = (1, 0) if name == "k" else (0, 1)
+        return self.block_n, tuple(half if i == 0 else (0, 0) for i in range(len(self.cga_layout)))
