@@ -44,14 +44,14 @@ class Cta:
             self.tensor_memory = TensorMemory(self)
         return self.tensor_memory
 
-    def enter_allocation(self, info: Any) -> None:
+    def enter_allocation(self, info: Any, access: Access) -> None:
         if info not in self.allocations:
             self.allocations.append(info)
         elif self.allocations[-1] is not info:
             self.allocations.remove(info)
             self.allocations.append(info)
         if self.checks and info.bytes:
-            self.shadow.fresh(info.offset, info.offset + info.bytes)
+            self.shadow.fresh(info.offset, info.offset + info.bytes, access)
 
     def name_at(self, offset: int) -> str:
         """What the kernel calls the buffer at an offset."""
@@ -64,11 +64,17 @@ class Cta:
     def place(self, offset: int) -> str:
         return f"{self.name_at(offset)}, shared memory of CTA {self.number}"
 
+    def conflict(self, e: Conflict) -> findings.Finding:
+        if e.kind == "barrier":
+            barrier = next(b for b in self.barriers.values() if b.init_access is e.earlier)
+            return report.barrier_as_data(e, barrier.place)
+        return report.race(e, self.place(e.start))
+
     def shadow_read(self, runs: Any, base: int, clk: Any, access: Access) -> None:
         try:
             self.shadow.read(runs, base, clk, access)
         except Conflict as e:
-            raise report.race(e, self.place(e.start)) from None
+            raise self.conflict(e) from None
         except Unwritten as e:
             raise findings.UninitialisedRead(
                 f"{self.place(e.start)} is read before anybody wrote it (bytes {e.start} to {e.end}):\n"
@@ -79,10 +85,12 @@ class Cta:
         try:
             self.shadow.write(runs, base, clk, access)
         except Conflict as e:
-            raise report.race(e, self.place(e.start)) from None
+            raise self.conflict(e) from None
 
     def note_use(self, offset: int, slot: int, time: int, who: str, info: Any, *, remote: bool) -> None:
         self.uses.setdefault(offset, {})[slot] = (time, who, info)
+        if self.checks:
+            self.shadow.use_barrier(offset, Access(slot, time, False, info, who, self.cluster.number))
         if remote:
             self.touched[slot] = (time, who, info)
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from . import findings
-from .ir.locations import buffer_name
 from .shadow import Access, Conflict
 
 
@@ -39,10 +38,22 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
             "access: the writing role must call fence_async_shared() after the write and before it signals.",
             sites,
         )
+    if conflict.kind == "reuse":
+        return findings.ReuseRace(
+            f"memory reused too early: {place}:\n"
+            f"  allocated by {earlier.who}\n    at {earlier.info.site.where}\n"
+            f"  in bytes that are still read by {describe(later)}\n"
+            f"  Missing order: {missing_order(conflict)}",
+            sites,
+        )
     first, second = {"write-read": ("writes", "reads"), "read-write": ("reads", "writes"), "write-write": (
         "writes", "writes")}[conflict.kind]  # fmt: skip
     kind: type[findings.Finding] = findings.DataRace
-    if conflict.kind == "read-write" and earlier.info.what.startswith("TMA store"):
+    store_reads = {
+        "read-write": earlier.info.what.startswith("TMA store"),
+        "write-read": is_store_of(later, earlier.who),
+    }
+    if store_reads.get(conflict.kind):
         kind = findings.ReuseRace
     elif "global" in place and conflict.kind == "write-write":
         kind = findings.OutputRace
@@ -56,6 +67,22 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
     )
 
 
+def is_store_of(access: Access, who: str) -> bool:
+    return access.who == f"TMA store for {who}"
+
+
+def barrier_as_data(conflict: Conflict, barrier: str) -> findings.Finding:
+    """The finding for data in the memory of a barrier that has not ended."""
+    return findings.BarrierMisuse(
+        f"the memory of {barrier} is used for data, but the barrier was never invalidated:\n"
+        f"  initialised by {conflict.earlier.who}\n    at {conflict.earlier.info.site.where}\n"
+        f"  data: {describe(conflict.later)}\n"
+        "  After a buffer's last use the compiler may give its bytes to another: call mbarrier.invalidate after the "
+        "last use of the barrier.",
+        (conflict.later.info.site, conflict.earlier.info.site),
+    )
+
+
 def missing_order(conflict: Conflict) -> str:
     earlier, later = conflict.earlier, conflict.later
     a, b = earlier.who, later.who
@@ -66,6 +93,8 @@ def missing_order(conflict: Conflict) -> str:
             "the two belong to different programs of the grid. Only an atomic with release by the one and one with "
             "acquire by the other could order them, both with scope='gpu' or 'sys'."
         )
+    if is_store_of(later, a):  # issued before, though it reads after
+        return f"nothing makes {a} wait until the store has read its tile: store_wait() must come first."
     if earlier.info.what.startswith("TMA store"):
         return f"nothing makes {b} wait until the store has read its tile: store_wait() must come first."
     if earlier.info.what.startswith("wgmma"):
@@ -82,7 +111,3 @@ def missing_order(conflict: Conflict) -> str:
 
 def slot_name(name: str, start: int, offset: int, stride: int, count: int) -> str:
     return f"{name}[{(offset - start) // stride}]" if count > 1 and stride else name
-
-
-def name_of(site: Any) -> str:
-    return buffer_name(site)

@@ -11,14 +11,22 @@ from .clocks import FENCED, ORDER
 
 
 class Scope(NamedTuple):
-    """Of an atomic: by which CTA, and whether it holds among that CTA's agents only (`narrow`) or for all."""
+    """Of an atomic: by which CTA, and whether it holds among that CTA's agents only (`narrow`) or for all.
+
+    barrier: it is the init of an mbarrier, which data does not go together with at all.
+    """
 
     narrow: bool
     cluster: int
     cta: int
+    barrier: bool = False
 
     def covers(self, other: "Scope") -> bool:
-        return not self.narrow or self[1:] == other[1:]
+        return not self.narrow or self[1:3] == other[1:3]
+
+
+BARRIER = Scope(False, 0, 0, barrier=True)
+BARRIER_BYTES = 8
 
 
 class Access(NamedTuple):
@@ -43,7 +51,7 @@ class Acquired(NamedTuple):
 
 
 class Segment:
-    __slots__ = ("atomics", "end", "initialised", "reads", "start", "write")
+    __slots__ = ("allocated", "atomics", "end", "initialised", "reads", "start", "write")
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
@@ -52,10 +60,15 @@ class Segment:
         self.reads: dict[tuple[int, int], Access] = {}
         self.atomics: list[Access] = []  # atomic writes before the last one, which is not ordered after them
         self.initialised = False
+        self.allocated: Access | None = None  # by whom, as long as nobody has written since
 
 
 class Conflict(Exception):
-    """Two accesses without an order. kind: 'write-read', 'read-write', 'write-write' or 'fence', in time order."""
+    """Two accesses without an order. kind: 'write-read', 'read-write', 'write-write' or 'fence', in time order.
+
+    Or 'barrier': data where an mbarrier lives, in whatever order. Or 'reuse': a read of what was there before somebody
+    allocated another buffer in its place.
+    """
 
     def __init__(self, kind: str, earlier: Access, later: Access, start: int, end: int) -> None:
         super().__init__(kind)
@@ -122,7 +135,7 @@ class Shadow:
     def split(self, seg: Segment, at: int) -> None:
         right = Segment(at, seg.end)
         right.write, right.reads, right.initialised = seg.write, dict(seg.reads), seg.initialised
-        right.atomics = list(seg.atomics)
+        right.atomics, right.allocated = list(seg.atomics), seg.allocated
         seg.end = at
         self.by_start[at] = right
         self.starts.insert(bisect_right(self.starts, at), at)
@@ -136,12 +149,17 @@ class Shadow:
             for s in (seg,) if seg is not None and seg.end == b else self.cover(a, b):
                 w = s.write
                 if w is not None:
+                    if w.atomic and w.atomic.barrier:
+                        check_order("write-read", w, access, clock, foreign, s)
+                        raise Conflict("barrier", w, access, s.start, s.end)
                     for earlier in (w, *s.atomics):
                         if not (earlier.atomic and access.atomic and together(earlier, access)):
                             check_order("write-read", earlier, access, clock, foreign, s)
                     if access.is_async and not w.is_async and not self.fenced(w, cluster, clock):
                         raise Conflict("fence", w, access, s.start, s.end)
                 elif not s.initialised:
+                    if s.allocated is not None:
+                        check_order("reuse", s.allocated, access, clock, foreign, s)
                     raise Unwritten(s.start, s.end)
                 known = s.reads.get((cluster, slot))
                 if known is None or known.time <= access.time:  # reads of TMA stores come in any order
@@ -175,6 +193,9 @@ class Shadow:
                     if not ordered(w, access, clock, foreign):
                         s.atomics = [*(a for a in s.atomics if a.slot != w.slot or a.cluster != w.cluster), w][-8:]
                 elif w is not None:
+                    if w.atomic and w.atomic.barrier:
+                        check_order("write-write", w, access, clock, foreign, s)
+                        raise Conflict("barrier", w, access, s.start, s.end)
                     for earlier in (w, *s.atomics):
                         check_order("write-write", earlier, access, clock, foreign, s)
                     s.atomics = []
@@ -188,14 +209,28 @@ class Shadow:
                 s.write = access
                 s.initialised = True
 
-    def fresh(self, a: int, b: int) -> None:
+    def fresh(self, a: int, b: int, access: Access) -> None:
         """A new allocation: what was there before is no data of it, though who touched it still counts."""
         for s in self.cover(a, b):
             s.initialised = False
-            if s.write is not None:
+            s.allocated = access
+            if s.write is not None and not (s.write.atomic and s.write.atomic.barrier):
                 # Kept as a read: a write must still be ordered after it, and a read of it is one of nothing.
                 s.reads |= {(w.cluster, w.slot): w for w in (*s.atomics, s.write)}
                 s.write, s.atomics = None, []
+
+    def begin_barrier(self, a: int, clock: Any, access: Access) -> None:
+        """An mbarrier at byte `a`: what was there before must be over, and no data may come until its end."""
+        self.write([(a, a + BARRIER_BYTES)], 0, clock, access)
+
+    def use_barrier(self, a: int, access: Access) -> None:
+        """What comes there after the end of the barrier must be ordered after this use too."""
+        for s in self.cover(a, a + BARRIER_BYTES):
+            s.reads[(access.cluster, access.slot)] = access
+
+    def end_barrier(self, a: int, access: Access) -> None:
+        for s in self.cover(a, a + BARRIER_BYTES):
+            s.write = access
 
     def written_gaps(self, runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The parts of `runs` that nobody has written."""

@@ -6,8 +6,10 @@ bit differs from p, that is, iff the newest completed phase has parity p, where 
 
 from typing import TYPE_CHECKING, Any
 
+from .. import report
 from ..clocks import ORDER, join
 from ..findings import BarrierMisuse
+from ..shadow import BARRIER, Conflict
 from .base import AgentBase
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ class Barrier:
         self.ended_by: Any = None
         self.init_slot = self.init_time = 0
         self.init_info: Any = None
+        self.init_access: Any = None
         self.count = self.pending = self.tx = self.phase = 0
         self.gathered: Any = None
         self.done: Any = None
@@ -61,6 +64,12 @@ class Barrier:
         self.alive = True
         self.published = False
         self.init_slot, self.init_time, self.init_info = agent.slot, agent.t, info
+        if self.cta.checks:
+            self.init_access = agent.access(info)._replace(atomic=BARRIER)
+            try:
+                self.cta.shadow.begin_barrier(self.offset, agent.clk, self.init_access)
+            except Conflict as e:
+                raise report.race(e, f"the memory of {self.place}") from None
         self.count = self.pending = count
         self.tx = self.phase = 0
         self.done = agent.clk.copy()
@@ -217,6 +226,8 @@ class BarrierOps(AgentBase):
                 )  # fmt: skip
         b.alive = False
         b.ended_by = info
+        if b.cta.checks:
+            b.cta.shadow.end_barrier(m, self.access(info))
 
     def arrive(self, info: Any, m: int, count: int, tx: int = 0) -> None:
         """Arrive (and expect `tx` bytes), wherever the routing of the operation leads."""

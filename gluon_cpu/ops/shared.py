@@ -26,7 +26,7 @@ class SharedOps(AgentBase):
     def local_alloc(self, info: Any, data: Any = None) -> int:
         self.at = info
         cta = self.cta
-        cta.enter_allocation(info)
+        cta.enter_allocation(info, self.access(info))
         if data is not None:
             self.local_store(info, info.offset, data)
         return int(info.offset)

@@ -199,7 +199,7 @@ class Tcgen05Ops(TmaOps, SharedOps):
         if info not in tensor.allocations:
             tensor.allocations.append(info)
         if self.cta.checks:
-            tensor.shadow.fresh(info.offset, info.offset + info.bytes)
+            tensor.shadow.fresh(info.offset, info.offset + info.bytes, self.access(info))
         if data is not None:
             self.tmem_store(info, info.offset, data)
         return int(info.offset)

@@ -37,6 +37,7 @@ def load_tile(desc):
     mbarrier.expect(loaded, tile.nbytes_per_cta)
     tma.async_load(desc, [0, 0], loaded, tile)
     mbarrier.wait(loaded, 0)
+    mbarrier.invalidate(loaded)  # the next tile may come to lie in its bytes
     return tile
 
 
