@@ -13,10 +13,11 @@ from . import attention, reference_attention
 from .compat import assembler_version, check_triton_version
 from .cpu import find_race
 from .device import Device
-from .kernels.hopper.kernel import compiled
+from .launch import compiled
 from .problem import Problem
 from .resources import Resources, resources
-from .tuning import TABLE, TileConfig, pick_tile
+from .tile import HopperTile
+from .tuning import HOPPER, pick_tile
 
 # The attention of one layer of Llama-3-8B over a prompt of 4096 tokens.
 PREFILL = Problem(
@@ -37,7 +38,7 @@ COLUMNS = (
 )
 
 
-def describe(padded_head_dim: int, causal: bool, tile: TileConfig, found: Resources) -> str:
+def describe(padded_head_dim: int, causal: bool, tile: HopperTile, found: Resources) -> str:
     """One row under COLUMNS."""
     in_loops = sum(loop.spills for loop in found.loops)
     softmax = f"{found.first_role_registers}" + f"+{tile.softmax_registers}" * (tile.softmax_roles - 1)
@@ -91,13 +92,11 @@ def check_errors(out_error: float, plain_error: float, lse_error: float) -> None
 
 def compile_all() -> None:
     """Compile every kernel of the tuning table for sm_90a and print what each takes."""
-    print(
-        f"The {len(TABLE)} kernels of the tuning table, compiled for sm_90a (bf16), assembler {assembler_version()}:\n"
-    )
+    print(f"The {len(HOPPER)} Hopper kernels of the tuning table, compiled (bf16), assembler {assembler_version()}:\n")
     print(COLUMNS)
     start = time.time()
-    for i, row in enumerate(TABLE, start=1):
-        progress(f"compiling {i} of {len(TABLE)}, {time.time() - start:.0f} s ...")
+    for i, row in enumerate(HOPPER, start=1):
+        progress(f"compiling {i} of {len(HOPPER)}, {time.time() - start:.0f} s ...")
         found = resources(compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile))
         print(describe(row.padded_head_dim, row.causal, row.tile, found), flush=True)
     print(f"\n{time.time() - start:.0f} s.")
