@@ -19,9 +19,10 @@ from bench.precompile import precompile
 from bench.provenance import clocks, provenance
 from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention
-from gluon_attn.kernels.hopper.kernel import compiled
+from gluon_attn.launch import compiled
 from gluon_attn.resources import resources
-from gluon_attn.tuning import TABLE, TileConfig
+from gluon_attn.tile import HopperTile
+from gluon_attn.tuning import HOPPER
 
 TOKENS = 16384  # B * S of every point
 MODEL_DIM = 2048  # H * D of every point
@@ -58,7 +59,7 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def calls_of(point: Point, tiles: list[TileConfig]) -> dict[str, Callable[[], object]]:
+def calls_of(point: Point, tiles: list[HopperTile]) -> dict[str, Callable[[], object]]:
     """What is timed at a point: cuDNN, then ours as the table picks it, with 1 and 2 CTAs, or with each of `tiles`."""
     q, k, v = point.tensors()
     calls: dict[str, Callable[[], object]] = {"cudnn": lambda: cudnn(q, k, v, point.causal)}
@@ -68,7 +69,7 @@ def calls_of(point: Point, tiles: list[TileConfig]) -> dict[str, Callable[[], ob
     return calls | {"ours": ours} | {f"ours {n}cta": partial(ours, num_ctas=n) for n in (1, 2)}
 
 
-def measure(point: Point, tiles: list[TileConfig], rounds: int) -> dict[str, Any]:
+def measure(point: Point, tiles: list[HopperTile], rounds: int) -> dict[str, Any]:
     timings = time_interleaved(calls_of(point, tiles), rounds=rounds)
     return {
         "point": vars(point),
@@ -120,7 +121,7 @@ def main() -> None:
     kernels = {
         (DTYPES[args.dtype], d, causal, t)
         for d, causal in {(p.head_dim, p.causal) for p in points}
-        for t in tiles[d] or [row.tile for row in TABLE if (row.padded_head_dim, row.causal) == (d, causal)]
+        for t in tiles[d] or [row.tile for row in HOPPER if (row.padded_head_dim, row.causal) == (d, causal)]
     }
     for i, _ in enumerate(precompile(kernels), start=1):
         print(f"\rcompiled {i} of {len(kernels)} kernels", end="", flush=True)

@@ -1,13 +1,14 @@
 """Tile configurations to try against each other, by padded head dim: what the tuning table is chosen from."""
 
-from gluon_attn.tuning import TileConfig, tile
+from gluon_attn.tile import HopperTile
+from gluon_attn.tuning import hopper_tile
 
 
-def both(*args: int, **options: bool) -> list[TileConfig]:
-    return [tile(*args, num_ctas=num_ctas, **options) for num_ctas in (1, 2)]
+def both(*args: int, **options: bool) -> list[HopperTile]:
+    return [hopper_tile(*args, num_ctas=num_ctas, **options) for num_ctas in (1, 2)]
 
 
-CANDIDATES: dict[int, list[TileConfig]] = {
+CANDIDATES: dict[int, list[HopperTile]] = {
     64: [
         *both(3, 128, 2, 2, 160, take_turns=True),
         *both(3, 128, 2, 2, 160, take_turns=False),
@@ -29,7 +30,7 @@ CANDIDATES: dict[int, list[TileConfig]] = {
 }
 
 
-def label(config: TileConfig) -> str:
+def label(config: HopperTile) -> str:
     """Short name in tables: roles x keys, slots of Q / K and V, t for turns, s for O staged in Q, CTAs."""
     turns = "t" if config.take_turns else ""
     slots = f"q{config.query_slots}kv{config.kv_slots}"

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals, hardware_arrivals, signal_arrivals
-from gluon_attn.kernels.hopper.kernel import compiled
+from gluon_attn.launch import compiled
 from gluon_attn.resources import Resources, instructions, resources, steady_loops
-from gluon_attn.tuning import REGISTERS_PER_SM, TABLE
+from gluon_attn.tile import REGISTERS_PER_SM
+from gluon_attn.tuning import HOPPER
 
-IDS = [f"D={r.padded_head_dim}, {'causal' if r.causal else 'full'}, {r.tile.num_ctas} CTAs" for r in TABLE]
-every_row = pytest.mark.parametrize("row", TABLE, ids=IDS)
+IDS = [f"D={r.padded_head_dim}, {'causal' if r.causal else 'full'}, {r.tile.num_ctas} CTAs" for r in HOPPER]
+every_row = pytest.mark.parametrize("row", HOPPER, ids=IDS)
 WGMMA_DEPTH = 16  # columns of the left operand that one product instruction takes, at 16 bits
 
 
@@ -93,7 +94,7 @@ def test_the_main_command_says_what_it_did():
     assert [(row[0], row[1], row[5], row[6]) for row in executed] == [
         (mask, ctas, "100", "0") for mask in ("full", "causal") for ctas in "12"
     ]
-    assert len([line for line in lines if line.startswith(("64", "128", "256"))]) == len(TABLE)
+    assert len([line for line in lines if line.startswith(("64", "128", "256"))]) == len(HOPPER)
     assert not run.stderr
 
 
@@ -115,9 +116,9 @@ def test_barriers_are_initialised_with_the_derived_counts(row):
 
 SCRATCH = """
 import torch
-from gluon_attn.kernels.hopper.kernel import compiled
-from gluon_attn.tuning import TABLE
-row = TABLE[0]
+from gluon_attn.launch import compiled
+from gluon_attn.tuning import HOPPER
+row = HOPPER[0]
 print("scratch", compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile).metadata.profile_scratch_size)
 """
 

@@ -8,11 +8,11 @@ import torch
 from gluon_attn.device import Device
 from gluon_attn.plan import Plan
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import tile
+from gluon_attn.tuning import hopper_tile
 
 H200 = Device.hopper()
-TILE = tile(2, 128, 2, 2, 240, take_turns=False)  # 128 rows
-PAIR_TILE = tile(2, 128, 2, 2, 240, take_turns=False, num_ctas=2)  # 256 rows
+TILE = hopper_tile(2, 128, 2, 2, 240, take_turns=False)  # 128 rows
+PAIR_TILE = hopper_tile(2, 128, 2, 2, 240, take_turns=False, num_ctas=2)  # 256 rows
 PREFILL = Problem(
     dtype=torch.bfloat16, batch=1, heads=32, kv_heads=8, q_len=4096, kv_len=4096, head_dim=128,
     causal=True, scale=0.1, layout="bhsd",

@@ -1,4 +1,4 @@
-"""The project's Hopper kernel on the machine, as gluon_attn launches it on a card."""
+"""The project's kernels on the machine, as gluon_attn launches them on a card."""
 
 import dataclasses
 from typing import Any
@@ -10,11 +10,13 @@ import gluon_cpu
 from gluon_attn.cpu import launch_arguments
 from gluon_attn.device import Device
 from gluon_attn.kernels.common.inline_asm import round_pair_asm, round_pair_twin
-from gluon_attn.kernels.hopper.kernel import attention_forward
+from gluon_attn.launch import kernel_of
 from gluon_attn.plan import Plan
-from gluon_attn.problem import Problem
-from gluon_attn.tuning import TileConfig, pick_tile
+from gluon_attn.problem import Problem, output_dtype
+from gluon_attn.tile import TileConfig
+from gluon_attn.tuning import pick_tile, require_fits
 from tests.gluon_cpu.compat import gl
+from tests.gpu.checks import check
 
 
 def register_assembly() -> None:
@@ -43,31 +45,40 @@ class Run:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *scales: Tensor,
         causal: bool,
+        layout: str = "bhsd",
+        device: Device | None = None,
         num_ctas: int = 1,
         tile: TileConfig | None = None,
         programs: int | None = None,
     ) -> None:
-        """programs: of the persistent grid, at most one for each item; default: as many as an H200 would have."""
-        self.q, self.k, self.v, self.causal = q, k, v, causal
-        problem = Problem.of(q, k, v, causal=causal)
-        device = Device.hopper()
+        """scales: of q, k and v in fp8. device: default an H200. programs: of the persistent grid, at most one for each
+        item; default: as many as the device has."""
+        self.q, self.k, self.v, self.scales = q, k, v, scales
+        self.options: dict[str, Any] = {"causal": causal, "layout": layout}
+        problem = Problem.of(q, k, v, **self.options, scales=scales or (None, None, None))
+        device = Device.hopper() if device is None else device
         tile = pick_tile(problem, device, num_ctas) if tile is None else tile
+        require_fits(tile, problem, device)
         if programs is not None:
             device = dataclasses.replace(device, sm_count=programs * tile.num_ctas)
         plan = Plan.of(problem, tile, device)
-        self.out = torch.empty_like(q)
+        self.out = torch.empty_like(q, dtype=output_dtype(q.dtype))
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
-        self.grid = (plan.programs,)
-        self.arguments, self.options = launch_arguments(plan, q, k, v, self.out, self.lse)
+        self.kernel, self.grid, self.target = kernel_of(tile), (plan.programs,), f"sm_{plan.arch}a"
+        self.arguments, self.launch_options = launch_arguments(plan, q, k, v, self.out, self.lse, *scales)
 
     def __call__(self, **options: Any) -> Any:
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
         return gluon_cpu.launch(
-            attention_forward, self.grid, *self.arguments, target="sm_90a", **self.options, **options
+            self.kernel, self.grid, *self.arguments, target=self.target, **self.launch_options, **options
         )
+
+    def check(self, what: str = "") -> None:
+        """O and LSE of the last launch against float64."""
+        check(self.q, self.k, self.v, self.out, self.lse, scales=self.scales, what=what, **self.options)
 
 
 def normal_qkv(

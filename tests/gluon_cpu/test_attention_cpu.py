@@ -15,7 +15,6 @@ import torch
 
 import gluon_cpu
 from tests.gluon_cpu.attention import Run, normal_qkv
-from tests.gpu.checks import check
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ("random", "late", "early", "pct", "starve")
@@ -43,7 +42,7 @@ CASES = {
 
 def checked(run: Run, what: str, **options: Any) -> None:
     run(**options)
-    check(run.q, run.k, run.v, run.out, run.lse, causal=run.causal, what=what)
+    run.check(what)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from gluon_attn import reference_attention
 
 ROOT = Path(__file__).parents[2]
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inputs and outputs
@@ -120,11 +122,14 @@ def check(
     causal: bool = False,
     scale: float | None = None,
     layout: str = "bhsd",
+    scales: Sequence[Tensor | None] = (),
     what: str = "",
 ) -> None:
-    """O and LSE against float64.
+    """O and LSE against float64. scales: of q, k and v, (B, Hkv), if they are in fp8; none is 1.
 
     O may be off by twice what plain PyTorch in the same dtype is, plus one unit in the last place at the largest |O|.
+    Of fp8 inputs the products are those of the numbers they stand for, times their scales, and plain PyTorch is
+    attention in fp32 with nothing but the probabilities rounded to that dtype: see `plain_fp8`.
 
     LSE is fp32, whatever the inputs' dtype, so twice the error of plain PyTorch in fp32, plus 2^-16 of the largest
     |LSE| (at least 1): products on the tensor cores are summed with truncation, up to 16 steps for D = 256, each off
@@ -132,17 +137,26 @@ def check(
     """
     q_len = q.shape[2] if layout == "bhsd" else q.shape[1]
     heads = q.shape[1] if layout == "bhsd" else q.shape[2]
-    assert (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device), f"{what}: O is {out.shape}, {out.dtype}"
+    wanted_dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
+    got_kind = (out.shape, out.dtype, out.device)
+    assert got_kind == (q.shape, wanted_dtype, q.device), f"{what}: O is {out.shape}, {out.dtype}"
     torch.backends.cuda.matmul.allow_tf32 = False
-    options = {"causal": causal, "scale": scale, "layout": layout}
-    want, want_lse = reference_attention(q.double(), k.double(), v.double(), **options)  # type: ignore[arg-type]
-    plain, _ = reference_attention(q, k, v, **options)  # type: ignore[arg-type]
-    _, single_lse = reference_attention(q.float(), k.float(), v.float(), **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout}
+    if q.dtype in FP8:
+        dtype = q.dtype
+        kv_heads = k.shape[1] if layout == "bhsd" else k.shape[2]
+        by = [*scales, None, None, None][:3]
+        q, k, v = (stands_for(t, s, kv_heads, layout) for t, s in zip((q, k, v), by, strict=True))
+        plain = plain_fp8(q, k, v, dtype, **options)
+    else:
+        plain, _ = reference_attention(q, k, v, **options)
+    want, want_lse = reference_attention(q.double(), k.double(), v.double(), **options)
+    _, single_lse = reference_attention(q.float(), k.float(), v.float(), **options)
 
     bad = int((~out.isfinite()).sum())
     assert bad == 0, f"{what}: {bad} of {out.numel()} elements of O are not finite"
     error, plain_error = largest(out.double() - want), largest(plain.double() - want)
-    budget = 2 * plain_error + last_place(q.dtype, largest(want))
+    budget = 2 * plain_error + last_place(out.dtype, largest(want))
     assert error <= budget, f"{what}: O is off by {error:.3e}, budget {budget:.3e} (plain PyTorch: {plain_error:.3e})"
 
     sees_nothing = want_lse == float("-inf")  # (B, H, Sq)
@@ -158,6 +172,34 @@ def check(
     error, single_error = largest(lse - want_lse), largest(single_lse - want_lse)
     budget = 2 * single_error + 2.0**-16 * max(1.0, largest(want_lse))
     assert error <= budget, f"{what}: LSE is off by {error:.3e}, budget {budget:.3e} (plain fp32: {single_error:.3e})"
+
+
+def stands_for(t: Tensor, scale: Tensor | None, kv_heads: int, layout: str) -> Tensor:
+    """What an fp8 tensor stands for, exactly: each head times the number in `scale` (B, kv_heads) of its KV head."""
+    t = t.double() if layout == "bhsd" else t.double().transpose(1, 2)
+    if scale is not None:
+        t = t.unflatten(1, (kv_heads, t.shape[1] // kv_heads)) * scale.double()[:, :, None, None, None]
+        t = t.flatten(1, 2)
+    return t if layout == "bhsd" else t.transpose(1, 2)
+
+
+def plain_fp8(
+    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, causal: bool, scale: float | None, layout: str
+) -> Tensor:
+    """Attention in fp32 of what fp8 inputs stand for, the probabilities rounded to `dtype`, O rounded to bf16.
+
+    They are rounded times 2^8, as any kernel with fp8 products must: e4m3 has no normal number below 2^-6.
+    """
+    q, k, v = (t.float() if layout == "bhsd" else t.float().transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // max(t.shape[1], 1), dim=1) for t in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
+        scores = scores.masked_fill(hidden, float("-inf"))
+    largest_scores = scores.amax(-1, keepdim=True)
+    p = (scores - largest_scores.masked_fill(largest_scores == float("-inf"), 0.0)).exp() * 2.0**8
+    out = p.to(dtype).float() @ v / p.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return (out if layout == "bhsd" else out.transpose(1, 2)).to(torch.bfloat16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

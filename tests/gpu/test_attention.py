@@ -13,7 +13,7 @@ from torch import Tensor
 from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import TABLE, pick_tile
+from gluon_attn.tuning import HOPPER, pick_tile
 from tests.gpu.checks import Apart, Surrounded, check, normal_qkv, outcomes_of, poison_free_memory
 
 pytestmark = pytest.mark.timeout(600)
@@ -127,7 +127,7 @@ def every_case() -> Iterator[Case]:
     for row, num_ctas, causal in itertools.product(rows(), (1, 2), (False, True)):
         yield Case(**row, causal=causal, num_ctas=num_ctas)
     # What the table holds for one mask must also be right for the other.
-    for (i, table_row), causal in itertools.product(enumerate(TABLE), (False, True)):
+    for (i, table_row), causal in itertools.product(enumerate(HOPPER), (False, True)):
         for q_len, kv_len in ((129, 1000), (1000, 129)):
             yield Case(
                 label=f"table row {i}, Sq={q_len}, Sk={kv_len}",

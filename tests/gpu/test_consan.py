@@ -12,8 +12,8 @@ import torch
 from channels import SignalChannel, cluster_fence
 from channels.compat import gl, jit
 from gluon_attn import attention
-from gluon_attn.kernels.hopper.kernel import compiled
-from gluon_attn.tuning import TABLE
+from gluon_attn.launch import compiled
+from gluon_attn.tuning import HOPPER
 from tests.gpu.checks import Apart, check, normal_qkv, outcomes_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -68,7 +68,9 @@ def run_hand_over(wait: bool) -> None:
 
 
 def run_attention(num_ctas: int, causal: bool, head_dim: int) -> None:
-    tile = next(r.tile for r in TABLE if (r.padded_head_dim, r.causal, r.tile.num_ctas) == (head_dim, causal, num_ctas))
+    tile = next(
+        r.tile for r in HOPPER if (r.padded_head_dim, r.causal, r.tile.num_ctas) == (head_dim, causal, num_ctas)
+    )
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
     assert compiled(torch.bfloat16, head_dim, causal, tile, device_index=0).metadata.profile_scratch_size > 0
     for q_len, kv_len in LENGTHS:
