@@ -16,6 +16,7 @@ from .barriers import cluster_fence
 from .shared_memory import SharedMemoryChannel, SharedMemoryConsumer, SharedMemoryProducer
 from .signals import SignalChannel, SignalConsumer, SignalProducer
 from .tensor_memory import TensorMemoryChannel, TensorMemoryConsumer, TensorMemoryProducer
+from .work import WorkChannel, WorkConsumer, WorkProducer
 
 __all__ = [
     "SharedMemoryChannel",
@@ -27,5 +28,8 @@ __all__ = [
     "TensorMemoryChannel",
     "TensorMemoryConsumer",
     "TensorMemoryProducer",
+    "WorkChannel",
+    "WorkConsumer",
+    "WorkProducer",
     "cluster_fence",
 ]

@@ -7,10 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
+    clc,
     tcgen05_commit,
     tensor_memory_descriptor,
 )
 from triton.experimental.gluon.language.nvidia.hopper import cluster, fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
 
 if TYPE_CHECKING:
     T = TypeVar("T")
@@ -23,9 +25,11 @@ else:
     from triton.experimental.gluon import aggregate
 
 __all__ = [
+    "MBarrierLayout",
     "TensorMemoryLayout",
     "aggregate",
     "allocate_tensor_memory",
+    "clc",
     "cluster",
     "constexpr_function",
     "fence_async_shared",

@@ -41,6 +41,7 @@ def launch_arguments(
     named |= {"o_desc": descriptor("o", out), "lse_ptr": lse}
     named |= dict(zip(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), scales, strict=False))
     named |= {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
+    named |= {"heads_per_group": plan.heads_per_group}
     named |= constants_of(tile, problem.causal, problem.dtype)
     options = {"num_warps": 4, "num_ctas": tile.num_ctas, "enable_fp_fusion": True}
     return [named[name] for name in kernel_of(tile).arg_names], options

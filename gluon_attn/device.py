@@ -11,12 +11,14 @@ class Device:
     """A card, real (`Device.of`) or described (as by `Device.hopper`), so that every choice can be tested without one.
 
     capability: CUDA compute capability. sm_count: streaming multiprocessors. smem_bytes: shared memory a CTA can have.
+    l2_bytes: the cache that all of them share.
     """
 
     name: str
     capability: tuple[int, int]
     sm_count: int
     smem_bytes: int
+    l2_bytes: int = 50 * 2**20
 
     @staticmethod
     def hopper() -> "Device":
@@ -26,12 +28,12 @@ class Device:
     @staticmethod
     def blackwell() -> "Device":
         """An NVIDIA B200."""
-        return Device(name="NVIDIA B200", capability=(10, 0), sm_count=148, smem_bytes=232448)
+        return Device(name="NVIDIA B200", capability=(10, 0), sm_count=148, smem_bytes=232448, l2_bytes=126 * 2**20)
 
     @staticmethod
     def blackwell_ultra() -> "Device":
         """An NVIDIA B300."""
-        return Device(name="NVIDIA B300", capability=(10, 3), sm_count=148, smem_bytes=232448)
+        return Device(name="NVIDIA B300", capability=(10, 3), sm_count=148, smem_bytes=232448, l2_bytes=126 * 2**20)
 
     @property
     def arch(self) -> int:
@@ -54,6 +56,7 @@ class Device:
             capability=(card.major, card.minor),
             sm_count=card.multi_processor_count,
             smem_bytes=card.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs lack it
+            l2_bytes=card.L2_cache_size,
         )
 
     def require_supported(self) -> None:

@@ -44,7 +44,7 @@ def compiled(
     device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
     """
     types = descriptor_types(dtype, padded_head_dim, tile) | dict.fromkeys(SCALES, "*fp32")
-    types |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "blocks_per_item": "i32"}
+    types |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "blocks_per_item": "i32", "heads_per_group": "i32"}
     return compile_gluon(
         kernel_of(tile),
         types,
@@ -72,7 +72,7 @@ class Launch:
         )
         self.views = [View.of(t, problem) for t in (q, k, v, out)]
         self.programs = plan.programs
-        self.scalars = [plan.scale_log2, plan.blocks_per_item]
+        self.scalars = [plan.scale_log2, plan.blocks_per_item, plan.heads_per_group]
         # A launch takes a place for each compile-time parameter, and no value.
         absent = constants_of(tile, problem.causal, problem.dtype)
         self.no_scales = [None for name in SCALES if name in absent]

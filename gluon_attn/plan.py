@@ -7,12 +7,16 @@ from .device import Device
 from .problem import Problem
 from .tile import TileConfig
 
+# Of the cache, that K and V of the heads at work may take: the rest is for Q, O and what else passes through.
+SHARE_OF_L2 = 0.6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A persistent grid of `programs` clusters that walks the row blocks of all heads, singly or in pairs.
 
     blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (see kernels/common/schedule.py).
+    heads_per_group: how many heads' row blocks are computed in turn, if the tile is for longest_first.
     scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
     arch: what to compile for: 90, 100 or 103.
     """
@@ -21,6 +25,7 @@ class Plan:
     tile: TileConfig
     programs: int
     blocks_per_item: int
+    heads_per_group: int
     scale_log2: float
     arch: int
 
@@ -35,15 +40,25 @@ class Plan:
                 "split the batch"
             )
         # Under a causal mask the last row block costs the most and the first the least. Pairs even that out, where the
-        # two differ much and there is no program for every block anyway.
+        # two differ much and there is no program for every block anyway; unless that is left to the order of items.
         lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
         uneven = problem.causal and heaviest >= 2 * lightest
-        blocks_per_item = 2 if uneven and heads * row_blocks > clusters else 1
+        pairs = uneven and heads * row_blocks > clusters and not tile.longest_first and not tile.dynamic
+        items = heads * -(-row_blocks // (2 if pairs else 1))
         return Plan(
             problem=problem,
             tile=tile,
-            programs=min(clusters, heads * -(-row_blocks // blocks_per_item)),
-            blocks_per_item=blocks_per_item,
+            programs=items if tile.dynamic else min(clusters, items),
+            blocks_per_item=2 if pairs else 1,
+            heads_per_group=heads_in_l2(problem, device),
             scale_log2=problem.scale * math.log2(math.e),
             arch=device.arch,
         )
+
+
+def heads_in_l2(problem: Problem, device: Device) -> int:
+    """How many query heads have their K and V in a share of the L2 cache together, at least one KV head's."""
+    group = problem.heads // problem.kv_heads
+    kv_head_bytes = 2 * problem.kv_len * problem.head_dim * problem.dtype.itemsize
+    kv_heads = max(1, int(SHARE_OF_L2 * device.l2_bytes) // kv_head_bytes)
+    return min(problem.batch * problem.heads, group * kv_heads)

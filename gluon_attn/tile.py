@@ -20,6 +20,8 @@ class TileConfig:
     softmax_registers, load_registers: registers per thread of those roles.
     cga_layout: how the rows of a tile are sharded over the CTAs of a cluster, as bases of a (rows, D) tile: () for one
         CTA, ((1, 0),) for two, and on Blackwell ((1, 0), (2, 0)) for four.
+    longest_first: compute the row blocks of several heads in turn, those with most keys first, as many heads as have
+        their K and V in L2 together; otherwise head after head. For causal masks.
     """
 
     block_n: int
@@ -27,6 +29,12 @@ class TileConfig:
     softmax_registers: int
     load_registers: int
     cga_layout: Bases = ()
+    longest_first: bool = False
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether programs take their items from the hardware: then there is one for every item."""
+        return False
 
     @property
     def archs(self) -> tuple[int, ...]:
@@ -136,6 +144,7 @@ class BlackwellTile(TileConfig):
     packed_arithmetic: two fp32 operations to an instruction.
     polynomial_columns: of every 16 columns of an unmasked block, for how many to compute the exponentials by
         polynomial on the multiply-add units; even, 0 for none.
+    dynamic: programs take their row blocks from the hardware (cluster launch control), rather than every n-th.
     rescale_threshold: rescale the output only when a row's maximum has grown by more, in log2 units; 0: always.
     """
 
@@ -147,6 +156,7 @@ class BlackwellTile(TileConfig):
     packed_arithmetic: bool = True
     polynomial_columns: int = 0
     rescale_threshold: float = 0.0
+    dynamic: bool = False
 
     QUERY_TILES = 2
     ROWS_PER_CTA = 128  # of a query tile: lanes of tensor memory

@@ -4,18 +4,23 @@ from channels import tma
 from gluon_attn.compat import gl, jit
 
 from .wires import LANES
+from .work import first_work
 
 
 @jit
-def load(wires, schedule, operands):
-    """Fills queries, keys and values, in the order in which the products ask for them."""
+def load(wires, schedule, operands, TILE: gl.constexpr):
+    """Fills queries, keys and values, in the order in which the products ask for them; asks for work."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
     queries, keys_values = wires.queries.producer(), wires.keys_values.producer()
+    asking = wires.items.producer()
 
-    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
-        for i in range(schedule.tiles_in(item)):
-            tile = schedule.tile(item, i)
+    work = first_work(wires, schedule, TILE)
+    while work.item < schedule.items:
+        if TILE.dynamic:
+            asking = asking.ask()
+        for i in range(schedule.tiles_in(work.item)):
+            tile = schedule.tile(work.item, i)
             kv_head = operands.kv_head(tile)
             key = (schedule.rows(tile.first_row, schedule.BLOCK_M).blocks() - 1) * BLOCK_N
 
@@ -32,21 +37,24 @@ def load(wires, schedule, operands):
                 if key >= 0:
                     k, keys_values = keys_values.acquire()
                     tma.load(k, operands.k, [tile.batch, kv_head, key, 0])
+        work = work.next()
     queries.drain()
     keys_values.drain()
 
 
 @jit
-def store(wires, schedule, operands):
+def store(wires, schedule, operands, TILE: gl.constexpr):
     """Copies O from where the correction role has put it to global memory."""
     ROWS: gl.constexpr = operands.o.block_shape[2]
     results = wires.results.consumer()
 
-    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
-        for i in range(schedule.tiles_in(item)):
-            tile = schedule.tile(item, i)
+    work = first_work(wires, schedule, TILE)
+    while work.item < schedule.items:
+        for i in range(schedule.tiles_in(work.item)):
+            tile = schedule.tile(work.item, i)
             for lane in gl.static_range(LANES):
                 result, results = results.acquire()
                 tma.store(operands.o, [tile.batch, tile.head, tile.first_row + lane * ROWS, 0], result.part(0))
                 tma.wait_stores_read()
                 result.release()
+        work = work.next()

@@ -7,6 +7,7 @@ from ..common.row_stats import inverse, log_sum_exp
 from .arithmetic import scale_rows
 from .operands import shift_log2
 from .tmem import ALPHA, MAX, SUM, load_statistic, own_statistic_of
+from .work import first_work
 
 OUTPUT_COLUMNS = gl.constexpr(32)  # at a time in registers, of which this role has few
 
@@ -105,9 +106,10 @@ def correction(wires, schedule, operands, q_scales, k_scales, v_scales, TILE: gl
     one, two = lane_of(wires, 0), lane_of(wires, 1)
     results = wires.results.producer()
 
-    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
-        for i in range(schedule.tiles_in(item)):
-            tile = schedule.tile(item, i)
+    work = first_work(wires, schedule, TILE)
+    while work.item < schedule.items:
+        for i in range(schedule.tiles_in(work.item)):
+            tile = schedule.tile(work.item, i)
             for _ in range(1, schedule.rows(tile.first_row, schedule.BLOCK_M).blocks()):
                 one = one.correct(TILE)
                 two = two.correct(TILE)
@@ -122,3 +124,4 @@ def correction(wires, schedule, operands, q_scales, k_scales, v_scales, TILE: gl
             rows_one, rows_two = (schedule.rows(tile.first_row, ROWS), schedule.rows(tile.first_row + ROWS, ROWS))
             store_lse(operands, tile, rows_one, max_one, sum_one, scale_log2)
             store_lse(operands, tile, rows_two, max_two, sum_two, scale_log2)
+        work = work.next()

@@ -5,6 +5,7 @@ from channels.tensor_memory import TensorMemorySlot
 from gluon_attn.compat import aggregate, gl, jit, tcgen05_mma
 
 from .tmem import probabilities_of
+from .work import first_work
 
 
 @aggregate
@@ -74,9 +75,10 @@ def mma(wires, schedule, operands, TILE: gl.constexpr):
     queries, keys_values = wires.queries.consumer(), wires.keys_values.consumer()
     one, two = products_of(wires, 0, TILE.early_p), products_of(wires, 1, TILE.early_p)
 
-    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
-        for i in range(schedule.tiles_in(item)):
-            blocks = schedule.rows(schedule.tile(item, i).first_row, schedule.BLOCK_M).blocks()
+    work = first_work(wires, schedule, TILE)
+    while work.item < schedule.items:
+        for i in range(schedule.tiles_in(work.item)):
+            blocks = schedule.rows(schedule.tile(work.item, i).first_row, schedule.BLOCK_M).blocks()
 
             q_one, queries = queries.acquire()
             k, keys_values = keys_values.acquire()
@@ -105,3 +107,4 @@ def mma(wires, schedule, operands, TILE: gl.constexpr):
             one = one.issue_pv(v, blocks == 1, LAST=True)
             two = two.issue_pv(v, blocks == 1, LAST=True)
             v_slot.release_after_products()
+        work = work.next()

@@ -8,6 +8,7 @@ from ..common.turns import Turn, turn_of
 from .arithmetic import exp2, multiply_add, row_sums, split_columns
 from .operands import shift_log2
 from .tmem import ALPHA, MAX, SUM, probabilities_of, store_statistic
+from .work import first_work
 
 
 @aggregate
@@ -154,9 +155,10 @@ def softmax(wires, schedule, operands, q_scales, k_scales, LANE: gl.constexpr, T
     statistics = wires.statistics.producer(LANE)
     scores = wires.scores.slot(LANE).memory
 
-    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
-        for i in range(schedule.tiles_in(item)):
-            tile = schedule.tile(item, i)
+    work = first_work(wires, schedule, TILE)
+    while work.item < schedule.items:
+        for i in range(schedule.tiles_in(work.item)):
+            tile = schedule.tile(work.item, i)
             rows = schedule.rows(tile.first_row + LANE * ROWS, ROWS)
             scale_log2 = operands.score_scale(q_scales, k_scales, tile)
             blocks = schedule.rows(tile.first_row, schedule.BLOCK_M).blocks()
@@ -173,3 +175,4 @@ def softmax(wires, schedule, operands, q_scales, k_scales, LANE: gl.constexpr, T
             store_statistic(scores, MAX, stats.max)
             store_statistic(scores, SUM, stats.sum)
             statistics.release()
+        work = work.next()

@@ -59,7 +59,7 @@ def with_columns(layout, columns):
 def own_rows_only(layout):
     """The layout of one column of the rows of this CTA alone, as if every CTA had the same."""
     cga_layout = [[0, 0] for _ in layout.cga_layout]
-    return TensorMemoryLayout((layout.block[0], 1), col_stride=1, cga_layout=cga_layout, two_ctas=layout.two_ctas)
+    return TensorMemoryLayout((layout.block[0], 1), col_stride=1, cga_layout=cga_layout)
 
 
 @jit

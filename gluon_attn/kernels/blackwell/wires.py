@@ -1,11 +1,13 @@
 """The wires of the Blackwell kernel: its channels, by what flows through them."""
 
-from channels import SharedMemoryChannel, SignalChannel, TensorMemoryChannel, cluster_fence
+from channels import SharedMemoryChannel, SignalChannel, TensorMemoryChannel, WorkChannel, cluster_fence
 from gluon_attn.compat import aggregate, gl, jit
 
 from .tmem import accumulator_layout
 
 LANES = gl.constexpr(2)  # query tiles that a CTA computes at the same time
+ROLES = gl.constexpr(6)
+ITEM_SLOTS = gl.constexpr(2)  # with one, the load role could not begin an item before all have ended the last
 
 
 @aggregate
@@ -20,7 +22,7 @@ class Wires:
                 of a pair hold half of each: of K its rows, of V its columns, as the products want their right operand.
                 With four CTAs one load fills a slot in both pairs (multicast).
     scores:     mma -> softmax, one lane each; filled by QKᵀ; freed by softmax when P is in its place (see tmem.py).
-    tails:      softmax -> mma, one lane each: the last quarter of P is there too (if EARLY_P).
+    tails:      softmax -> mma, one lane each: the last quarter of P is there too (if early_p).
     alphas:     softmax -> correction, one lane each, for every block but the first of a tile: the factor by which O is
                 to be rescaled is in tensor memory. The next one waits for the next scores, so for this one's use.
     outputs:    mma -> correction, one lane each; filled by the last PV of a tile; freed each time correction is done
@@ -28,7 +30,8 @@ class Wires:
     statistics: softmax -> correction, one lane each: max and sum of a tile's rows are in tensor memory.
     statistics_read: correction -> mma, one lane each: they have been read, and the scores may be overwritten.
     results:    correction -> store; 2 slots of O in the tensors' dtype, for lanes 0 and 1 in turn; freed by store.
-    turns:      softmax lane 0 <-> lane 1: who may use the exponential unit (if EXP_TURNS).
+    turns:      softmax lane 0 <-> lane 1: who may use the exponential unit (if exp_turns).
+    items:      load of the lead CTA -> every role of every CTA; 2 slots; freed by each (if dynamic).
     """
 
     queries: SharedMemoryChannel
@@ -41,19 +44,25 @@ class Wires:
     statistics_read: SignalChannel
     results: SharedMemoryChannel
     turns: SignalChannel
+    items: WorkChannel
+    TILE: gl.constexpr
 
     @jit
     def init(self):
         self.queries.init()
         self.keys_values.init()
         self.scores.init()
-        self.tails.init()
+        if self.TILE.early_p:
+            self.tails.init()
         self.alphas.init()
         self.outputs.init()
         self.statistics.init()
         self.statistics_read.init()
         self.results.init()
-        self.turns.init()
+        if self.TILE.exp_turns:
+            self.turns.init()
+        if self.TILE.dynamic:
+            self.items.init()
         cluster_fence()
 
     @jit
@@ -64,17 +73,21 @@ class Wires:
         self.queries.close()
         self.keys_values.close()
         self.scores.close()
-        self.tails.close()
+        if self.TILE.early_p:
+            self.tails.close()
         self.alphas.close()
         self.outputs.close()
         self.statistics.close()
         self.statistics_read.close()
         self.results.close()
-        self.turns.close()
+        if self.TILE.exp_turns:
+            self.turns.close()
+        if self.TILE.dynamic:
+            self.items.close()
 
 
 @jit
-def alloc_wires(q_desc, k_desc, o_desc, KV_SLOTS: gl.constexpr):
+def alloc_wires(q_desc, k_desc, o_desc, TILE: gl.constexpr):
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     ROWS: gl.constexpr = q_desc.block_shape[2]
     D: gl.constexpr = q_desc.block_shape[3]
@@ -84,7 +97,7 @@ def alloc_wires(q_desc, k_desc, o_desc, KV_SLOTS: gl.constexpr):
     return Wires(
         queries=SharedMemoryChannel.alloc(q_desc, SLOTS=LANES, CONSUMERS=0, TWO_CTAS=PAIR),
         keys_values=SharedMemoryChannel.alloc(
-            k_desc, SLOTS=KV_SLOTS, CONSUMERS=0, TWO_CTAS=PAIR, MULTICAST=gl.num_ctas() > 2
+            k_desc, SLOTS=TILE.kv_slots, CONSUMERS=0, TWO_CTAS=PAIR, MULTICAST=gl.num_ctas() > 2
         ),
         scores=TensorMemoryChannel.alloc(gl.float32, LANES, [ROWS, BLOCK_N], SCORES),
         tails=SignalChannel.alloc(LANES, TWO_CTAS=PAIR),
@@ -94,4 +107,6 @@ def alloc_wires(q_desc, k_desc, o_desc, KV_SLOTS: gl.constexpr):
         statistics_read=SignalChannel.alloc(LANES, TWO_CTAS=PAIR),
         results=SharedMemoryChannel.alloc(o_desc, SLOTS=LANES, CONSUMERS=1),
         turns=SignalChannel.alloc(LANES),
+        items=WorkChannel.alloc(ITEM_SLOTS, ROLES),
+        TILE=TILE,
     )

@@ -7,7 +7,7 @@ from .roles import Operands, load, softmax
 from .wires import alloc_wires
 
 
-@jit(do_not_specialize=["blocks_per_item"])  # 1 and 2 are one kernel
+@jit(do_not_specialize=["blocks_per_item", "heads_per_group"])  # 1 and 2 are one kernel
 def attention_forward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D], rows sharded over the CTAs of a cluster
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], the same in every CTA
@@ -16,13 +16,16 @@ def attention_forward(
     lse_ptr,  # (B, H, Sq) fp32, contiguous
     scale_log2,  # softmax scale times log2(e)
     blocks_per_item,  # 1, or 2 to pair heavy row blocks with light ones
+    heads_per_group,  # heads whose row blocks are computed in turn, if TILE.longest_first
     CAUSAL: gl.constexpr,
     TILE: gl.constexpr,  # a HopperTile
 ):
     BLOCK_M: gl.constexpr = TILE.softmax_roles * q_desc.block_shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     wires = alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE)
-    schedule = tile_schedule(q_desc.shape, k_desc.shape, blocks_per_item, BLOCK_M, BLOCK_N, CAUSAL)
+    schedule = tile_schedule(
+        q_desc.shape, k_desc.shape, blocks_per_item, heads_per_group, BLOCK_M, BLOCK_N, CAUSAL, TILE.longest_first
+    )
     wires.init()
 
     operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2)
