@@ -243,7 +243,14 @@ class Emitter:
         if handler is None:
             raise unsupported(op)
         previous, self.site = self.site, op.site
-        handler(self, op)
+        try:
+            handler(self, op)
+        except Unsupported:
+            raise
+        except NotImplementedError as e:
+            raise unsupported(op, str(e)) from e
+        except Exception as e:  # a form of it that nobody thought of; the line says more than a traceback of ours
+            raise unsupported(op, f"{type(e).__name__}: {e}") from e
         self.site = previous
 
     def region_inline(self, region: Region) -> None:

@@ -193,6 +193,8 @@ def convert(machine: Machine, bound: Bound) -> tuple[Any, ...]:
             item = kind.element.bytes
             shape, strides = tuple(int(s) for s in value.shape), tuple(int(s) for s in value.strides)
             steps = tuple(s * item for s in strides)
+            if getattr(value, "round_f32_to_tf32", False):
+                raise NotImplementedError(f"{name}: a descriptor with round_f32_to_tf32; here copies keep their values")
             nan = getattr(value, "padding", "zero") == "nan"
             out += [Descriptor(placed[base], offset, shape, steps, item, nan), *shape, *strides]
         elif i in where:

@@ -137,6 +137,8 @@ def shared_bases(layout: str, shape: tuple[int, ...]) -> tuple[list[list[int]], 
         for d in (int(x) for x in found[1].split(",")):
             steps += [[1 << i if k == d else 0 for k in range(len(shape))] for i in range((shape[d] - 1).bit_length())]
         return steps, []
+    if f.get("fp4Padded", "false") != "false":
+        raise NotImplementedError("fp4 values padded to bytes")
     linear = linear_layout(layout, shape)
     if not hasattr(linear, "offset_bases"):
         raise NotImplementedError(f"shared memory layout {layout}")

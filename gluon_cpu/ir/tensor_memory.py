@@ -36,8 +36,10 @@ def local_layout(m: MemDesc) -> Any:
     kind, f = fields(m.layout)
     if kind == "tensor_memory_scales_encoding":
         return TensorMemoryScalesLayout([])
+    if f.get("fp4Padded", "false") != "false":
+        raise NotImplementedError("fp4 values padded to bytes")
     block = [int_attr(f["blockM"]), int_attr(f["blockN"])]
-    return TensorMemoryLayout(block, int_attr(f["colStride"]), [], False, bool(int_attr(f.get("fp4Padded", "false"))))
+    return TensorMemoryLayout(block, int_attr(f["colStride"]), [], False, False)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,8 @@
 
 from triton.experimental.gluon import aggregate, constexpr_function, jit
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.extra import libdevice
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor, TensorDescriptorIm2Col
 
 cluster = gl.nvidia.hopper.cluster
 fence_async_shared = gl.nvidia.hopper.fence_async_shared
@@ -25,6 +26,7 @@ TensorMemoryLayout = gl.nvidia.blackwell.TensorMemoryLayout
 
 __all__ = [
     "TensorDescriptor",
+    "TensorDescriptorIm2Col",
     "TensorMemoryLayout",
     "aggregate",
     "allocate_tensor_memory",
@@ -36,6 +38,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "jit",
+    "libdevice",
     "mbarrier",
     "tcgen05_commit",
     "tcgen05_copy",

@@ -248,17 +248,17 @@ def test_copy_from_shared_to_tensor_memory(blackwell_launch):
 
 
 @jit
-def scaled(a_desc, b_desc, a_scale_ptr, b_scale_ptr, out_ptr, A_TYPE: gl.constexpr, B_TYPE: gl.constexpr):
+def scaled(a_desc, b_desc, a_scale_ptr, b_scale_ptr, out_ptr, GROUPS: gl.constexpr, KIND: gl.constexpr):
     a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
     SCALES: gl.constexpr = blackwell.TensorMemoryScalesLayout()
-    a_scale = allocate_tensor_memory(gl.uint8, [128, 4], SCALES)
-    b_scale = allocate_tensor_memory(gl.uint8, [64, 4], SCALES)
-    a_scale.store(gl.load(addresses(a_scale_ptr, 128, 4, a_scale.get_reg_layout())))
-    b_scale.store(gl.load(addresses(b_scale_ptr, 64, 4, b_scale.get_reg_layout())))
+    a_scale = allocate_tensor_memory(gl.uint8, [128, GROUPS], SCALES)
+    b_scale = allocate_tensor_memory(gl.uint8, [64, GROUPS], SCALES)
+    a_scale.store(gl.load(addresses(a_scale_ptr, 128, GROUPS, a_scale.get_reg_layout())))
+    b_scale.store(gl.load(addresses(b_scale_ptr, 64, GROUPS, b_scale.get_reg_layout())))
     acc = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
     done = new_barrier(1)
     gl.barrier()
-    tcgen05_mma_scaled(a, b, acc, a_scale, b_scale, A_TYPE, B_TYPE, use_acc=False, mbarriers=[done])
+    tcgen05_mma_scaled(a, b, acc, a_scale, b_scale, KIND, KIND, use_acc=False, mbarriers=[done])
     mbarrier.wait(done, 0)
     store_matrix(out_ptr, gl.convert_layout(acc.load(), MATRIX))
 
@@ -270,9 +270,23 @@ def test_scaled_mma(blackwell_launch):
     out = poisoned(128, 64)
     exponents = [(s + 127).to(torch.uint8) for s in scales]
     blackwell_launch(
-        scaled, (1,), descriptor(a, [128, 128]), descriptor(b, [64, 128]), *exponents, out, A_TYPE="e4m3", B_TYPE="e4m3"
+        scaled, (1,), descriptor(a, [128, 128]), descriptor(b, [64, 128]), *exponents, out, GROUPS=4, KIND="e4m3"
     )
     wide = [t.float() * 2.0 ** s.float().repeat_interleave(32, 1) for t, s in zip((a, b), scales, strict=True)]
+    same(out, wide[0] @ wide[1].T)
+
+
+def test_scaled_mma_of_fp4(blackwell_launch):
+    """mxfp4: two e2m1 values to a byte, the lower half first."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = [small_integers(n, 256, dtype=torch.int32, seed=n, largest=7) + 8 for n in (128, 64)]
+    bytes_ = [(c[:, 0::2] | c[:, 1::2] << 4).to(torch.uint8) for c in codes]
+    scales = [small_integers(n, 8, dtype=torch.int32, seed=n + 1, largest=3) for n in (128, 64)]
+    out = poisoned(128, 64)
+    exponents = [(s + 127).to(torch.uint8) for s in scales]
+    descriptors = (descriptor(x, [len(x), 128]) for x in bytes_)
+    blackwell_launch(scaled, (1,), *descriptors, *exponents, out, GROUPS=8, KIND="e2m1")
+    wide = [values[c] * 2.0 ** s.float().repeat_interleave(32, 1) for c, s in zip(codes, scales, strict=True)]
     same(out, wide[0] @ wide[1].T)
 
 

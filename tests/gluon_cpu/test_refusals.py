@@ -1,0 +1,234 @@
+"""What the machine does not know is an error that names the construct and the kernel's line, never a wrong number."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import gluon_cpu
+from gluon_cpu.ir.tensor_memory import tensor_memory_offsets
+from gluon_cpu.ir.types import MemDesc, Scalar
+from tests.gluon_cpu.compat import (
+    TensorDescriptor,
+    TensorDescriptorIm2Col,
+    cluster,
+    gl,
+    jit,
+    libdevice,
+    mbarrier,
+    tma,
+    tma_blackwell,
+)
+from tests.gluon_cpu.support import (
+    MATRIX,
+    MATRIX_COPIES,
+    ROW,
+    ROW_COPIES,
+    ROW_HALVES,
+    descriptor,
+    new_barrier,
+    normal,
+    poisoned,
+)
+
+LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
+
+
+def line_of(marker: str) -> str:
+    number = next(i for i, text in enumerate(LINES, 1) if text.endswith(f"# <- {marker}"))
+    return f"{Path(__file__).name}:{number}"
+
+
+def refused(kernel, *arguments, marker: str, words: str, **options) -> None:
+    with pytest.raises(NotImplementedError, match=words) as caught:
+        gluon_cpu.launch(kernel, (1,), *arguments, **options)
+    assert line_of(marker) in str(caught.value)
+
+
+@jit
+def load_im2col(desc, out_ptr):
+    tile = gl.allocate_shared_memory(gl.float16, [32, 32], desc.layout)
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, 2048)
+    tma.async_load_im2col(
+        desc, [0, 0, 0, 0], [gl.to_tensor(0).to(gl.int16), gl.to_tensor(0).to(gl.int16)], loaded, tile
+    )  # <- im2col
+    mbarrier.wait(loaded, 0)
+
+
+def test_im2col():
+    x = normal(1, 8, 8, 32, dtype=torch.float16)
+    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float16)
+    desc = TensorDescriptorIm2Col(
+        x, list(x.shape), list(x.stride()), [32, 32], layout, pixel_box_lower_corner=[0, 0],
+        pixel_box_upper_corner=[0, 0],
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"im2col(.|\n)*test_refusals.py"):
+        gluon_cpu.launch(load_im2col, (1,), desc, poisoned(32, 32))
+
+
+@jit
+def padded_fp4(desc, out_ptr):
+    tile = gl.allocate_shared_memory(gl.uint8, desc.block_shape, desc.layout)  # <- padded fp4
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, tile.nbytes_per_cta)
+    tma.async_load(desc, [0, 0], loaded, tile)
+    mbarrier.wait(loaded, 0)
+
+
+def test_padded_fp4_in_shared_memory():
+    layout = gl.NVMMASharedLayout.get_default_for([128, 128], gl.uint8, fp4_padded=True)
+    desc = TensorDescriptor.from_tensor(torch.zeros(128, 128, dtype=torch.uint8), [128, 128], layout)
+    refused(padded_fp4, desc, poisoned(1), marker="padded fp4", words="fp4", target="sm_100a")
+
+
+def test_padded_fp4_in_tensor_memory():
+    layout = "#ttng.tensor_memory_encoding<blockM = 128, blockN = 64, colStride = 1, fp4Padded = true>"
+    with pytest.raises(NotImplementedError, match="fp4 values padded to bytes"):
+        tensor_memory_offsets(MemDesc((128, 64), Scalar("i8"), layout, "tensor", (128, 64)), 1)
+
+
+@jit
+def unpack_fp4(x_ptr, out_ptr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    rows, columns = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
+    x = gl.load(x_ptr + rows[:, None] * 32 + columns[None, :])
+    y = gl.fp4_to_fp(x, gl.bfloat16, 1)  # <- fp4 to bf16
+    gl.store(out_ptr, gl.sum(gl.sum(y.to(gl.float32), 1), 0))
+
+
+def test_fp4_conversion():
+    refused(unpack_fp4, torch.zeros(32, 32, dtype=torch.uint8), poisoned(1), marker="fp4 to bf16", words="fp4_to_fp")
+
+
+@jit
+def reduce_a_copy(desc):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout, gl.zeros([32, 32], gl.float32, MATRIX_COPIES))
+    tma.async_atomic_add(desc, [0, 0], tile)  # <- every CTA adds
+    tma.store_wait(0)
+    cluster.barrier()
+
+
+def test_reduction_of_a_tile_that_every_cta_holds():
+    desc = descriptor(torch.zeros(32, 32), [32, 32], cga=[[0, 0]])
+    refused(reduce_a_copy, desc, marker="every CTA adds", words="every CTA holds", num_ctas=2)
+
+
+@jit
+def gather_split_rows(desc, out_ptr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], gl.NVMMASharedLayout(128, 32, 2, cga_layout=[[1, 0]]))
+    loaded = new_barrier(1)
+    cluster.barrier()
+    ROWS: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 4], [1, 0], [[1, 0]]))
+    rows = gl.arange(0, 32, ROWS)
+    mbarrier.expect(loaded, tile.nbytes_per_cta)
+    tma_blackwell.async_gather(desc, rows, 0, loaded, tile)  # <- rows over CTAs
+    mbarrier.wait(loaded, 0)
+    cluster.barrier()
+
+
+def test_gather_of_rows_over_ctas():
+    layout = gl.NVMMASharedLayout(128, 32, 2, cga_layout=[[1, 0]])
+    desc = TensorDescriptor.from_tensor(normal(64, 32), [1, 32], layout)
+    options = {"target": "sm_100a", "num_ctas": 2}
+    with pytest.raises((NotImplementedError, RuntimeError)):  # Triton itself refuses some forms
+        gluon_cpu.launch(gather_split_rows, (1,), desc, poisoned(1), **options)
+
+
+@jit
+def other_rounding(x_ptr, out_ptr):
+    i = gl.arange(0, 128, ROW)
+    y = gl.load(x_ptr + i).to(gl.bfloat16, fp_downcast_rounding="rtz")  # <- towards zero
+    gl.store(out_ptr + i, y.to(gl.float32))
+
+
+def test_rounding_towards_zero():
+    refused(other_rounding, normal(128), poisoned(128), marker="towards zero", words="round")
+
+
+@jit
+def add_two(a, b):
+    return a + b
+
+
+@jit
+def scan_over_ctas(out_ptr):
+    i = gl.arange(0, 256, ROW_HALVES)
+    total = gl.associative_scan(i, 0, add_two)  # <- scan over CTAs
+    gl.store(out_ptr + i, total)
+
+
+def test_scan_over_ctas():
+    out = poisoned(256, dtype=torch.int32)
+    refused(scan_over_ctas, out, marker="scan over CTAs", words="CTA|scan", num_ctas=2)
+
+
+@jit
+def histogram_over_ctas(out_ptr):
+    i = gl.arange(0, 256, ROW_HALVES)
+    counts = gl.histogram(i, 256, layout=ROW_HALVES)  # <- histogram over CTAs
+    gl.store(out_ptr + i, counts)
+
+
+def test_histogram_over_ctas():
+    out = poisoned(256, dtype=torch.int32)
+    refused(histogram_over_ctas, out, marker="histogram over CTAs", words="CTA|histogram", num_ctas=2)
+
+
+@jit
+def atomic_of_all_ctas(out_ptr):
+    i = gl.arange(0, 128, ROW_COPIES)
+    gl.atomic_add(out_ptr + i, 1)  # <- both CTAs add
+
+
+def test_atomics_on_replicated_pointers():
+    out = torch.zeros(128, dtype=torch.int32)
+    refused(atomic_of_all_ctas, out, marker="both CTAs add", words="several CTAs hold", num_ctas=2)
+
+
+@jit
+def gather_over_ctas(out_ptr):
+    tile = gl.allocate_shared_memory(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0], [[1]]))
+    i = gl.arange(0, 256, ROW_HALVES)
+    tile.store(i)
+    gl.store(out_ptr + i, tile.gather(255 - i, axis=0))  # <- gather over CTAs
+
+
+def test_gather_over_ctas():
+    out = poisoned(256, dtype=torch.int32)
+    refused(gather_over_ctas, out, marker="gather over CTAs", words="across CTAs", num_ctas=2)
+
+
+@jit
+def library_function(x_ptr, out_ptr):
+    i = gl.arange(0, 128, ROW)
+    gl.store(out_ptr + i, libdevice.j0(gl.load(x_ptr + i)))  # <- a Bessel function
+
+
+def test_library_function():
+    refused(library_function, normal(128), poisoned(128), marker="a Bessel function", words="j0")
+
+
+def test_descriptor_that_rounds():
+    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float32)
+    desc = TensorDescriptor.from_tensor(normal(32, 32), [32, 32], layout, round_f32_to_tf32=True)
+    with pytest.raises(NotImplementedError, match="desc: a descriptor with round_f32_to_tf32"):
+        gluon_cpu.launch(whole_load, (1,), desc, poisoned(32, 32))
+
+
+@jit
+def whole_load(desc, out_ptr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, 4096)
+    tma.async_load(desc, [0, 0], loaded, tile)
+    mbarrier.wait(loaded, 0)
+    gl.store(out_ptr + gl.arange(0, 32, gl.SliceLayout(1, MATRIX)), gl.sum(tile.load(MATRIX), 1))
+
+
+def test_warmup():
+    with gluon_cpu.machine(), pytest.raises(NotImplementedError, match="warmup"):
+        whole_load.warmup(descriptor(normal(32, 32), [32, 32]), poisoned(32), grid=(1,))
