@@ -157,7 +157,7 @@ def check_scale_tensor(name: str, scale: Tensor | None, q: Tensor, shape: tuple[
     if not isinstance(scale, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(scale).__name__}")
     if q.dtype not in FP8_DTYPES:
-        raise TypeError(f"{name}: expected None, as q, k and v are {q.dtype} and only fp8 is scaled; leave it out")
+        raise TypeError(f"{name}: expected None with q of {q.dtype}, as only fp8 is scaled, got a Tensor; leave it out")
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: expected dtype torch.float32, got {scale.dtype}; convert with .float()")
     if scale.device != q.device:

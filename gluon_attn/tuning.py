@@ -15,8 +15,8 @@ CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 class Row:
     """A choice of tile for the problems it fits, on the architectures that the tile is for.
 
-    element_bytes: of q, k and v. min_kv_len: from how many keys on. result_file (under bench/results/), card, date: where it was measured to be the
-    fastest of those tried; None for a row that waits for its measurement.
+    element_bytes: of q, k and v. min_kv_len: from how many keys on. result_file (under bench/results/), card, date:
+    where it was measured to be the fastest of those tried; None for a row that waits for its measurement.
     """
 
     padded_head_dim: int
@@ -140,9 +140,12 @@ def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
     """ValueError unless the tile is for the device, and takes no more shared and tensor memory than it has."""
     require_supported(problem, device)
     if device.arch not in tile.archs:
+        if isinstance(tile, BlackwellTile) and device.arch != 90:
+            raise ValueError(
+                f"tile: expected max_in_load=False for {device.name}, got {tile.max_in_load}; only sm_103 has it"
+            )
         kind = "HopperTile" if device.arch == 90 else "BlackwellTile"
-        reason = " without max_in_load" if isinstance(tile, BlackwellTile) and kind == "BlackwellTile" else ""
-        raise ValueError(f"tile: expected a {kind}{reason} for {device.name}, got a {type(tile).__name__}")
+        raise ValueError(f"tile: expected a {kind} for {device.name}, got a {type(tile).__name__}")
     needed = tile.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize)
     if needed > device.smem_bytes:
         raise ValueError(
