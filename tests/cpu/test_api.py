@@ -11,11 +11,15 @@ from gluon_attn import TileConfig, attention, reference_attention
 from gluon_attn.compat import check_triton_version
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import pick_tile
+from gluon_attn.tuning import blackwell_tile, pick_tile
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HOPPER, BLACKWELL, BLACKWELL_ULTRA = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()
 
 
-def qkv(requires_grad: bool = False) -> list[torch.Tensor]:
-    return [torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)]
+def qkv(requires_grad: bool = False, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> list[torch.Tensor]:
+    shape = (1, 2, 16, head_dim)
+    return [torch.zeros(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
 
 
 def a_tile() -> TileConfig:
@@ -23,7 +27,7 @@ def a_tile() -> TileConfig:
 
 
 def test_tensors_without_a_card_are_refused():
-    with pytest.raises(RuntimeError, match=r"Hopper") as caught:
+    with pytest.raises(RuntimeError, match=r"Hopper or Blackwell") as caught:
         attention(*qkv())
     assert type(caught.value) is RuntimeError
     assert "cpu" in str(caught.value)
@@ -59,13 +63,20 @@ NAMED: dict[str, Any] = dict(zip("qkv", qkv(), strict=True))
 # Each is wrong by itself, and would be on any machine: the lack of a card must not hide it.
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "shapes": (ValueError, r"^k: expected head_dim 64 \(as q\), got 32", {"k": qkv()[1][..., :32]}),
-    "dtype": (TypeError, r"^q: expected .*float16 or bfloat16.*got torch.float32", {"q": qkv()[0].float()}),
+    "dtype": (TypeError, r"^q: expected .*float16, bfloat16, .*got torch.float32", {"q": qkv()[0].float()}),
     "layout": (ValueError, r"^layout: expected .*got 'sbhd'", {"layout": "sbhd"}),
     "scale": (ValueError, r"^scale: expected .*got -1", {"scale": -1.0}),
     "out": (ValueError, r"^out: expected .*got", {"out": qkv()[0][:, :1]}),
     "num_ctas 3": (ValueError, r"^num_ctas: expected .*got 3", {"num_ctas": 3}),
     "num_ctas 0": (ValueError, r"^num_ctas: expected .*got 0", {"num_ctas": 0}),
     "num_ctas that the tile has not": (ValueError, r"^num_ctas: expected 1.*got 2", {"num_ctas": 2, "tile": a_tile()}),
+    "num_ctas is a bool": (ValueError, r"^num_ctas: expected 1, 2, 4 or None, got True", {"num_ctas": True}),
+    "scales of bfloat16": (TypeError, r"^k_scale: expected None .*got a Tensor", {"k_scale": torch.ones(1, 2)}),
+    "scale of another shape": (
+        ValueError,
+        r"^v_scale: expected shape \(1, 2\).*got \(2, 1\)",
+        dict(zip("qkv", qkv(dtype=E5M2), strict=True)) | {"v_scale": torch.ones(2, 1)},
+    ),
     "tile": (TypeError, r"^tile: expected a TileConfig.*got tuple", {"tile": (128, 128)}),
 }
 
@@ -98,12 +109,6 @@ def test_unsupported_feature_is_refused_by_name(name):
         attention(**(NAMED | {name: UNSUPPORTED[name]}))
 
 
-@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
-def test_fp8_scales_are_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=rf"\b{name}\b"):
-        attention(**(NAMED | {name: torch.ones(1, 2)}))
-
-
 def test_unknown_keyword():
     with pytest.raises(TypeError, match="is_causal"):
         attention(*qkv(), is_causal=True)
@@ -130,11 +135,11 @@ def test_inputs_that_require_grad_are_fine_without_grad_mode(mode):
     assert type(caught.value) is RuntimeError  # the lack of a card, not of gradients
 
 
-# Hopper's successors and predecessors; that there are tensor cores in them does not make the kernels run.
+# Other cards; that there are tensor cores in them does not make the kernels run.
 CARDS = {
     "Ampere": ((8, 0), 108, 166912),
     "Ada": ((8, 9), 142, 101376),
-    "Blackwell, data centre": ((10, 0), 148, 232448),
+    "Blackwell, automotive": ((11, 0), 20, 232448),
     "Blackwell, workstation": ((12, 0), 188, 101376),
 }
 
@@ -147,13 +152,95 @@ def test_another_card_is_refused(capability, sm_count, smem_bytes):
     assert type(caught.value) is RuntimeError
     found = re.escape(f"{capability[0]}.{capability[1]}")
     why = r"[^;]*: (\w+[ ,-]+){3,}"  # a reason in words follows what was found
-    assert re.search(rf"^device: expected .*Hopper.*9\.0.*, got a card.*{found}{why}", str(caught.value)), caught.value
+    assert re.search(
+        rf"^device: expected .*Hopper.*9\.0.*Blackwell.*10\.0 or 10\.3.*, got a card.*{found}{why}", str(caught.value)
+    ), caught.value
+
+
+# On the CPU, so that nothing but the device that is described decides. What is asked for, the error and its message.
+NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]] = {
+    "e4m3 on Hopper": (HOPPER, {"dtype": E4M3}, NotImplementedError, r"^q: torch.float8_e4m3fn on a Hopper card"),
+    "e5m2 on Hopper": (HOPPER, {"dtype": E5M2}, NotImplementedError, r"^q: torch.float8_e5m2 on a Hopper card"),
+    "D=136 on Blackwell": (
+        BLACKWELL,
+        {"head_dim": 136},
+        NotImplementedError,
+        r"^q: head_dim 136 on a Blackwell card .*at most 128.*tensor memory",
+    ),
+    "D=256 in fp8 on Blackwell": (
+        BLACKWELL_ULTRA,
+        {"head_dim": 256, "dtype": E4M3},
+        NotImplementedError,
+        r"^q: head_dim 256 on a Blackwell card .*at most 128",
+    ),
+    "four CTAs on Hopper": (HOPPER, {"num_ctas": 4}, ValueError, r"^tile: no row .* fits .*num_ctas 4 .*NVIDIA H200"),
+    "a Hopper tile on Blackwell": (
+        BLACKWELL,
+        {"tile": a_tile()},
+        ValueError,
+        r"^tile: expected a BlackwellTile for NVIDIA B200, got a HopperTile",
+    ),
+    "a Blackwell tile on Hopper": (
+        HOPPER,
+        {"tile": blackwell_tile(3, 192)},
+        ValueError,
+        r"^tile: expected a HopperTile for NVIDIA H200, got a BlackwellTile",
+    ),
+    "max_in_load on sm_100": (
+        BLACKWELL,
+        {"tile": blackwell_tile(3, 192, max_in_load=True)},
+        ValueError,
+        r"^tile: expected max_in_load=False for NVIDIA B200, got True",
+    ),
+    "too many slots on Blackwell": (
+        BLACKWELL,
+        {"tile": blackwell_tile(13, 192)},
+        ValueError,
+        r"^tile: expected .*232448 bytes of shared memory of NVIDIA B200, got .*lower kv_slots",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "error", "message"), NOT_ON_THIS_CARD.values(), ids=NOT_ON_THIS_CARD.keys()
+)
+def test_not_on_this_card(device, asked, error, message):
+    tensors = qkv(**{name: asked[name] for name in ("dtype", "head_dim") if name in asked})
+    options = {name: asked[name] for name in ("num_ctas", "tile") if name in asked}
+    with pytest.raises((NotImplementedError, ValueError), match=message) as caught:
+        attention(*tensors, **options, device=device)
+    assert type(caught.value) is error
+    if not options:  # what there is no kernel for is refused also where there is nothing to compute
+        with pytest.raises(error, match=message):
+            attention(*(t[:, :, :0] for t in tensors), device=device)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_scales_that_require_grad_are_refused(name):
+    scale = torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: expected a tensor that does not require grad"):
+        attention(*qkv(dtype=E4M3), **{name: scale}, device=BLACKWELL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
+def test_fp8_inputs_give_bf16(dtype):
+    """Also where there is nothing to compute."""
+    q, k, v = (t[:, :, :0] for t in qkv(dtype=dtype))
+    out, lse = attention(q, k, v, device=BLACKWELL, return_lse=True)
+    assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((1, 2, 0), torch.float32)
 
 
 def test_hopper_is_an_h200():
     h200 = Device.hopper()
     assert (h200.capability, h200.sm_count, h200.smem_bytes) == ((9, 0), 132, 232448)
     assert "H200" in h200.name
+
+
+@pytest.mark.parametrize(("device", "capability", "arch"), [(BLACKWELL, (10, 0), 100), (BLACKWELL_ULTRA, (10, 3), 103)])
+def test_blackwell_is_supported(device, capability, arch):
+    device.require_supported()
+    assert (device.capability, device.arch, device.sm_count, device.smem_bytes) == (capability, arch, 148, 232448)
 
 
 @pytest.mark.parametrize("version", ["3.8.0", "3.8.1", "3.10.0", "4.9.0", "3.90.0", "2.3.9"])

@@ -8,9 +8,10 @@ import torch
 from gluon_attn.device import Device
 from gluon_attn.plan import Plan
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import hopper_tile
+from gluon_attn.tile import TileConfig
+from gluon_attn.tuning import blackwell_tile, hopper_tile
 
-H200 = Device.hopper()
+H200, B200 = Device.hopper(), Device.blackwell()
 TILE = hopper_tile(2, 128, 2, 2, 240, take_turns=False)  # 128 rows
 PAIR_TILE = hopper_tile(2, 128, 2, 2, 240, take_turns=False, num_ctas=2)  # 256 rows
 PREFILL = Problem(
@@ -19,8 +20,8 @@ PREFILL = Problem(
 )  # fmt: skip
 
 
-def plan(chosen=TILE, **changes) -> Plan:
-    return Plan.of(dataclasses.replace(PREFILL, **changes), chosen, H200)
+def plan(chosen: TileConfig = TILE, device: Device = H200, **changes) -> Plan:
+    return Plan.of(dataclasses.replace(PREFILL, **changes), chosen, device)
 
 
 def test_one_program_for_each_cluster_that_fits_the_card():
@@ -45,6 +46,44 @@ def test_never_more_programs_than_items():
 )
 def test_pairs_only_where_they_even_something_out(blocks_per_item, changes):
     assert plan(**changes).blocks_per_item == blocks_per_item
+
+
+BLACKWELL = blackwell_tile(3, 192)  # 256 rows
+
+
+def test_rows_of_a_blackwell_tile():
+    assert plan(BLACKWELL, device=B200).programs == 148
+    assert plan(blackwell_tile(6, 192, num_ctas=4), device=B200).programs == 37
+    assert plan(BLACKWELL, device=B200, heads=2, q_len=300).programs == 4
+
+
+def test_a_program_for_each_item_where_the_hardware_hands_them_out():
+    """And none in pairs: who is done first takes the next."""
+    dynamic = plan(dataclasses.replace(BLACKWELL, dynamic=True), device=B200)
+    assert (dynamic.programs, dynamic.blocks_per_item) == (32 * 16, 1)
+
+
+def test_no_pairs_where_the_longest_come_first():
+    assert plan(dataclasses.replace(BLACKWELL, longest_first=True), device=B200).blocks_per_item == 1
+
+
+@pytest.mark.parametrize(
+    ("heads_per_group", "changes"),
+    [
+        pytest.param(32, {}, id="all of the problem"),
+        # 0.6 of 126 MiB; a KV head of 65536 keys has 32 MiB of K and V, for four query heads.
+        pytest.param(8, {"kv_len": 65536}, id="two KV heads"),
+        pytest.param(4, {"kv_len": 1 << 20}, id="one KV head, though it does not fit"),
+        pytest.param(2, {"kv_len": 65536, "kv_heads": 32}, id="two heads, each with a KV head"),
+        pytest.param(16, {"kv_len": 65536, "dtype": torch.float8_e4m3fn}, id="fp8 takes half"),
+    ],
+)
+def test_heads_whose_keys_and_values_are_in_l2_together(heads_per_group, changes):
+    assert plan(BLACKWELL, device=B200, **changes).heads_per_group == heads_per_group
+
+
+def test_compiled_for_the_device():
+    assert [plan(BLACKWELL, device=d).arch for d in (B200, Device.blackwell_ultra())] == [100, 103]
 
 
 def test_scores_are_scaled_for_exp2():

@@ -46,6 +46,19 @@ def half(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = "float16, bfloat16, float8_e4m3fn or float8_e5m2"
+
+
+def scales(i: int, scale: Any) -> tuple[Any, Any, Any]:
+    """The scales of q, k and v, all but the i-th left out."""
+    return tuple(scale if j == i else None for j in range(3))  # type: ignore[return-value]
+
+
+def scaled(i: int, scale: Any) -> dict[str, Any]:
+    return qkv(dtype=E4M3) | {"scales": scales(i, scale)}
+
+
 VALID = qkv()
 REFUSED = {
     # Rank and kind.
@@ -76,21 +89,33 @@ REFUSED = {
         {"k": half(2, 0, 32, 128), "v": half(2, 0, 32, 128)}, ValueError, "q", "multiple of the 0 KV heads", "4"
     ),
     # Dtype.
-    "float32": Refused(qkv(dtype=torch.float32), TypeError, "q", "float16 or bfloat16", "torch.float32"),
-    "float64": Refused(qkv(dtype=torch.float64), TypeError, "q", "float16 or bfloat16", "torch.float64"),
-    "fp8": Refused(qkv(dtype=torch.float8_e4m3fn), TypeError, "q", "float16 or bfloat16", "torch.float8_e4m3fn"),
-    "int": Refused(qkv(dtype=torch.int16), TypeError, "q", "float16 or bfloat16", "torch.int16"),
+    "float32": Refused(qkv(dtype=torch.float32), TypeError, "q", KINDS, "torch.float32"),
+    "float64": Refused(qkv(dtype=torch.float64), TypeError, "q", KINDS, "torch.float64"),
+    "another fp8": Refused(qkv(dtype=torch.float8_e4m3fnuz), TypeError, "q", KINDS, "torch.float8_e4m3fnuz"),
+    "int": Refused(qkv(dtype=torch.int16), TypeError, "q", KINDS, "torch.int16"),
     "k of another dtype": Refused({"k": VALID["k"].half()}, TypeError, "k", "torch.bfloat16 (as q)", "torch.float16"),
     "v of another dtype": Refused({"v": VALID["v"].half()}, TypeError, "v", "torch.bfloat16 (as q)", "torch.float16"),
     "v of float32": Refused({"v": VALID["v"].float()}, TypeError, "v", "bfloat16", "torch.float32"),
+    "k in another fp8 than q": Refused(
+        qkv(dtype=E4M3) | {"k": VALID["k"].to(E5M2)}, TypeError, "k", "torch.float8_e4m3fn (as q)", "torch.float8_e5m2"
+    ),
     "out of another dtype": Refused(
-        {"out": VALID["q"].half()}, TypeError, "out", "torch.bfloat16 (as q)", "torch.float16"
+        {"out": VALID["q"].half()}, TypeError, "out", "torch.bfloat16 (for q's)", "torch.float16"
+    ),
+    "out in fp8": Refused(
+        qkv(dtype=E4M3) | {"out": VALID["q"].to(E4M3)},
+        TypeError,
+        "out",
+        "torch.bfloat16 (for q's)",
+        "torch.float8_e4m3fn",
     ),
     # Head dim.
     "head dim 0": Refused(qkv(head_dim=0), ValueError, "q", "multiple of 8", "0"),
     "head dim 4": Refused(qkv(head_dim=4), ValueError, "q", "multiple of 8", "4"),
     "head dim 100": Refused(qkv(head_dim=100), ValueError, "q", "multiple of 8", "100"),
     "head dim 264": Refused(qkv(head_dim=264), ValueError, "q", "256", "264"),
+    "fp8, head dim 8": Refused(qkv(head_dim=8, dtype=E4M3), ValueError, "q", "multiple of 16 from 16", "8"),
+    "fp8, head dim 72": Refused(qkv(head_dim=72, dtype=E5M2), ValueError, "q", "multiple of 16", "72"),
     # Devices.
     "k on another device": Refused({"k": VALID["k"].to("meta")}, ValueError, "k", "cpu (as q)", "meta"),
     "v on another device": Refused({"v": VALID["v"].to("meta")}, ValueError, "v", "cpu (as q)", "meta"),
@@ -112,6 +137,9 @@ REFUSED = {
         {"v": half(20000).as_strided((2, 2, 32, 128), (8194, 4096, 128, 1))}, ValueError, "v", "16 bytes", "16388"
     ),
     "out rows off by 8 bytes": Refused({"out": half(2, 4, 16, 132)[..., :128]}, ValueError, "out", "16 bytes", "264"),
+    "fp8 rows off by 8 bytes": Refused(
+        qkv(dtype=E4M3) | {"q": half(2, 4, 16, 136).to(E4M3)[..., :128]}, ValueError, "q", "16 bytes", "136"
+    ),
     "out expanded": Refused(
         {"out": half(2, 1, 16, 128).expand(-1, 4, -1, -1)}, ValueError, "out", "share memory", "(2048, 0"
     ),
@@ -135,7 +163,31 @@ REFUSED = {
     "scale NaN": Refused({"scale": float("nan")}, ValueError, "scale", "finite positive", "nan"),
     "scale is a string": Refused({"scale": "1"}, TypeError, "scale", "float", "str"),
     "scale is a tensor": Refused({"scale": torch.tensor(0.5)}, TypeError, "scale", "float", "Tensor"),
+    # Scales of fp8 inputs, (B, Hkv) = (2, 2).
+    "q_scale is a number": Refused(scaled(0, 0.5), TypeError, "q_scale", "torch.Tensor or None", "float"),
+    "k_scale is a list": Refused(scaled(1, [1.0]), TypeError, "k_scale", "torch.Tensor or None", "list"),
+    "q_scale in float64": Refused(scaled(0, torch.ones(2, 2).double()), TypeError, "q_scale", "float32", "float64"),
+    "v_scale in bfloat16": Refused(scaled(2, torch.ones(2, 2).bfloat16()), TypeError, "v_scale", "float32", "bfloat16"),
+    "q_scale for each query head": Refused(
+        scaled(0, torch.ones(2, 4)), ValueError, "q_scale", "(2, 2) (batch, KV heads)", "(2, 4)"
+    ),
+    "k_scale of one batch": Refused(scaled(1, torch.ones(1, 2)), ValueError, "k_scale", "(2, 2)", "(1, 2)"),
+    "v_scale of one number": Refused(scaled(2, torch.ones(())), ValueError, "v_scale", "(2, 2)", "()"),
+    "k_scale on another device": Refused(
+        scaled(1, torch.ones(2, 2, device="meta")), ValueError, "k_scale", "cpu (as q)", "meta"
+    ),
+    "q_scale expanded": Refused(
+        scaled(0, torch.ones(1, 1).expand(2, 2)), ValueError, "q_scale", "a contiguous tensor", "strides (0, 0)"
+    ),
+    "v_scale transposed": Refused(
+        scaled(2, torch.ones(2, 2).t()), ValueError, "v_scale", "a contiguous tensor", "strides (1, 2)"
+    ),
 }
+# Scales are for fp8 alone: with 16-bit inputs each is refused, also one that would do nothing.
+for i, name in enumerate(("q_scale", "k_scale", "v_scale")):
+    REFUSED[f"{name} of bfloat16"] = Refused(
+        {"scales": scales(i, torch.ones(2, 2))}, TypeError, name, "None with q of torch.bfloat16", "a Tensor"
+    )
 
 
 @pytest.mark.parametrize("row", REFUSED.values(), ids=REFUSED.keys())
@@ -154,6 +206,10 @@ ADVICE = {
     "q of rank 3": "unsqueeze",
     "float32": ".to(torch.bfloat16)",
     "head dim 100": "pad",
+    "fp8, head dim 72": "next multiple of 16",
+    "q_scale in float64": ".float()",
+    "q_scale expanded": ".contiguous()",
+    "k_scale of bfloat16": "leave it out",
     "q with last stride 2": ".contiguous()",
     "q rows off by 8 bytes": ".contiguous()",
     "v of another head dim": "not supported",
@@ -216,6 +272,13 @@ def test_every_head_dim_is_accepted(head_dim, dtype):
     assert problem.scale == pytest.approx(head_dim**-0.5, rel=1e-15)
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_every_head_dim_of_fp8_is_accepted(head_dim, dtype):
+    problem = Problem.of(**qkv(head_dim=head_dim, dtype=dtype), scales=[torch.ones(2, 2)] * 3)
+    assert (problem.head_dim, problem.dtype) == (head_dim, dtype)
+
+
 @pytest.mark.parametrize("head_dim", [1, 2, 4, 7, 9, 12, 36, 100, 127, 129, 252, 255, 257, 260, 264, 512])
 def test_no_other_head_dim_is_accepted(head_dim):
     with pytest.raises(ValueError, match=rf"^q: .*multiple of 8.*got {head_dim}\b"):
@@ -234,6 +297,10 @@ ACCEPTED = {
     "one key": (qkv(kv_len=1), {}),
     "more queries than keys, causal": (qkv(q_len=33, kv_len=32), {"causal": True}),
     "out": (qkv(), {"out": half(2, 4, 16, 128)}),
+    "fp8": (qkv(dtype=E4M3), {}),
+    "fp8, one scale": (qkv(dtype=E5M2), {"scales": scales(1, torch.ones(2, 2))}),
+    "fp8, out": (qkv(dtype=E4M3), {"out": half(2, 4, 16, 128)}),
+    "fp8, bshd": (qkv(dtype=E4M3, layout="bshd"), {"layout": "bshd", "scales": [torch.ones(2, 2)] * 3}),
     "out of other strides than q": (qkv(), {"out": half(2, 16, 4, 128).transpose(1, 2)}),
     "out sliced": (qkv(), {"out": half(2, 4, 20, 136)[:, :, 2:18, 8:]}),
     "memory in the order of the other layout": (

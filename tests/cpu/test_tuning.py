@@ -1,4 +1,7 @@
-"""Each row of the tuning table fits the card and says where it was measured; the picker always has an answer."""
+"""Each Hopper row of the tuning table fits the card and says where it was measured; the picker always has an answer.
+
+The rows for Blackwell have other limits, tensor memory among them: test_tuning_blackwell.py.
+"""
 
 import dataclasses
 import datetime
@@ -10,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from gluon_attn import TileConfig
+from gluon_attn import HopperTile
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import TABLE, pick_tile
+from gluon_attn.tuning import HOPPER, pick_tile
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -30,11 +33,11 @@ ROWS = 64  # query rows of a softmax warpgroup in each CTA
 # What a compiled kernel has beside its tiles: mbarriers, and what the compiler itself needs.
 OTHER_SMEM_BYTES = 8192
 
-ROW_IDS = [f"row {i}: D={row.padded_head_dim}, {row.tile.num_ctas} CTAs" for i, row in enumerate(TABLE)]
-every_row = pytest.mark.parametrize("row", TABLE, ids=ROW_IDS)
+ROW_IDS = [f"row {i}: D={row.padded_head_dim}, {row.tile.num_ctas} CTAs" for i, row in enumerate(HOPPER)]
+every_row = pytest.mark.parametrize("row", HOPPER, ids=ROW_IDS)
 
 
-def tile_bytes(tile: TileConfig, head_dim: int, element_bytes: int) -> int:
+def tile_bytes(tile: HopperTile, head_dim: int, element_bytes: int) -> int:
     """The tiles of one CTA: Q in its slots, K and V in theirs, O in a buffer of its own unless it is staged in Q's."""
     row_bytes = head_dim * element_bytes
     query_tiles = tile.query_slots + (0 if tile.stage_in_queries else 1)
@@ -42,7 +45,9 @@ def tile_bytes(tile: TileConfig, head_dim: int, element_bytes: int) -> int:
 
 
 def test_there_are_rows():
-    assert {(row.padded_head_dim, row.tile.num_ctas) for row in TABLE} == set(itertools.product((64, 128, 256), (1, 2)))
+    assert {(row.padded_head_dim, row.tile.num_ctas) for row in HOPPER} == set(
+        itertools.product((64, 128, 256), (1, 2))
+    )
 
 
 @every_row
@@ -123,7 +128,7 @@ def test_a_tile_for_every_problem(head_dim):
 def test_a_tile_for_any_number_of_heads(batch, heads, kv_heads):
     for causal, head_dim in itertools.product((False, True), (64, 128, 256)):
         asked = problem(batch=batch, heads=heads, kv_heads=kv_heads, causal=causal, head_dim=head_dim)
-        assert isinstance(pick_tile(asked, Device.hopper()), TileConfig)
+        assert isinstance(pick_tile(asked, Device.hopper()), HopperTile)
 
 
 def test_picking_is_pure(monkeypatch):
@@ -184,27 +189,27 @@ REFUSED = {
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_tile_config_checks_itself(change, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        TileConfig(**(VALID | change))
+        HopperTile(**(VALID | change))
 
 
 def test_tile_config_is_keyword_only_and_frozen():
     with pytest.raises(TypeError, match="positional"):
-        TileConfig(*VALID.values())  # type: ignore[call-arg]
-    tile = TileConfig(**VALID)
+        HopperTile(*VALID.values())  # type: ignore[call-arg]
+    tile = HopperTile(**VALID)
     with pytest.raises(dataclasses.FrozenInstanceError):
         tile.kv_slots = 3  # type: ignore[misc]
-    assert hash(tile) == hash(TileConfig(**VALID))
+    assert hash(tile) == hash(HopperTile(**VALID))
 
 
 def test_a_changed_copy_is_checked_too():
     with pytest.raises(ValueError, match=r"self.kv_slots=0 must be at least 1"):
-        dataclasses.replace(TileConfig(**VALID), kv_slots=0)
+        dataclasses.replace(HopperTile(**VALID), kv_slots=0)
 
 
 @pytest.mark.parametrize("softmax_roles", [1, 2, 3, 4])
 @pytest.mark.parametrize(("cga_layout", "num_ctas"), [((), 1), (((1, 0),), 2)])
 def test_rows_of_a_tile(softmax_roles, cga_layout, num_ctas):
     fields = VALID | {"softmax_roles": softmax_roles, "softmax_registers": 96, "cga_layout": cga_layout}
-    tile = TileConfig(**fields)
+    tile = HopperTile(**fields)
     assert tile.num_ctas == num_ctas
     assert tile.block_m == 64 * softmax_roles * num_ctas
