@@ -1,6 +1,5 @@
 """Conflicts and misuses in the kernel's own words."""
 
-
 from . import findings
 from .shadow import Access, Conflict
 

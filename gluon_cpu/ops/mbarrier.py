@@ -36,7 +36,7 @@ class Barrier:
         self.flips: list[tuple[int, int, str, Any]] = []  # (slot, time, who, info) of whoever completed each phase
         self.waits: dict[Any, tuple[int, int, Any]] = {}  # agent -> (phase it waited for, its step, info)
         self.arrived: dict[str, int] = {}
-        self.arrivals: list[tuple[int, int, str, Any]] = []  # of this phase, as in `flips`
+        self.arrivals: list[tuple[int, int, str, Any]] = []  # and bytes of this phase, as in `flips`
         self.previous: list[tuple[int, int, str, Any]] = []  # of the last one
 
     @property
@@ -106,16 +106,7 @@ class Barrier:
     def arrive(self, clk: Any, who: str, info: Any, count: int, tx: int, slot: int, time: int) -> None:
         """`count` arrivals, after announcing `tx` bytes; what is known to `clk` is known to who waits."""
         self.check_usable(clk, who, info, "arrives on it")
-        for other_slot, other_time, other, other_info in self.previous:
-            if clk[ORDER, other_slot] >= other_time:
-                continue
-            raise BarrierMisuse(
-                f"an arrival on {self.place} can count for the wrong phase: {who} arrives\n    at {info.site.where}\n"
-                f"  in phase {self.phase}, without any order after an arrival of phase {self.phase - 1}, by {other}\n"
-                f"    at {other_info.site.where}\n  Under another schedule it comes first, and counts for phase "
-                f"{self.phase - 1} instead. The init count of {self.count} is too low, or somebody arrives too "
-                "often, or does not wait for the last phase to be over.", (info.site, other_info.site),
-            )  # fmt: skip
+        self.check_phase(clk, info, f"an arrival on {self.place}", f"{who} arrives")
         self.tx += tx
         self.gather(clk)
         self.arrivals.append((slot, time, who, info))
@@ -132,9 +123,25 @@ class Barrier:
 
     def complete_bytes(self, clk: Any, who: str, info: Any, count: int, slot: int, time: int) -> None:
         self.check_usable(clk, who, info, f"completes {count} bytes on it")
+        self.check_phase(clk, info, f"bytes on {self.place}", f"{who} brings {count} bytes")
         self.tx -= count
         self.gather(clk)
+        self.arrivals.append((slot, time, who, info))
         self.settle(slot, time, who, info)
+
+    def check_phase(self, clk: Any, info: Any, what: str, who: str) -> None:
+        """That this comes after all that completed the last phase, and could not have been part of it instead."""
+        for slot, time, other, other_info in self.previous:
+            if clk[ORDER, slot] >= time:
+                continue
+            raise BarrierMisuse(
+                f"{what} can count for the wrong phase: {who}\n    at {info.site.where}\n"
+                f"  in phase {self.phase}, without any order after what completed phase {self.phase - 1}, by {other}\n"
+                f"    at {other_info.site.where}\n  Under another schedule it comes first, and counts for phase "
+                f"{self.phase - 1} instead. Missing order: whoever issues it must know that phase {self.phase - 1} is "
+                f"over. Or the init count of {self.count} is too low, or somebody arrives too often.",
+                (info.site, other_info.site),
+            )
 
     def gather(self, clk: Any) -> None:
         if self.gathered is None:

@@ -290,3 +290,47 @@ def test_an_arrival_that_spills_into_the_next_phase(schedule):
     ):
         gluon_cpu.launch(three_arrivals, (1,), 2, schedule=schedule)
     gluon_cpu.launch(three_arrivals, (1,), 3, schedule=schedule)
+
+
+@jit
+def loads_ahead(desc, tiles, loaded, seen, BUG: gl.constexpr):
+    for step in range(2):
+        if not BUG and step > 0:
+            mbarrier.wait(seen, 0)
+        tma.async_load(desc, [step * 32, 0], loaded, tiles.index(step))  # <- issued a phase too early
+        if BUG and step > 0:
+            mbarrier.wait(seen, 0)
+        mbarrier.expect(loaded, tiles.index(step).nbytes_per_cta)
+
+
+@jit
+def sums_tiles(tiles, loaded, seen, out_ptr):
+    rows = gl.arange(0, 32, gl.SliceLayout(1, MATRIX))
+    for step in range(2):
+        mbarrier.wait(loaded, step & 1)
+        gl.store(out_ptr + step * 32 + rows, gl.sum(tiles.index(step).load(MATRIX), 1))
+        mbarrier.arrive(seen)
+
+
+@jit
+def two_tiles_on_one_barrier(desc, out_ptr, BUG: gl.constexpr):
+    tiles = gl.allocate_shared_memory(gl.float32, [2, 32, 32], desc.layout)
+    loaded, seen = new_barrier(1), new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize(
+        [(sums_tiles, (tiles, loaded, seen, out_ptr)), (loads_ahead, (desc, tiles, loaded, seen, BUG))], [1]
+    )
+
+
+def test_bytes_that_can_count_for_the_phase_before(schedule):
+    """The load has a tile of its own, so nothing is overwritten; but its bytes may complete the wrong phase."""
+
+    def run(bug: bool) -> None:
+        out = poisoned(64)
+        gluon_cpu.launch(two_tiles_on_one_barrier, (1,), descriptor(x, [32, 32]), out, bug, schedule=schedule)
+        torch.testing.assert_close(out, x.sum(1))
+
+    x = normal(64, 32)
+    run(False)
+    with pytest.raises((gluon_cpu.BarrierMisuse, gluon_cpu.RaceError, gluon_cpu.UninitialisedRead)):
+        run(True)
