@@ -1,0 +1,6 @@
+"""Static proofs about the compiled Blackwell kernels: no deadlock and no data race under any schedule, without a card.
+
+SentryWard, a verifier of PTX, does the proving. This package compiles a launch (capture.py), puts its PTX into a form
+that the verifier decides (rewrites.py), says what the launch is (kernel_input.py), runs the verifier (verifier.py) and
+keeps what was proved (store.py). `python -m proving` is the command; docs/proving.md says what a proof covers.
+"""

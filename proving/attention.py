@@ -1,0 +1,145 @@
+"""The proofs about attention on Blackwell: every row of the tuning table, at sizes small enough for the verifier."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from gluon_attn.cpu import launch_arguments
+from gluon_attn.device import Device
+from gluon_attn.launch import compiled, kernel_of
+from gluon_attn.plan import Plan
+from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
+from gluon_attn.tile import BlackwellTile
+from gluon_attn.tuning import BLACKWELL, Row
+
+from .capture import describe
+from .equivalence import Equivalence, Operand, leave_barriers_valid, without
+from .launch import Launch
+from .prove import Proof
+from .verifier import Limits
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+MINUTES = 60
+# A cluster of n CTAs has n² times as many pairs of threads to order as one CTA, and more products to follow.
+LIMITS = {
+    1: Limits(seconds=10 * MINUTES, memory_mib=4000),
+    2: Limits(seconds=20 * MINUTES, memory_mib=6000),
+    4: Limits(seconds=60 * MINUTES, memory_mib=12000),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A launch to prove something about. clusters: how many the described card has room for: fewer than tiles make the
+    programs walk over several."""
+
+    dtype: torch.dtype
+    head_dim: int
+    causal: bool
+    tile: BlackwellTile
+    q_len: int
+    kv_len: int
+    heads: int = 1
+    kv_heads: int = 1
+    clusters: int = 148
+
+    def launch(self) -> Launch:
+        q = torch.empty(1, self.heads, self.q_len, self.head_dim, dtype=self.dtype)
+        k = torch.empty(1, self.kv_heads, self.kv_len, self.head_dim, dtype=self.dtype)
+        v, out, lse = torch.empty_like(k), torch.empty_like(q, dtype=output_dtype(self.dtype)), torch.empty(q.shape[:3])
+        scales = [torch.empty(k.shape[:2]) for _ in "qkv"] if self.dtype in FP8_DTYPES else []
+        problem = Problem.of(q, k, v, causal=self.causal, scale=None, layout="bhsd")
+        device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.tile.num_ctas)
+        plan = Plan.of(problem, self.tile, device)
+        arguments, _ = launch_arguments(plan, q, k, v, out, lse, *scales)
+        values = dict(zip(kernel_of(self.tile).arg_names, arguments, strict=True))
+        kernel = compiled(self.dtype, problem.padded_head_dim, self.causal, self.tile, arch=100)
+        return describe(kernel, (plan.programs,), values)
+
+
+def one_tile(dtype: torch.dtype, row: Row) -> Case:
+    """One row block of each query tile, two key blocks: the first, and one that rescales."""
+    assert isinstance(row.tile, BlackwellTile)
+    return Case(
+        dtype=dtype,
+        head_dim=row.padded_head_dim,
+        causal=row.causal,
+        tile=row.tile,
+        q_len=row.tile.block_m,
+        kv_len=2 * row.tile.block_n,
+    )
+
+
+def two_tiles(case: Case) -> Case:
+    """One program computes two tiles, with so few slots for keys and values that they are used again and again."""
+    tile = dataclasses.replace(case.tile, kv_slots=min(case.tile.kv_slots, 3))
+    return dataclasses.replace(case, tile=tile, q_len=2 * case.q_len, clusters=1)
+
+
+def odd_lengths(case: Case) -> Case:
+    """Lengths that fill no tile; more queries than keys, so that under a causal mask rows see no key; grouped heads."""
+    return dataclasses.replace(case, q_len=case.q_len - 27, kv_len=case.kv_len - 61, heads=2, kv_heads=1, clusters=1)
+
+
+# In the kernel's own scale, as exp2 replaces exp: what is taken from fp32 is the same number on both sides.
+REFERENCE = """def reference(q_desc, k_desc, v_desc, scale_log2):
+    weights = (q_desc.float() @ k_desc.float().transpose(0, 1) * scale_log2).exp2()
+    return (weights @ v_desc.float() / weights.sum(1, keepdim=True)).to(q_desc.dtype)
+"""
+
+
+def leave_out_lse(ptx: str) -> tuple[str, int]:
+    """Without the stores to global memory that are not TMA's: LSE's.
+
+    Why: every output must be compared, and the verifier finds no proof for a logarithm. Exact for O, which goes by TMA.
+    """
+    return without(r"(@!?%p\d+ )?st\.global\.")(ptx)
+
+
+def equals_softmax(case: Case, name: str) -> Proof:
+    """That O is softmax(Q Kᵀ scale) V, of one head."""
+    dtype = str(case.dtype).removeprefix("torch.")
+    queries, keys = (case.q_len, case.head_dim), (case.kv_len, case.head_dim)
+    equivalence = Equivalence(
+        reference=REFERENCE,
+        inputs=(
+            Operand(name="q_desc", dtype=dtype, shape=queries),
+            Operand(name="k_desc", dtype=dtype, shape=keys),
+            Operand(name="v_desc", dtype=dtype, shape=keys),
+        ),
+        outputs=(Operand(name="o_desc", dtype=dtype, shape=queries),),
+        scalars=("scale_log2",),
+        rewrites=(leave_barriers_valid, leave_out_lse),
+    )
+    limits = Limits(seconds=60 * MINUTES, memory_mib=10000)
+    return Proof(name=name, launch=case.launch, limits=limits, equivalence=equivalence)
+
+
+def proofs_of(row: Row) -> Iterator[Proof]:
+    n = row.tile.num_ctas
+    for dtype_name, dtype in DTYPES.items():
+        if dtype.itemsize != row.element_bytes:
+            continue
+        name = f"d{row.padded_head_dim}-{dtype_name}-{'causal' if row.causal else 'full'}-{n}cta"
+        case = one_tile(dtype, row)
+        quick = n == 1 and dtype_name in ("bf16", "e4m3")
+        yield Proof(name=name, launch=case.launch, limits=LIMITS[n], quick=quick)
+        if dtype_name == "bf16" and n == 1:
+            yield Proof(name=f"{name}-two-tiles", launch=two_tiles(case).launch, limits=LIMITS[n], quick=quick)
+            yield Proof(name=f"{name}-odd-lengths", launch=odd_lengths(case).launch, limits=LIMITS[n])
+        if name == "d64-bf16-full-1cta":
+            yield equals_softmax(case, f"{name}-equals-softmax")
+
+
+@functools.cache
+def catalogue() -> tuple[Proof, ...]:
+    """Every proof, the cheapest first."""
+    proofs = [proof for row in BLACKWELL for proof in proofs_of(row)]
+    return tuple(sorted(proofs, key=lambda proof: proof.limits.seconds))

@@ -1,0 +1,69 @@
+"""What was proved, kept as one file per proof: `proving/results/NAME.json`.
+
+A proof holds for one kernel and one launch, named by a hash of the code and of the verifier's input. As long as neither
+changes, and the verifier is the same, it need not be run again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .ptx import fingerprint
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def key_of(ptx: str, inputs: Iterable[Any], verifier: str | None) -> str:
+    """ptx: as rewritten. inputs: the input.json, and for an equivalence the reference and its binding."""
+    text = json.dumps([fingerprint(ptx), *inputs, verifier], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A proof that was found. same_as: the proof of the very same kernel and launch that was run in its stead.
+
+    rewrites: how often each exact rewrite applied. seconds, memory_mib: of the verifier.
+    """
+
+    name: str
+    key: str
+    result: str
+    seconds: float
+    memory_mib: float
+    verifier: str
+    triton: str
+    date: str
+    launch: dict[str, Any]
+    rewrites: dict[str, int]
+    same_as: str | None = None
+
+
+def path_of(name: str, folder: Path = RESULTS) -> Path:
+    return folder / f"{name}.json"
+
+
+def save(record: Record, folder: Path = RESULTS) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(asdict(record), indent=1)
+    path_of(record.name, folder).write_text(text + "\n", encoding="utf-8")
+
+
+def load(name: str, folder: Path = RESULTS) -> Record | None:
+    path = path_of(name, folder)
+    return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def find(key: str, folder: Path = RESULTS) -> Record | None:
+    """The record of a proof with this key that was run, whatever its name."""
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    records = (load(name, folder) for name in names)
+    return next((r for r in records if r and r.key == key and r.same_as is None), None)
+
+
+def drop(name: str, folder: Path = RESULTS) -> None:
+    """Forget a proof that no longer holds."""
+    path_of(name, folder).unlink(missing_ok=True)

@@ -1,0 +1,205 @@
+"""The rewrites of PTX: what they change, and what they leave alone because it would not be exact."""
+
+import pytest
+
+from proving.branches import straighten_branches
+from proving.dispatch import name_roles, store_roles_once
+from proving.equivalence import leave_barriers_valid
+from proving.rewrites import rewritten
+
+HEAD = "\t.reg .b32 \t%r<99>;\n"
+BRANCH = """{head}\t@%p7 bra \t$L__BB0_2;
+\t.loc\t1 2 3                           // softmax.py:2:3
+$L__tmp3:
+\tmul.f32 \t%r5, %r4, 0f4B800000;
+\tadd.f32 \t%r6, %r5, %r1;
+{end}
+$L__BB0_2:
+\tret;
+"""
+
+
+def changed(before: str, after: str) -> list[tuple[str, str]]:
+    """The lines that differ; there must be as many of them as before."""
+    pairs = zip(before.split("\n"), after.split("\n"), strict=True)
+    return [(a.strip(), b.strip()) for a, b in pairs if a != b]
+
+
+@pytest.mark.parametrize("end", ["", "\tbra.uni \t$L__BB0_2;"])
+def test_branch_over_pure_operations_is_straightened(end):
+    before = BRANCH.format(head=HEAD, end=end)
+    after, count = straighten_branches(before)
+    assert count == 1
+    assert changed(before, after) == [
+        (".reg .b32 \t%r<99>;", ".reg .b32 \t%r<99>; .reg .b32 %straight<2>;"),
+        ("@%p7 bra \t$L__BB0_2;", "// straightened: @%p7 bra \t$L__BB0_2;"),
+        # Where the branch is taken, the statement is skipped: then the old value stays.
+        (
+            "mul.f32 \t%r5, %r4, 0f4B800000;",
+            "mul.f32 %straight0, %r4, 0f4B800000; selp.b32 %r5, %r5, %straight0, %p7;",
+        ),
+        ("add.f32 \t%r6, %r5, %r1;", "add.f32 %straight1, %r5, %r1; selp.b32 %r6, %r6, %straight1, %p7;"),
+    ]
+
+
+def test_negated_branch_keeps_the_old_value_where_the_condition_is_false():
+    after, _ = straighten_branches(BRANCH.format(head=HEAD, end="").replace("@%p7", "@!%p7"))
+    assert "selp.b32 %r5, %straight0, %r5, %p7;" in after
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "\tst.shared.b32 \t[%r5], %r4;",
+        "\tld.shared.b32 \t%r5, [%r4];",
+        "\tbar.sync \t0;",
+        "\t@%p1 add.f32 \t%r5, %r4, %r4;",
+        "\tsetp.lt.s32 \t%p7, %r4, %r5;",
+        "\tshfl.sync.idx.b32 \t%r5, %r4, 0, 31, -1;",
+        "\tadd.s64 \t%rd5, %rd4, %rd4;",
+        "\tmbarrier.arrive.shared::cta.b64 _, [%r5];",
+        "$L__BB0_9:",
+        "\tbra.uni \t$L__BB0_9;",
+    ],
+)
+def test_branch_over_anything_else_stays(statement):
+    before = BRANCH.format(head=HEAD, end=statement)
+    assert straighten_branches(before) == (before, 0)
+
+
+def test_branch_backwards_stays():
+    before = HEAD + "$L__BB0_2:\n\tadd.s32 \t%r1, %r1, 1;\n\t@%p1 bra \t$L__BB0_2;\n\tmov.b32 \t%r3, 0;\n\tret;\n"
+    assert straighten_branches(before) == (before, 0)
+
+
+# As Triton dispatches: four worker warps, 4 to 7, two roles and then the end.
+DISPATCH = """.reqntid 256
+{head}\tld.param.b32 \t%r14, [kernel_param_1];
+\tmov.u32 \t%r1, %tid.x;
+\tmov.b32 \t%r15, global_smem;
+\tadd.s32 \t%r20, %r14, 127;
+\tadd.s32 \t%r21, %r1, 127;
+\tshl.b32 \t%r4, %r1, 5;
+\t@!%p2 bra \t$L__BB0_1;
+\tst.shared.b32 \t[global_smem+8], 5;
+\tbar.sync \t0, 128;
+\tst.shared.b32 \t[global_smem+104], 33685760;
+{more}
+\tbarrier.sync \t1;
+\tst.shared.b32 \t[global_smem+96], %r20;
+\tbarrier.sync \t1;
+\tst.shared.v2.b16 \t[global_smem+104], {{771, 771}};
+\tbarrier.sync \t1;
+\tret;
+$L__BB0_1:
+\tbarrier.sync \t1;
+\tadd.s32 \t%r20, %r15, %r4;
+\t.loc\t1 2 3                           // kernel.py:2:3
+\tld.shared.b8 \t%r19, [%r20+100];
+\tbrx.idx \t%r19, JTI0_0;
+\tbra.uni \t$L__BB0_1;
+"""
+GUARD = "setp.eq.u32 %first, %thread, 0; @%first st.shared"
+
+
+def dispatch(more: str = "") -> str:
+    # A register of the store is written once in what Triton emits.
+    return DISPATCH.format(head=HEAD, more=more).replace("%r20, %r15", "%r30, %r15").replace("[%r20+100]", "[%r30+100]")
+
+
+def test_roles_are_stored_by_one_thread():
+    before = dispatch()
+    after, count = store_roles_once(before)
+    assert count == 2
+    assert [b for _, b in changed(before, after)] == [line.strip() for line in after.split("\n") if GUARD in line]
+    # What is before the table, or after the barrier that ends it, is not a table.
+    assert "\n\tst.shared.b32 \t[global_smem+8], 5;" in after
+    assert "\n\tst.shared.b32 \t[global_smem+96], %r20;" in after
+
+
+@pytest.mark.parametrize("address", [8, 100, 108])
+def test_constants_stored_beside_the_table_are_left_alone(address):
+    """Warps 4 to 7 of 8 have the bytes 104 to 107: who stores elsewhere may be a role that thread 0 is not in."""
+    assert store_roles_once(dispatch(f"\tbarrier.sync \t1;\n\tst.shared.b32 \t[global_smem+{address}], 7;"))[1] == 2
+
+
+def test_values_for_the_workers_are_stored_by_one_thread_if_every_thread_has_the_same():
+    before = dispatch("\tst.shared.b32 \t[global_smem+64], %r20;")  # from a parameter
+    assert store_roles_once(before)[1] == 3
+    before = dispatch("\tst.shared.v2.b32 \t[global_smem+64], {%r20, %r14};")
+    assert store_roles_once(before)[1] == 3
+
+
+@pytest.mark.parametrize("register", ["%r21", "%r4", "%r1", "%r55"])
+def test_values_that_depend_on_the_thread_are_left_alone(register):
+    after, count = store_roles_once(dispatch(f"\tst.shared.b32 \t[global_smem+64], {register};"))
+    assert count == 2
+    assert f"\n\tst.shared.b32 \t[global_smem+64], {register};" in after
+
+
+@pytest.mark.parametrize(
+    "also",
+    [
+        "\tmov.b32 \t%r20, 3;",
+        "\t@%p1 add.s32 \t%r20, %r14, 1;",
+        "\telect.sync \t%r20|%p4, -1;",
+        "\tld.shared.v2.b32 \t{%r20, %r22}, [%r15];",
+    ],
+)
+def test_a_register_written_twice_counts_as_different(also):
+    assert store_roles_once(dispatch(f"{also}\n\tst.shared.b32 \t[global_smem+64], %r20;"))[1] == 2
+
+
+def test_without_workers_nothing_is_changed():
+    plain = HEAD + "\tst.shared.b32 \t[global_smem+104], 7;\n\tret;\n"
+    assert rewritten(plain) == (plain, {"straighten_branches": 0, "store_roles_once": 0})
+    assert name_roles(plain) == (plain, 0)
+
+
+def test_workers_are_told_their_roles_by_visit():
+    before = dispatch()
+    after, count = name_roles(before)
+    assert count == 1
+    [line] = [line for line in after.split("\n") if "%role_key" in line]
+    assert "ld.shared.b8" not in after
+    # 33685760 is 0x02020100: warp 4 takes role 0, warp 5 role 1, the others role 2; on the second visit all take 3.
+    roles = {64 * 0 + 4: 0, 64 * 0 + 5: 1, 64 * 0 + 6: 2, 64 * 0 + 7: 2} | {64 + warp: 3 for warp in (4, 5, 6, 7)}
+    for key, role in roles.items():
+        assert f"%role_key, {key}; selp.b32 %r19, {role}, %r19, %role_is;" in line
+    assert line.count("selp") == len(roles)
+    assert "%tid.x; mov.b32 %visits, 0;" in after
+    assert "add.s32 %visits, %visits, 1;" in line
+
+
+TABLE = "\tst.shared.b32 \t[global_smem+104], 0;\n\tbarrier.sync \t1;\n"
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        f"\t@%p9 bra \t$L__BB0_8;\n{TABLE}$L__BB0_8:",  # skips a table
+        f"$L__BB0_8:\n{TABLE}\t@%p9 bra \t$L__BB0_8;",  # repeats it
+    ],
+)
+def test_roles_are_not_named_if_the_tables_may_come_in_another_order(branch):
+    before = dispatch(branch)
+    assert name_roles(before) == (before, 0)
+
+
+def test_a_rewrite_that_moves_lines_is_refused():
+    def split(ptx: str) -> tuple[str, int]:
+        return ptx.replace(";", ";\n", 1), 1
+
+    with pytest.raises(RuntimeError, match=r"split: expected 2 lines as before, got 3"):
+        rewritten("ret;\nret;\n", (split,))
+
+
+def test_invalidations_are_left_out_and_nothing_else():
+    before = (
+        "\t@%p1 mbarrier.inval.shared::cta.b64 [%r5];\n\tmbarrier.inval.shared::cta.b64 [%r5];\n"
+        "\tmbarrier.init.shared::cta.b64 [%r5], 1;\n\t// mbarrier.inval\n"
+    )
+    after, count = leave_barriers_valid(before)
+    assert count == 2
+    assert len(changed(before, after)) == 2
+    assert "mbarrier.init" in after
