@@ -8,16 +8,22 @@ from .compat import CompiledKernel, disassemble
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;")
 LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 # Only a conditional branch closes a loop: an unconditional one backwards returns from a wait's out-of-line retry.
-BRANCH = re.compile(r"^IF BRA\b.*`\((\.L_x_\d+)\)")
+BRANCH = re.compile(r"^(?:IF BRA\b|BRA\.U !?UP\d).*`\((\.L_x_\d+)\)")
+
+EXP2 = ("MUFU.EX2",)
+PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA")  # of Hopper; of Blackwell, 16 bits and 8
+TENSOR_MEMORY_LOADS = ("LDTM",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """An innermost loop with warpgroup products in it: the body of the walk over key blocks.
+    """The body of a role's walk over key blocks: an innermost loop with products, exponentials or loads from tensor
+    memory in it. On Hopper the softmax roles do it all; on Blackwell these are loops of three roles.
 
-    products: warpgroup product instructions. waits: waits for products; as many as the source has, or the assembler
-    has serialised the products. spills: stores to and loads from local memory. hidden_exp2: exp2 instructions before
-    the last wait, that is, beside the product waited for, of all `exp2`.
+    products: product instructions. exp2: exponentials. tensor_memory_loads: Blackwell's.
+    spills: stores to and loads from local memory.
+    waits: Hopper's, for products; as many as the source has, or the assembler has serialised the products.
+    hidden_exp2: exp2 instructions before the last wait, that is, beside the product waited for.
     """
 
     instructions: int
@@ -26,6 +32,7 @@ class Loop:
     spills: int
     exp2: int
     hidden_exp2: int
+    tensor_memory_loads: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +57,7 @@ def resources(kernel: CompiledKernel) -> Resources:
         first_role_registers=first_role_registers(kernel.asm["ptx"]),
         smem_bytes=kernel.metadata.shared,
         instructions=len(code),
-        products=count(code, "HGMMA"),
+        products=count(code, *PRODUCTS),
         tma_loads=count(code, "UTMALDG"),
         tma_stores=count(code, "UTMASTG"),
         spills=count(code, "STL", "LDL"),
@@ -82,28 +89,25 @@ def count(code: list[str], *names: str) -> int:
 
 
 def steady_loops(code: list[str], labels: dict[str, int]) -> tuple[Loop, ...]:
-    """The innermost loops with products and exponentials."""
+    """The innermost loops that compute."""
     spans = {
         (labels[branch[1]], i)
         for i, line in enumerate(code)
         if (branch := BRANCH.match(line)) and labels.get(branch[1], i + 1) <= i
     }
-    with_products = {(a, b) for a, b in spans if count(code[a : b + 1], "HGMMA")}
-    innermost = [s for s in with_products if not any(s[0] <= a and b <= s[1] and (a, b) != s for a, b in with_products)]
-    loops = []
-    for first, last in sorted(innermost):
-        body = code[first : last + 1]
-        waits = [i for i, line in enumerate(body) if line.startswith("WARPGROUP.DEPBAR")]
-        exp2 = [i for i, line in enumerate(body) if line.startswith("MUFU.EX2")]
-        if waits and exp2:
-            loops.append(
-                Loop(
-                    instructions=len(body),
-                    products=count(body, "HGMMA"),
-                    waits=len(waits),
-                    spills=count(body, "STL", "LDL"),
-                    exp2=len(exp2),
-                    hidden_exp2=sum(i < waits[-1] for i in exp2),
-                )
-            )
-    return tuple(loops)
+    computing = {(a, b) for a, b in spans if count(code[a : b + 1], *PRODUCTS, *EXP2, *TENSOR_MEMORY_LOADS)}
+    innermost = [s for s in computing if not any(s[0] <= a and b <= s[1] and (a, b) != s for a, b in computing)]
+    return tuple(loop_of(code[first : last + 1]) for first, last in sorted(innermost))
+
+
+def loop_of(body: list[str]) -> Loop:
+    waits = [i for i, line in enumerate(body) if line.startswith("WARPGROUP.DEPBAR")]
+    return Loop(
+        instructions=len(body),
+        products=count(body, *PRODUCTS),
+        waits=len(waits),
+        spills=count(body, "STL", "LDL"),
+        exp2=count(body, *EXP2),
+        hidden_exp2=count(body[: waits[-1]], *EXP2) if waits else 0,
+        tensor_memory_loads=count(body, *TENSOR_MEMORY_LOADS),
+    )

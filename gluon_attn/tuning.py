@@ -91,14 +91,31 @@ HOPPER: tuple[Row, ...] = (
 
 
 def blackwell_rows() -> tuple[Row, ...]:
-    """As published for FlashAttention-4 and Triton's example, none measured by us: depth of the ring, turns at D=64."""
+    """The choices that are published for FlashAttention-4 and for Triton's example; none is measured by us.
+
+    From the former: depth of the ring; rescaling from 8 on, but not in fp8, where P would overflow; an eighth of the
+    exponentials by polynomial on sm_100, none on sm_103, whose exponential unit is twice as fast; P handed over early;
+    longest row blocks first for causal. From the latter: maxima from the loads on sm_103, turns at D=64, exponentials
+    in four pieces; two CTAs gain with D=128 and no mask.
+    """
     rows = []
-    for head_dim, causal, num_ctas in itertools.product((64, 128), (False, True), (1, 2, 4)):
-        shares = min(2, num_ctas)  # a CTA of a pair holds half of a key block
-        slots = 384 // head_dim * shares
-        options = {"exp_turns": head_dim == 64, "exp_pieces": 4, "num_ctas": num_ctas}
-        rows.append(Row(head_dim, causal, blackwell_tile(slots, 192, **options)))
-        rows.append(Row(head_dim, causal, blackwell_tile(512 // head_dim * shares, 192, **options), element_bytes=1))
+    for arch, head_dim, causal in itertools.product((103, 100), (64, 128), (False, True)):
+        for num_ctas in (2, 1, 4) if (head_dim, causal) == (128, False) else (1, 2, 4):
+            for element_bytes in (2, 1):
+                tile = blackwell_tile(
+                    # Half of a key block is in each CTA of a pair.
+                    kv_slots=(384 if element_bytes == 2 else 512) // head_dim * min(2, num_ctas),
+                    softmax_registers=192,
+                    num_ctas=num_ctas,
+                    exp_pieces=4,
+                    early_p=True,
+                    exp_turns=head_dim == 64,
+                    max_in_load=arch == 103,
+                    polynomial_columns=2 if arch == 100 else 0,
+                    rescale_threshold=8.0 if element_bytes == 2 else 0.0,
+                    longest_first=causal,
+                )
+                rows.append(Row(head_dim, causal, tile, element_bytes))
     return tuple(rows)
 
 
