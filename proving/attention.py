@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from gluon_attn.cpu import launch_arguments
 from gluon_attn.device import Device
+from gluon_attn.kernels.blackwell import correction as correction_module
 from gluon_attn.launch import compiled, kernel_of
 from gluon_attn.plan import Plan
 from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
@@ -18,6 +21,7 @@ from .capture import describe
 from .equivalence import Equivalence, Operand, leave_barriers_valid, without
 from .launch import Launch
 from .prove import Proof
+from .ptx import branches_of
 from .verifier import Limits
 
 DTYPES = {
@@ -27,6 +31,20 @@ DTYPES = {
     "e5m2": torch.float8_e5m2,
 }
 MINUTES = 60
+ARCH = 100  # the verifier knows sm_100a
+# Levers of a tile that decide at run time what is done next, by the data or by the hardware: the verifier follows one
+# way only. They are off where a row of the table is proved; what can be said with them on is in `lever_proofs`.
+UNDECIDED: dict[str, Any] = {"rescale_threshold": 0.0, "dynamic": False}
+LEVERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pieces": {"load_pieces": 2, "exp_pieces": 4},
+    "early-p": {"early_p": True, "exp_pieces": 4},
+    "turns": {"exp_turns": True},
+    "not-packed": {"packed_arithmetic": False},
+    "polynomial": {"polynomial_columns": 4},
+    "dynamic": {"dynamic": True},
+    "rescale": {"rescale_threshold": 8.0},
+}
 # A cluster of n CTAs has n² times as many pairs of threads to order as one CTA, and more products to follow.
 LIMITS = {
     1: Limits(seconds=10 * MINUTES, memory_mib=4000),
@@ -60,7 +78,7 @@ class Case:
         plan = Plan.of(problem, self.tile, device)
         arguments, _ = launch_arguments(plan, q, k, v, out, lse, *scales)
         values = dict(zip(kernel_of(self.tile).arg_names, arguments, strict=True))
-        kernel = compiled(self.dtype, problem.padded_head_dim, self.causal, self.tile, arch=100)
+        kernel = compiled(self.dtype, problem.padded_head_dim, self.causal, self.tile, arch=ARCH)
         return describe(kernel, (plan.programs,), values)
 
 
@@ -71,7 +89,7 @@ def one_tile(dtype: torch.dtype, row: Row) -> Case:
         dtype=dtype,
         head_dim=row.padded_head_dim,
         causal=row.causal,
-        tile=row.tile,
+        tile=dataclasses.replace(row.tile, **UNDECIDED),
         q_len=row.tile.block_m,
         kv_len=2 * row.tile.block_n,
     )
@@ -122,6 +140,39 @@ def equals_softmax(case: Case, name: str) -> Proof:
     return Proof(name=name, launch=case.launch, limits=limits, equivalence=equivalence)
 
 
+def rescale_decision(taken: bool) -> Callable[[str], dict[int, bool]]:
+    """For a kernel that rescales only where a maximum has grown: that the branch over it is always taken, or never."""
+
+    def decisions(ptx: str) -> dict[int, bool]:
+        source = inspect.getsource(correction_module).split("\n")
+        place = 1 + next(i for i, line in enumerate(source) if line.strip().startswith("if needed"))
+        lines = branches_of(ptx, f"correction.py:{place}")
+        if not lines:
+            raise ValueError(f"ptx: expected branches of correction.py:{place}, which rescales, found none")
+        return dict.fromkeys(lines, taken)
+
+    return decisions
+
+
+def lever_proofs(case: Case, name: str) -> Iterator[Proof]:
+    """One lever of the tile at a time, all others as they are by default.
+
+    dynamic: a request for more work fails, by the verifier's premise. rescale: all blocks rescale, or none.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(BlackwellTile) if f.default is not dataclasses.MISSING}
+    plain = defaults | {"cga_layout": case.tile.cga_layout}
+    for lever, options in LEVERS.items():
+        changed = dataclasses.replace(case, tile=dataclasses.replace(case.tile, **plain | options))
+        decisions = {"-every-block": False, "-no-block": True} if changed.tile.rescale_threshold else {"": None}
+        for suffix, taken in decisions.items():
+            yield Proof(
+                name=f"{name}-{lever}{suffix}",
+                launch=changed.launch,
+                limits=LIMITS[1],
+                decisions=None if taken is None else rescale_decision(taken),
+            )
+
+
 def proofs_of(row: Row) -> Iterator[Proof]:
     n = row.tile.num_ctas
     for dtype_name, dtype in DTYPES.items():
@@ -129,17 +180,20 @@ def proofs_of(row: Row) -> Iterator[Proof]:
             continue
         name = f"d{row.padded_head_dim}-{dtype_name}-{'causal' if row.causal else 'full'}-{n}cta"
         case = one_tile(dtype, row)
-        quick = n == 1 and dtype_name in ("bf16", "e4m3")
+        quick = n == 1 and dtype_name == "bf16"
+        quick = quick or name == "d64-e4m3-full-1cta"
         yield Proof(name=name, launch=case.launch, limits=LIMITS[n], quick=quick)
         if dtype_name == "bf16" and n == 1:
-            yield Proof(name=f"{name}-two-tiles", launch=two_tiles(case).launch, limits=LIMITS[n], quick=quick)
+            wraps = row.padded_head_dim == 64 and row.causal
+            yield Proof(name=f"{name}-two-tiles", launch=two_tiles(case).launch, limits=LIMITS[n], quick=wraps)
             yield Proof(name=f"{name}-odd-lengths", launch=odd_lengths(case).launch, limits=LIMITS[n])
         if name == "d64-bf16-full-1cta":
+            yield from lever_proofs(case, name)
             yield equals_softmax(case, f"{name}-equals-softmax")
 
 
 @functools.cache
 def catalogue() -> tuple[Proof, ...]:
     """Every proof, the cheapest first."""
-    proofs = [proof for row in BLACKWELL for proof in proofs_of(row)]
+    proofs = [proof for row in BLACKWELL if ARCH in row.tile.archs for proof in proofs_of(row)]
     return tuple(sorted(proofs, key=lambda proof: proof.limits.seconds))

@@ -1,5 +1,6 @@
 """The verifier's description of a launch, its `input.json`: parameters, tensor maps, grid, cluster, threads, memory."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from .launch import Launch, Pointer, Scalar, TensorMap
@@ -70,8 +71,11 @@ class Writer:
             self.scalar(f"{arg.name} (shape and strides, number {i})", value)
 
 
-def kernel_input(launch: Launch) -> dict[str, Any]:
-    """Raises ValueError if the launch's arguments do not fit the PTX's parameters."""
+def kernel_input(launch: Launch, decisions: Mapping[int, bool] | None = None) -> dict[str, Any]:
+    """decisions: by line of the PTX, whether a branch on data is taken: by every thread, each time.
+
+    Raises ValueError if the launch's arguments do not fit the PTX's parameters.
+    """
     name, parameters = entry(launch.ptx)
     writer = Writer(parameters)
     for arg in launch.arguments:
@@ -90,6 +94,7 @@ def kernel_input(launch: Launch) -> dict[str, Any]:
     shape: dict[str, Any] = {"grid_dim": [x * launch.num_ctas, y, z], "block_dim": [launch.threads, 1, 1]}
     if launch.num_ctas > 1:
         shape["cluster_dim"] = [launch.num_ctas, 1, 1]
+    decided = [{"line": line, "taken": taken} for line, taken in (decisions or {}).items()]
     return {
         "schema": "spverify.kernel-input/v1",
         "entry": name,
@@ -98,4 +103,4 @@ def kernel_input(launch: Launch) -> dict[str, Any]:
         "arguments": writer.values,
         "tma_descriptors": writer.maps,
         "assumptions": ASSUMPTIONS,
-    }
+    } | ({"branch_decisions": decided} if decided else {})

@@ -21,13 +21,15 @@ class Proof:
     """Something to prove. launch: compiles, so it is called when the proof is due.
 
     equivalence: what the kernel computes, to be proved as well; None: only that no schedule deadlocks or races.
-    quick: part of the set for every commit.
+    decisions: from the PTX, which branches on data every thread takes, or does not, each time: the proof is of such
+    runs only. quick: part of the set for every commit.
     """
 
     name: str
     launch: Callable[[], Launch]
     limits: Limits
     equivalence: Equivalence | None = None
+    decisions: Callable[[str], dict[int, bool]] | None = None
     quick: bool = False
 
 
@@ -53,7 +55,7 @@ class Task:
             launch=launch,
             ptx=ptx,
             rewrites=applied,
-            input=kernel_input(launch),
+            input=kernel_input(launch, proof.decisions(launch.ptx) if proof.decisions else None),
             reference=equivalence.reference if equivalence else None,
             binding=equivalence.binding(launch) if equivalence else None,
         )

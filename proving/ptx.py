@@ -56,6 +56,13 @@ def fingerprint(ptx: str) -> str:
     return hashlib.sha256("\n".join(code(ptx)).encode()).hexdigest()
 
 
+def branches_of(ptx: str, place: str) -> list[int]:
+    """The lines (from 1) of the conditional branches that line `place` of the source, `file.py:12`, is compiled to."""
+    lines = ptx.split("\n")
+    found = [i + 1 for i, line in enumerate(lines) if re.match(r"@!?%p\d+ bra\s", strip_comment(line))]
+    return [line for line in found if source_line(ptx, line) == place]
+
+
 def source_line(ptx: str, line: int) -> str | None:
     """Where in the source line `line` (from 1) of the PTX comes from, as `file.py:12`, innermost function."""
     files = dict(re.findall(r"^\s*\.file\s+(\d+)\s+\"(?:[^\"]*/)?([^\"/]+)\"", ptx, re.MULTILINE))
