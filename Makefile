@@ -28,7 +28,7 @@ DEV_READY := $(VENV)/.ready-dev
 BENCH_READY := $(VENV)/.ready-bench
 endif
 
-.PHONY: help run test check format gpu-test bench explore mutants races clean
+.PHONY: help run test check format gpu-test bench explore mutants prove races clean
 
 help: ## List every command
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,9 @@ explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules e
 
 mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (10 min)
 	@$(PY) -m tests.gluon_cpu.campaign_mutants $(ARGS)
+
+prove: $(TEST_READY) ## Prove the Blackwell kernels free of deadlocks and races, where no record of it holds (hours)
+	@$(PY) -m proving $(or $(ARGS),all)
 
 races: $(TEST_READY) ## Run the kernels under Triton's concurrency sanitizer (needs a Hopper card)
 	@$(PY) -m pytest tests/gpu/test_consan.py $(ARGS)

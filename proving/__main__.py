@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         list_proofs(proofs)
         return 0
     if version() is None:
-        say(f"{PACKAGE}: the verifier is not installed; pip install -e '.[test]' installs it")
+        say(f"{PACKAGE}: the verifier is not installed; pip install -e '.[prove]' installs it")
         return 2
     started, failed = time.monotonic(), []
     for i, proof in enumerate(proofs):

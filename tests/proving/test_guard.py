@@ -13,7 +13,7 @@ from proving.verifier import PACKAGE, Limits, Verdict, verify, version
 from tests.proving import kernels
 from tests.proving.mutations import mutants
 
-pytestmark = pytest.mark.skipif(version() is None, reason=f"{PACKAGE} is not installed: pip install -e '.[test]'")
+pytestmark = pytest.mark.skipif(version() is None, reason=f"{PACKAGE} is not installed: pip install -e '.[prove]'")
 
 LIMITS = Limits(seconds=240)
 
