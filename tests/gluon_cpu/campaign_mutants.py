@@ -1,11 +1,11 @@
-"""Every synchronisation operation of the Hopper kernel, broken in turn: is it found?
+"""Every synchronisation operation of the kernels, broken in turn: is it found?
 
     python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT]
 
-Each wait, arrive, fence, expect, init, invalidation, cluster barrier and store wait is deleted; each count, byte count,
-number of pending operations and phase is changed. A mutant runs under a few schedules of each policy until the machine
-reports a finding, and under many more if none does. Prints a line for each, and ends with status 1 if one survives that
-EXPLAINED does not explain, or if one is found that it does.
+Each wait, arrive, commit, fence, expect, init, invalidation, cluster barrier and store wait is deleted; each count,
+byte count, number of pending operations and phase is changed; each barrier of a product is dropped. A mutant runs under
+a few schedules of each policy until the machine reports a finding, and under many more if none does. Prints a line for
+each, and ends with status 1 if one survives that EXPLAINED does not explain, or if one is found that it does.
 """
 
 import argparse
@@ -24,36 +24,48 @@ import torch
 
 import channels
 import gluon_cpu
-from gluon_attn.kernels.hopper.kernel import attention_forward
+from gluon_attn.device import Device
+from gluon_attn.kernels.blackwell import kernel as blackwell_kernel
+from gluon_attn.kernels.hopper import kernel as hopper_kernel
+from gluon_attn.tile import BlackwellTile
+from gluon_attn.tuning import blackwell_tile
 from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate
 from gluon_cpu.ir.parse import parse_module
 from tests.gluon_cpu.attention import Run, normal_qkv
 from tests.gluon_cpu.mutants import Mutant, mutants
-from tests.gpu.checks import check
 
 POLICIES = ("random", "late", "early", "pct", "starve")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, tile after tile."""
+    """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, tile after tile.
+
+    tile: of a Blackwell kernel; default: the tuning table's for an H200.
+    """
 
     head_dim: int
     num_ctas: int
     causal: bool
     lengths: tuple[tuple[int, int], ...]
+    tile: BlackwellTile | None = None
 
     def runs(self) -> list[Run]:
+        device = Device.hopper() if self.tile is None else Device.blackwell()
+        options: dict[str, Any] = {"causal": self.causal, "num_ctas": self.num_ctas, "device": device}
         inputs = (normal_qkv(q_len=q, kv_len=kv, head_dim=self.head_dim) for q, kv in self.lengths)
-        return [Run(*qkv, causal=self.causal, num_ctas=self.num_ctas, programs=1) for qkv in inputs]
+        return [Run(*qkv, **options, tile=self.tile, programs=1) for qkv in inputs]
 
 
 # Lengths such that, under a causal mask, every role has a second masked block in some tile, and skips one in another;
 # that tiles have one key block, where nothing but the channel of the queries orders one tile after another, or two,
 # where nothing but the channel of the keys orders the first key block of a tile after the last but one; and that a role
 # skips right after a tile of two blocks, where it could release a slot before another has released its last lap.
+# On Blackwell, queries to a CTA; a ring of three slots, which one tile of two key blocks walks around already. Three
+# tiles of one to five blocks; tiles of one block, where nothing is rescaled; tiles of two.
+BLACKWELL_LENGTHS = ((700, 600), (520, 100), (600, 250))
 KERNELS: dict[str, Kernel] = {
     "two CTAs, turns": Kernel(
         head_dim=64, num_ctas=2, causal=True, lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446))
@@ -68,24 +80,34 @@ KERNELS: dict[str, Kernel] = {
     "two CTAs, O staged in Q": Kernel(
         head_dim=256, num_ctas=2, causal=False, lengths=((500, 330), (800, 60), (800, 100))
     ),
+    **{
+        f"Blackwell, {name}": Kernel(
+            head_dim=64,
+            num_ctas=num_ctas,
+            causal=True,
+            lengths=tuple((q * num_ctas, kv) for q, kv in BLACKWELL_LENGTHS),
+            tile=blackwell_tile(slots, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
+        )
+        for name, num_ctas, slots in (("one CTA", 1, 3), ("two CTAs", 2, 3), ("four CTAs", 4, 3))
+    },
 }
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Mutants that are right kernels: "kernel | name of the mutant" matches `pattern`."""
+    """Mutants that are right kernels: "kernel | name of the mutant" matches `pattern`, from its beginning on."""
 
     pattern: str
     reason: str
 
 
-HOPPER = Path(attention_forward.fn.__code__.co_filename).parent
+HOPPER = Path(str(hopper_kernel.__file__)).parent
+BLACKWELL = Path(str(blackwell_kernel.__file__)).parent
 CHANNELS = Path(str(channels.__file__)).parent
 
 
-def line_of(file: str, text: str, which: slice = slice(None)) -> str:
-    """A pattern for `file:line` of the lines of the kernel's or the channels' file that read like this, or of some."""
-    folder = CHANNELS if file == "channel.py" else HOPPER
+def line_of(folder: Path, file: str, text: str, which: slice = slice(None)) -> str:
+    """A pattern for `file:line` of the lines of a kernel's or the channels' file that read like this, or of some."""
     lines = (folder / file).read_text(encoding="utf-8").splitlines()
     found = [str(number) for number, line in enumerate(lines, 1) if line.strip() == text]
     assert found, f"no line of {file} reads {text!r}"
@@ -93,43 +115,53 @@ def line_of(file: str, text: str, which: slice = slice(None)) -> str:
 
 
 FIRST, LAST = slice(1), slice(-1, None)
-FREED = line_of("channel.py", "mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())")
+ON_HOPPER, ON_BLACKWELL = r"(?!Blackwell)[^|]*", r"Blackwell[^|]*"
+
+
+def in_hopper_roles(text: str, which: slice = slice(None)) -> str:
+    return line_of(HOPPER, "roles.py", text, which)
+
+
+FREED = line_of(CHANNELS, "shared_memory.py", "mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())")
+TURNS_INIT = line_of(HOPPER, "wires.py", "self.turns.init()")
+HOPPER_LAST_FENCE = line_of(HOPPER, "wires.py", "cluster_fence()", LAST)
 ORDERED_BY_TURNS = "|".join(
     (
-        line_of("roles.py", "q_slot, queries = queries.acquire()"),
-        line_of("roles.py", "k, keys = blocks.keys.acquire()"),
-        line_of("roles.py", "v, values = blocks.values.acquire()", FIRST),
+        in_hopper_roles("q_slot, queries = queries.acquire()"),
+        in_hopper_roles("k, keys = blocks.keys.acquire()"),
+        in_hopper_roles("v, values = blocks.values.acquire()", FIRST),
     )
 )
 
 EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
-        r"\| delete: barrier #",
+        r".* \| delete: barrier #",
         "a barrier among the warps of one role, which the machine runs as one; races between them are the compiler's",
     ),
+    Explanation(r".* \| delete: inval_barrier ", "nothing uses a barrier's memory after the end of its life"),
     Explanation(
-        rf"(no turns|O staged in Q) \| count .* init_barrier .* {line_of('wires.py', 'self.turns.init()')}",
+        rf".*(no turns|O staged in Q) \| count .* init_barrier .* {TURNS_INIT}",
         "without turns nobody arrives on these barriers or waits for them",
     ),
     Explanation(
-        rf"O staged in Q \| delete: wait_barrier .* {FREED} < {line_of('roles.py', 'k, keys = keys.acquire()', FIRST)}",
+        rf".*O staged in Q \| delete: wait_barrier .* {FREED} < {in_hopper_roles('k, keys = keys.acquire()', FIRST)}",
         "with one slot of queries, the tile's Q has been waited for, which every role frees after its last key block",
     ),
     Explanation(
-        rf"O staged in Q \| .* async_tma_store_wait .* {line_of('roles.py', 'tma.wait_stores_read()', LAST)}",
+        rf".*O staged in Q \| .* async_tma_store_wait .* {in_hopper_roles('tma.wait_stores_read()', LAST)}",
         "where O is staged in the tile of Q, each store has been waited for already",
     ),
     Explanation(
-        rf"\| delete: cluster_barrier #\d+ kernel at (kernel|.* {line_of('wires.py', 'cluster_fence()', LAST)})",
+        rf"{ON_HOPPER} \| delete: cluster_barrier #\d+ kernel at (kernel|.* {HOPPER_LAST_FENCE})",
         "at the end: the lead waits for every arrival from its peer, and each CTA for every copy into it",
     ),
-    Explanation(r"\| delete: inval_barrier ", "nothing uses a barrier's memory after the end of its life"),
     Explanation(
-        rf"\| delete: wait_barrier .* {line_of('roles.py', 'blocks.values.acquire()')}",
+        rf"{ON_HOPPER} \| delete: wait_barrier .* {in_hopper_roles('blocks.values.acquire()')}",
         "waits for what this role has waited for before; it is there to keep the assembler from moving code",
     ),
     Explanation(
-        rf", turns \| delete: wait_barrier #\d+ partition[01] at channel\.py:\d+ < ({ORDERED_BY_TURNS})",
+        rf"{ON_HOPPER}, turns \| delete: wait_barrier #\d+ partition[01] at shared_memory\.py:\d+ < "
+        rf"({ORDERED_BY_TURNS})",
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
     ),
 )
@@ -166,14 +198,14 @@ def verdict(runs: list[Run], mutant: Mutant, seeds: Iterable[int]) -> str:
             except gluon_cpu.Finding as finding:
                 return f"{type(finding).__name__} ({policy}, seed {seed})"
             try:
-                check(run.q, run.k, run.v, run.out, run.lse, causal=run.causal)
+                run.check()
             except AssertionError:
                 return f"WRONG NUMBERS, no finding ({policy}, seed {seed})"
     return ""
 
 
 def reason_of(kernel: str, name: str) -> str:
-    return next((e.reason for e in EXPLAINED if re.search(e.pattern, f"{kernel} | {name}")), "")
+    return next((e.reason for e in EXPLAINED if re.match(e.pattern, f"{kernel} | {name}")), "")
 
 
 def campaign(kernel: str, seeds: int, hunt: int, only: str) -> tuple[int, int]:

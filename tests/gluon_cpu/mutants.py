@@ -84,6 +84,18 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
                 flipped,
             ],
         )
+    if op == "ttng.tc_gen5_mma":
+        where = (re.search(r" loc\(.*\)\s*$", line) or [""])[0]
+        # The barriers come before the colon, each with its predicate: `%barrier[%true]`; an accumulator has `[]`.
+        for barrier in re.finditer(r"(%[\w.#]+)\[(%[\w.#]+)\]", line.partition(" : ")[0]):
+            at = barrier.span(2)
+            yield (
+                f"drop barrier {barrier[1]}",
+                [
+                    f"{indent}%false_of_mutant = arith.constant false{where}",
+                    line[: at[0]] + "%false_of_mutant" + line[at[1] :],
+                ],
+            )
     if op in ("ttng.warp_group_dot_wait", "ttng.async_tma_store_wait"):
         found = re.search(r"pendings = (\d+)", line)
         if found:
