@@ -80,7 +80,8 @@ def attention(
         scale: finite and positive; default 1/sqrt(D).
         layout: "bhsd" or "bshd".
         return_lse: also return the log-sum-exp of the scores of each row.
-        out: where to put O: shape and dtype of q (of fp8 inputs: bfloat16), sharing no memory with q, k, v. Default: a new tensor like q.
+        out: where to put O: shape and dtype of q (of fp8 inputs: bfloat16), sharing no memory with q, k, v. Default: a
+            new tensor like q.
         q_scale, k_scale, v_scale: for fp8 inputs, what they are multiplied with: (B, Hkv) fp32, contiguous. Default 1.
             q_scale too is by KV head: one for all query heads that share it.
         num_ctas: 1, 2 or (Blackwell) 4 CTAs to a cluster; default: as the tuning table has it.
@@ -89,8 +90,8 @@ def attention(
             has gluon_cpu execute the kernel for such a card, slowly, and check it for races.
 
     Returns:
-        O in q's shape and dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural logarithm. A row that sees no
-        key has O = 0 and LSE = -inf.
+        O in q's shape and dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural
+        logarithm. A row that sees no key has O = 0 and LSE = -inf.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message says which, what was expected and what to do.

@@ -26,14 +26,13 @@ def reference_attention(
     q_scale, k_scale, v_scale: (B, Hkv), for fp8 inputs: what they are multiplied with, default 1; that is then done in
     fp32, and the rest too.
 
-    Returns (O in the layout and dtype of q (of fp8 inputs: bfloat16), LSE (B, H, Sq), natural log, fp32 or, for float64 inputs, float64).
+    Returns (O in the layout and dtype of q (of fp8 inputs: bfloat16), LSE (B, H, Sq), natural log, fp32 or, for float64
+    inputs, float64).
     A row that sees no key has O = 0 and LSE = -inf.
     """
     if q.dtype in FP8_DTYPES:
         kv_heads = k.shape[1 if layout == "bhsd" else 2]
-        q, k, v = (
-            dequantise(t, by, kv_heads, layout) for t, by in ((q, q_scale), (k, k_scale), (v, v_scale))
-        )
+        q, k, v = (dequantise(t, by, kv_heads, layout) for t, by in ((q, q_scale), (k, k_scale), (v, v_scale)))
         out, lse = reference_attention(q, k, v, causal=causal, scale=scale, layout=layout)
         return out.to(torch.bfloat16), lse
     if layout == "bshd":

@@ -9,7 +9,7 @@ from torch import Tensor
 import gluon_cpu
 from gluon_attn.cpu import launch_arguments
 from gluon_attn.device import Device
-from gluon_attn.kernels.common.inline_asm import round_pair_asm, round_pair_twin
+from gluon_attn.kernels.hopper.inline_asm import round_pair_asm, round_pair_twin
 from gluon_attn.launch import kernel_of
 from gluon_attn.plan import Plan
 from gluon_attn.problem import Problem, output_dtype
@@ -100,3 +100,10 @@ def normal_qkv(
     kv_heads = heads if kv_heads is None else kv_heads
     kv_len = q_len if kv_len is None else kv_len
     return normal(heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len)
+
+
+def kv_scales(batch: int, kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """fp8 scales of q, k and v, each between 1/2 and 2 and another one for every batch and KV head."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.exp2(2 * torch.rand(batch, kv_heads, generator=generator) - 1) for _ in range(3))
+    return q, k, v

@@ -61,9 +61,7 @@ class Products:
 def products_of(wires, LANE: gl.constexpr, EARLY_P: gl.constexpr):
     held, scores = wires.scores.producer(LANE).acquire()
     outputs, tails = wires.outputs.producer(LANE), wires.tails.consumer(LANE)
-    return Products(
-        held, scores, outputs, tails, wires.statistics_read.consumer(LANE, FIRST_IS_FREE=True), EARLY_P
-    )
+    return Products(held, scores, outputs, tails, wires.statistics_read.consumer(LANE, FIRST_IS_FREE=True), EARLY_P)
 
 
 @jit

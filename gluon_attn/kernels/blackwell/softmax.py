@@ -1,13 +1,12 @@
 """The softmax role: a warpgroup to each query tile, a row to each of its threads."""
 
-from channels import SignalConsumer, SignalProducer, TensorMemoryConsumer
+from channels import SignalProducer, TensorMemoryConsumer
 from gluon_attn.compat import aggregate, gl, jit
 
 from ..common.row_stats import finite
 from ..common.turns import Turn, turn_of
-from .arithmetic import exp2, multiply_add, row_sums, split_columns
-from .operands import shift_log2
-from .tmem import ALPHA, MAX, SUM, probabilities_of, store_statistic
+from .scores import load_scores, store_probabilities
+from .tmem import ALPHA, MAX, SUM, store_statistic
 from .work import first_work
 
 
@@ -34,84 +33,6 @@ class Ends:
 class RowStats:
     max: gl.tensor  # [ROWS] fp32: running maximum of the raw scores; -inf in a row that has seen no key
     sum: gl.tensor  # [ROWS] fp32: running sum of the probabilities
-
-
-@jit
-def load_scores(scores, rows, block, MASKED: gl.constexpr, TILE: gl.constexpr):
-    """S in TILE.exp_pieces tensors side by side, -inf where masked, and the maximum of each row [ROWS] fp32.
-
-    All of S is in registers before anything is written over it.
-    """
-    LOADS: gl.constexpr = TILE.load_pieces
-    WIDTH: gl.constexpr = scores.shape[1] // LOADS
-    pieces = ()
-    row_max = None
-    for i in gl.static_range(LOADS):
-        piece, piece_max = load_piece(scores, rows, block, i * WIDTH, WIDTH, MASKED, TILE.max_in_load)
-        pieces = pieces + split_columns(piece, TILE.exp_pieces // LOADS)
-        row_max = piece_max if row_max is None else gl.maximum(row_max, piece_max)
-    return pieces, row_max
-
-
-@jit
-def load_piece(
-    scores,
-    rows,
-    block,
-    FIRST_COLUMN: gl.constexpr,
-    WIDTH: gl.constexpr,
-    MASKED: gl.constexpr,
-    MAX_IN_LOAD: gl.constexpr,
-):
-    piece = scores.slice(FIRST_COLUMN, WIDTH)
-    if MAX_IN_LOAD and not MASKED:
-        values, row_max = piece.load_max()
-        row_max = gl.convert_layout(row_max, gl.SliceLayout(1, values.type.layout), assert_trivial=True)
-    else:
-        values = piece.load()
-        if MASKED:
-            values = rows.mask(values, block, FIRST_COLUMN)
-        row_max = gl.max(values, axis=1)
-    return values, row_max
-
-
-@jit
-def store_piece(p, values, INDEX: gl.constexpr):
-    WIDTH: gl.constexpr = values.shape[1]
-    piece = p.slice(INDEX * WIDTH, WIDTH)
-    LAYOUT: gl.constexpr = piece.get_reg_layout()
-    piece.store(gl.convert_layout(values.to(p.dtype), LAYOUT, assert_trivial=True))
-
-
-@jit
-def probabilities(scores, offset, scale_log2, MASKED: gl.constexpr, TILE: gl.constexpr):
-    """exp2(scores * scale_log2 + offset), [M, N] fp32; a masked block has zeros, which a polynomial would not give."""
-    column = gl.convert_layout(offset, gl.SliceLayout(1, scores.type.layout), assert_trivial=True)[:, None]
-    exponents = multiply_add(scores, scale_log2, column, TILE.packed_arithmetic)
-    return exp2(exponents, 0 if MASKED else TILE.polynomial_columns, TILE.packed_arithmetic)
-
-
-@jit
-def store_probabilities(
-    slot, ends, pieces, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr
-):
-    """P rounded to `dtype` over the scores, piece by piece, and the slot freed. Returns the row sums [ROWS] fp32."""
-    p = probabilities_of(slot.memory, dtype)
-    offset = shift_log2(dtype) - finite(row_max, MASKED) * scale_log2
-    sums = None
-    PIECES: gl.constexpr = TILE.exp_pieces
-    for i in gl.static_range(PIECES):
-        values = probabilities(pieces[i], offset, scale_log2, MASKED, TILE)
-        store_piece(p, values, i)
-        if TILE.early_p and i == 2:
-            slot.release()
-        piece_sums = gl.convert_layout(row_sums(values, TILE.packed_arithmetic), row_max.type.layout, assert_trivial=True)
-        sums = piece_sums if sums is None else sums + piece_sums
-    if TILE.early_p:
-        ends.tails.release()
-    else:
-        slot.release()
-    return sums
 
 
 @jit

@@ -2,12 +2,11 @@
 
 from gluon_attn.compat import constexpr_function, gl, jit
 
-from .inline_asm import round_pair
-
 
 @constexpr_function
 def threads_per_row(layout):
-    """A wgmma accumulator spreads a row over a quad of threads, two neighbouring columns of every eight each."""
+    """A wgmma accumulator spreads a row over a quad of threads, two neighbouring columns of every eight each; tensor
+    memory is loaded a row to a thread."""
     return 4 if isinstance(layout, gl.NVMMADistributedLayout) else 1
 
 
@@ -22,12 +21,6 @@ def thread_view(x):
     """[M, N] as [M, N / 2T, T, 2], T threads to a row: axes 1 and 3 lie within a thread. Costs no instruction."""
     SHAPE: gl.constexpr = thread_shape(x.shape, x.type.layout)
     return x.reshape(SHAPE)
-
-
-@jit
-def thread_sums(x):
-    """Row sums as far as a thread gets alone: [M, N] -> [M, T]."""
-    return gl.sum(gl.sum(thread_view(x), axis=1), axis=2)
 
 
 @jit
@@ -47,20 +40,3 @@ def keep_first_columns(x, columns, other):
     limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]
     kept = gl.where(column < limit, view, other)
     return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
-
-
-@jit
-def pack_pairs(x, dtype: gl.constexpr):
-    """[M, N] fp32 rounded to the 16-bit `dtype`, as uint32 [M, N / 2]: two neighbouring columns to a register.
-
-    For values that a loop carries: carried as 16-bit elements, each would cost two more instructions a step.
-    """
-    low, high = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
-    return round_pair(low, high, dtype)
-
-
-@jit
-def unpack_pairs(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """The inverse of `pack_pairs`: [M, N] of `dtype` in LAYOUT."""
-    pairs = gl.join(packed.to(gl.uint16), (packed >> 16).to(gl.uint16)).to(dtype, bitcast=True)
-    return gl.convert_layout(pairs.reshape([packed.shape[0], packed.shape[1] * 2]), LAYOUT)

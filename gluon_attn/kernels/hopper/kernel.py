@@ -38,7 +38,8 @@ def attention_forward(
             (softmax, (wires, schedule, operands, 3)),
         ][: TILE.softmax_roles]
         + [(load, (wires, schedule, operands))],
-        [4] * (TILE.softmax_roles - 1) + [1],  # warps; the first role runs in the warps that the kernel was launched with
+        [4] * (TILE.softmax_roles - 1)
+        + [1],  # warps; the first role runs in the warps that the kernel was launched with
         [TILE.softmax_registers] * (TILE.softmax_roles - 1) + [TILE.load_registers],
     )
     wires.close()

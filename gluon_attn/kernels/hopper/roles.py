@@ -3,10 +3,10 @@
 from channels import tma
 from gluon_attn.compat import aggregate, gl, jit, tma_descriptor, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.row_stats import first_probabilities, next_probabilities, normalise
-from ..common.thread_view import pack_pairs, unpack_pairs
 from ..common.turns import turn_of
 from .layouts import accumulator_layout, left_operand_layout
+from .online_softmax import first_probabilities, next_probabilities, normalise
+from .pairs import pack_pairs, unpack_pairs
 from .wires import Blocks
 
 
