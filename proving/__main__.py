@@ -3,6 +3,7 @@
 import argparse
 import fnmatch
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -73,6 +74,10 @@ def keep(task: Task, verdict: Verdict) -> Path:
     return folder
 
 
+def stop(*_: object) -> None:
+    sys.exit("stopped")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     proofs = [p for p in catalogue() if fnmatch.fnmatch(p.name, args.pattern) and (p.quick or args.command != "quick")]
@@ -102,4 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # By default the signal would end this process alone, and leave the verifier running.
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main())

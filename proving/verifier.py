@@ -113,13 +113,12 @@ def run(command: list[str], folder: str, seconds: float) -> tuple[str, str]:
     """(stdout, stderr) of a command that is ended, with every process it started, after `seconds`."""
     # A session of its own, so that the verifier's worker ends with it; nice, as a proof can wait and people cannot.
     process = subprocess.Popen(
-        command,
+        ["nice", "-n", "10", *command],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: os.nice(10) and None,
     )
     try:
         return process.communicate(timeout=seconds)
