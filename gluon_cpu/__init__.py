@@ -17,6 +17,7 @@ from .asm import register_asm
 from .context import CheckResult, check, machine, running
 from .findings import (
     BarrierMisuse,
+    BytesNeverCome,
     DataRace,
     Deadlock,
     DeviceAssert,
@@ -25,7 +26,10 @@ from .findings import (
     MissingFence,
     OutOfBounds,
     OutputError,
+    OutputRace,
     RaceError,
+    ReuseRace,
+    TooFewArrivals,
     UninitialisedRead,
 )
 from .launch import Report, launch
@@ -37,6 +41,7 @@ single_threaded_blas()
 __all__ = [
     "POLICIES",
     "BarrierMisuse",
+    "BytesNeverCome",
     "CheckResult",
     "DataRace",
     "Deadlock",
@@ -46,9 +51,12 @@ __all__ = [
     "MissingFence",
     "OutOfBounds",
     "OutputError",
+    "OutputRace",
     "RaceError",
     "Report",
+    "ReuseRace",
     "Schedule",
+    "TooFewArrivals",
     "UninitialisedRead",
     "check",
     "launch",

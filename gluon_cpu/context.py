@@ -9,6 +9,7 @@ from typing import Any
 from .defaults import DEFAULT_SCHEDULE, RUNNING
 from .findings import Finding
 from .launch import Report, launch
+from .ops.mbarrier import plural
 from .schedule import POLICIES, Schedule
 
 
@@ -80,9 +81,9 @@ class CheckResult:
 
     def __str__(self) -> str:
         if self.finding is None:
-            return f"{self.tried} schedules, no finding, {self.seconds:.1f} s"
+            return f"{plural(self.tried, 'schedule')}, no finding, {self.seconds:.1f} s"
         name = type(self.finding).__name__
-        return f"{name} after {self.tried} schedules, replay with {self.schedule!r}:\n{self.finding}"
+        return f"{name} after {plural(self.tried, 'schedule')}:\n{self.finding}"  # which says how to replay it
 
 
 def check(

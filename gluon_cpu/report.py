@@ -1,7 +1,11 @@
 """Conflicts and misuses in the kernel's own words."""
 
+from typing import Any
+
 from . import findings
 from .shadow import Access, Conflict
+
+WRITE_FIRST = "  Missing: a write before it. If another role or an engine makes that write, wait for its signal first."
 
 
 def describe(access: Access) -> str:
@@ -9,8 +13,12 @@ def describe(access: Access) -> str:
     info = access.info
     source = info.site.source
     line = f"\n      {source}" if source else ""
-    doing = "" if access.who.startswith(info.what.split(".")[0]) else f": {info.what}"
-    return f"{access.who}{doing}\n    at {info.site.where}{line}"
+    return f"{doing(access.who, info)}\n    at {info.site.where}{line}"
+
+
+def doing(who: str, info: Any) -> str:
+    """Who, and what, unless that is in the name: `TMA load for loader`."""
+    return who if who.startswith(info.what.split(".")[0]) else f"{who}: {info.what}"
 
 
 def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
@@ -100,11 +108,23 @@ def missing_order(conflict: Conflict) -> str:
             f"nothing makes {b} wait until this product has read its operands: warpgroup_mma_wait() must come before "
             "the signal that lets it go on."
         )
+    who, before = (issuer(b), "issuing this") if issuer(b) != b else (b, "its access")
+    if earlier.info.what.startswith("tcgen05"):
+        done = "read its operands" if conflict.kind == "read-write" else "written its result"
+        return (
+            f"nothing makes {who} wait until this product has {done}: before {before} it must wait for the barrier of "
+            "a tcgen05_commit that follows the product."
+        )
     if earlier.is_async:
-        return f"{b} does not wait, directly or through others, for the barrier that this operation completes."
+        return f"{who} does not wait, directly or through others, for the barrier that this operation completes."
     if conflict.kind == "read-write":
-        return f"{a} must signal that it has finished reading, and {b} must wait for that before it writes."
-    return f"{a} must signal after its write, and {b} must wait for that signal before its access."
+        return f"{a} must signal that it has finished reading, and {who} must wait for that before {before}."
+    return f"{a} must signal after its write, and {who} must wait for that signal before {before}."
+
+
+def issuer(who: str) -> str:
+    """The role behind an engine's work: of `TMA load for loader`, the loader."""
+    return who.split(" for ", 1)[1] if " for " in who else who
 
 
 def slot_name(name: str, start: int, offset: int, stride: int, count: int) -> str:

@@ -105,7 +105,7 @@ def print_(e: Emitter, op: Op) -> None:
     start = op.body.index('"') + 1
     message = op.body[start : op.body.index('"', start)]
     values = e.operands(op)
-    e.emit("yield")
+    # No step of its own: it must not change which interleaving a seed plays.
     if BREAKPOINT in message:
         payload = json.loads(bytes.fromhex(message.split(":")[1].strip()))
         info = e.info(op, "breakpoint", names=payload["names"], constants=payload["constants"])

@@ -27,13 +27,24 @@ class Site:
 
     @property
     def where(self) -> str:
-        """`channels/shared_memory.py:142 (in acquire, from hopper/roles.py:83)`, the short form that messages use."""
+        """`channels/shared_memory.py:142 in acquire, called at hopper/roles.py:83`, the form that messages use."""
         if not self.frames:
             return "an operation that the compiler added"
-        first, rest = self.frames[0], self.frames[1:]
+        first, callers = self.frames[0], self.callers
         chain = f" in {first.function}" if first.function else ""
-        callers = [f"{short(f.file)}:{f.line}" for f in rest if not is_definition(f)]
         return f"{short(first.file)}:{first.line}{chain}" + (f", called at {', '.join(callers[:3])}" if callers else "")
+
+    @property
+    def place(self) -> str:
+        """The same within a line of several: `channels/shared_memory.py:142 from hopper/roles.py:83`."""
+        if not self.frames:
+            return "an operation that the compiler added"
+        first, callers = self.frames[0], self.callers
+        return f"{short(first.file)}:{first.line}" + (f" from {callers[0]}" if callers else "")
+
+    @property
+    def callers(self) -> list[str]:
+        return [f"{short(f.file)}:{f.line}" for f in self.frames[1:] if not is_definition(f)]
 
     @property
     def source(self) -> str:

@@ -7,7 +7,8 @@ from ..clocks import FENCED, ORDER, SlotPool
 from ..shadow import Access, Acquired
 
 if TYPE_CHECKING:
-    from ..machine import Cluster, Cta
+    from ..cta import Cta
+    from ..machine import Cluster
 
 
 class AgentBase:

@@ -13,7 +13,11 @@ from ..shadow import BARRIER, Conflict
 from .base import AgentBase
 
 if TYPE_CHECKING:
-    from ..machine import Cta
+    from ..cta import Cta
+
+
+def plural(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 class Barrier:
@@ -35,7 +39,7 @@ class Barrier:
         self.done: Any = None
         self.flips: list[tuple[int, int, str, Any]] = []  # (slot, time, who, info) of whoever completed each phase
         self.waits: dict[Any, tuple[int, int, Any]] = {}  # agent -> (phase it waited for, its step, info)
-        self.arrived: dict[str, int] = {}
+        self.arrived: list[tuple[str, int, Any]] = []  # in this phase: who, with which count, how
         self.arrivals: list[tuple[int, int, str, Any]] = []  # and bytes of this phase, as in `flips`
         self.previous: list[tuple[int, int, str, Any]] = []  # of the last one
 
@@ -44,11 +48,21 @@ class Barrier:
         return f"barrier {self.name} of CTA {self.cta.number}"
 
     def describe(self) -> str:
-        who = ", ".join(f"{k} ({n})" if n > 1 else k for k, n in self.arrived.items()) or "nobody"
+        who = "; ".join(self.arrivals_so_far()) or "nobody"
         return (
             f"{self.place}: phase {self.phase} in progress (parity {self.phase & 1}), {self.pending} of {self.count} "
-            f"arrivals pending, {self.tx} bytes outstanding; arrived in this phase: {who}"
+            f"arrivals pending, {plural(self.tx, 'byte')} outstanding; "
+            f"arrived in this phase: {who}"
         )
+
+    def arrivals_so_far(self) -> list[str]:
+        """Who has arrived in this phase, and where; those of one place together."""
+        places: dict[str, int] = {}
+        for who, count, info in self.arrived:
+            way = "" if info.what == "arrives" else f" {info.what}"
+            place = f"{who}{way} at {info.site.place}"
+            places[place] = places.get(place, 0) + count
+        return [f"{place} x{n}" if n > 1 else place for place, n in places.items()]
 
     def init(self, agent: AgentBase, info: Any, count: int) -> None:
         if self.alive:
@@ -74,7 +88,7 @@ class Barrier:
         self.tx = self.phase = 0
         self.done = agent.clk.copy()
         self.gathered = None
-        self.flips, self.waits, self.arrived = [], {}, {}
+        self.flips, self.waits, self.arrived = [], {}, []
         self.arrivals, self.previous = [], []
         # What the loads of an earlier life of this barrier announced is over.
         for cta in self.cta.cluster.ctas:
@@ -110,24 +124,37 @@ class Barrier:
         self.tx += tx
         self.gather(clk)
         self.arrivals.append((slot, time, who, info))
-        self.arrived[who] = self.arrived.get(who, 0) + count
+        if self.pending < count:
+            raise self.too_many(who, info, count)
+        self.arrived.append((who, count, info))
         self.pending -= count
-        if self.pending < 0:
-            raise BarrierMisuse(
-                f"too many arrivals on {self.place}: {who} arrives\n    at {info.site.where}\n"
-                f"  when the {self.count} arrivals of its phase {self.phase} have already come "
-                f"({', '.join(self.arrived)}) and the phase waits only for {self.tx} more bytes.\n"
-                "  Its init count is too low, or somebody arrives too often.", (info.site, self.init_info.site),
-            )  # fmt: skip
         self.settle(slot, time, who, info)
 
     def complete_bytes(self, clk: Any, who: str, info: Any, count: int, slot: int, time: int) -> None:
-        self.check_usable(clk, who, info, f"completes {count} bytes on it")
-        self.check_phase(clk, info, f"bytes on {self.place}", f"{who} brings {count} bytes")
+        self.check_usable(clk, who, info, f"completes {plural(count, 'byte')} on it")
+        self.check_phase(clk, info, f"bytes on {self.place}", f"{who} brings {plural(count, 'byte')}")
         self.tx -= count
         self.gather(clk)
         self.arrivals.append((slot, time, who, info))
         self.settle(slot, time, who, info)
+
+    def too_many(self, who: str, info: Any, count: int) -> BarrierMisuse:
+        come = self.count - self.pending
+        way = info.what if info.what in ("arrives", "expects bytes") else f"arrives ({info.what})"
+        more = f" with count {count}" if count > 1 else ""
+        so_far = f"when its phase {self.phase} has had {come} of {self.count} arrivals"
+        if come == self.count:
+            so_far += f" and the phase waits only for {plural(self.tx, 'more byte')}"
+        earlier = "".join(f"\n    {line}" for line in self.arrivals_so_far())
+        return BarrierMisuse(
+            f"too many arrivals on {self.place}: {who} {way}{more}\n"
+            f"    at {info.site.where}\n      {info.site.source}\n"
+            f"  {so_far}{':' if earlier else '.'}{earlier}\n"
+            f"  Its init, for {plural(self.count, 'arrival')} a phase:\n    at {self.init_info.site.where}\n"
+            "  That count is too low, or somebody arrives too often, or before the phase is over. "
+            "An mbarrier.expect is an arrival too.",
+            (info.site, self.init_info.site),
+        )
 
     def check_phase(self, clk: Any, info: Any, what: str, who: str) -> None:
         """That this comes after all that completed the last phase, and could not have been part of it instead."""
@@ -155,7 +182,7 @@ class Barrier:
             return
         if self.tx < 0:
             raise BarrierMisuse(
-                f"{-self.tx} bytes too many on {self.place}: {who}\n    at {info.site.where}\n"
+                f"{plural(-self.tx, 'byte')} too many on {self.place}: {who}\n    at {info.site.where}\n"
                 f"  brings more than phase {self.phase} was told to expect: all {self.count} arrivals have come.\n"
                 "  The byte count of mbarrier.expect is too small, or an expect is missing.",
                 (info.site, self.init_info.site),
@@ -176,7 +203,7 @@ class Barrier:
         self.phase += 1
         self.pending = self.count
         self.gathered = None
-        self.arrived = {}
+        self.arrived = []
         self.previous, self.arrivals = self.arrivals, []
         if self.waiters:
             self.cta.cluster.machine.wake(self)

@@ -16,7 +16,7 @@ from .shared import SharedOps
 from .tma import Task, TmaOps
 
 if TYPE_CHECKING:
-    from ..machine import Cta
+    from ..cta import Cta
 
 COLUMN_BYTES = 512
 TENSOR_MEMORY_BYTES = 512 * COLUMN_BYTES
@@ -60,7 +60,8 @@ class TensorMemory:
                 raise report.race(e, self.place(e.start, e.end)) from None
             except Unwritten as e:
                 raise findings.UninitialisedRead(
-                    f"{self.place(e.start, e.end)} is read before anybody wrote it:\n  {report.describe(access)}",
+                    f"{self.place(e.start, e.end)} is read before anybody wrote it:\n"
+                    f"  {report.describe(access)}\n{report.WRITE_FIRST}",
                     (access.info.site,),
                 ) from None
         return pattern.load(self.memory, m)

@@ -13,7 +13,8 @@ from .base import AgentBase
 from .mbarrier import Barrier
 
 if TYPE_CHECKING:
-    from ..machine import Cluster, Cta
+    from ..cta import Cta
+    from ..machine import Cluster
 
 NAN_BITS = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
 

@@ -1,9 +1,21 @@
 """The names of Gluon that the kernels of these tests use. Experimental, they move with every release: imported here."""
 
-from triton.experimental.gluon import aggregate, constexpr_function, jit
+from typing import TYPE_CHECKING, TypeVar, dataclass_transform
+
+from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.extra import libdevice
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor, TensorDescriptorIm2Col
+
+if TYPE_CHECKING:
+    T = TypeVar("T")
+
+    @dataclass_transform()
+    def aggregate(cls: type[T]) -> type[T]:
+        """Triton's decorator as a type checker can understand it: the fields are the constructor's arguments."""
+        return cls
+else:
+    from triton.experimental.gluon import aggregate
 
 cluster = gl.nvidia.hopper.cluster
 fence_async_shared = gl.nvidia.hopper.fence_async_shared

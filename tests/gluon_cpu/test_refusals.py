@@ -1,6 +1,7 @@
 """What the machine does not know is an error that names the construct and the kernel's line, never a wrong number."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def gather_split_rows(desc, out_ptr):
 def test_gather_of_rows_over_ctas():
     layout = gl.NVMMASharedLayout(128, 32, 2, cga_layout=[[1, 0]])
     desc = TensorDescriptor.from_tensor(normal(64, 32), [1, 32], layout)
-    options = {"target": "sm_100a", "num_ctas": 2}
+    options: dict[str, Any] = {"target": "sm_100a", "num_ctas": 2}
     with pytest.raises((NotImplementedError, RuntimeError)):  # Triton itself refuses some forms
         gluon_cpu.launch(gather_split_rows, (1,), desc, poisoned(1), **options)
 

@@ -15,7 +15,7 @@ from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.front import build_text
 from tests.gluon_cpu.compat import TensorMemoryLayout, allocate_tensor_memory, gl, jit, mbarrier, tcgen05_commit
 from tests.gluon_cpu.support import new_barrier, poisoned, store_matrix
-from tests.gluon_cpu.test_blackwell_attention import launch as launch_attention
+from tests.gluon_cpu.test_findings_blackwell import launch as launch_attention
 
 # What tells others, or lets the tensor core go on.
 SIGNALS = ("arrive_barrier", "tc_gen5_mma", "tc_gen5_commit", "cluster_barrier", "barrier_expect")

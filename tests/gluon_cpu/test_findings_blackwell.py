@@ -1,5 +1,7 @@
 """Attention as Blackwell does it, in one CTA, a pair, and two pairs: numbers, and bugs of that kind of kernel."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,12 +31,10 @@ def problem(num_ctas: int, dtype: torch.dtype, head_dim: int = 64) -> tuple:
     return descriptors, poisoned(rows, head_dim), tuple((1 << i, 0) for i in range(bits)), weights @ v.float()
 
 
-def launch(num_ctas: int, *, dtype: torch.dtype = torch.bfloat16, bug: str = "", head_dim: int = 64, **options):
+def launch(num_ctas: int, *, dtype: Any = torch.bfloat16, bug: str = "", head_dim: int = 64, **more: Any) -> None:
     descriptors, out, cga, want = problem(num_ctas, dtype, head_dim)
-    options = {"target": "sm_100a", "WITH_MAX": False} | options
-    gluon_cpu.launch(
-        kernels.small_attention, (1,), *descriptors, out, STEPS, CGA=cga, BUG=bug, num_ctas=num_ctas, **options
-    )
+    options: dict[str, Any] = {"target": "sm_100a", "WITH_MAX": False, "num_ctas": num_ctas} | more
+    gluon_cpu.launch(kernels.small_attention, (1,), *descriptors, out, STEPS, CGA=cga, BUG=bug, **options)
     same(out, want)
 
 

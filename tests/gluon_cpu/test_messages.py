@@ -1,0 +1,124 @@
+"""What reports say beyond the lines involved, and that looking into a kernel does not change what is seen."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+import gluon_cpu
+from tests.gluon_cpu import findings_blackwell, findings_more
+from tests.gluon_cpu.compat import gl, jit, mbarrier
+from tests.gluon_cpu.support import new_barrier, poisoned
+from tests.gluon_cpu.test_findings import markers
+from tests.gluon_cpu.test_findings_blackwell import launch as launch_attention
+
+HERE = "gluon_cpu/test_messages.py"
+
+
+def line_of(marker: str) -> int:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(i for i, text in enumerate(lines, 1) if text.endswith(f"# <- {marker}"))
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return poisoned(*shape, dtype=torch.int32)
+
+
+@jit
+def worker(done, COUNT: gl.constexpr):
+    mbarrier.arrive(done, count=COUNT)  # <- an arrival among several
+
+
+@jit
+def three_roles(out_ptr, COUNT: gl.constexpr):
+    done, never = new_barrier(COUNT), new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize([(worker, (done, 1)), (worker, (done, 1)), (worker, (done, 2))], [1, 1])
+    mbarrier.wait(done, 0)
+    mbarrier.wait(never, 0)
+    gl.store(out_ptr, 1)
+
+
+@jit
+def arrives_twice(out_ptr):
+    done = new_barrier(3)
+    gl.barrier()
+    mbarrier.arrive(done)  # <- the arrival before
+    mbarrier.arrive(done, count=4)  # <- the arrivals too many
+    gl.store(out_ptr, 1)
+
+
+def test_too_many_arrivals_names_those_before():
+    with pytest.raises(gluon_cpu.BarrierMisuse, match="too many arrivals") as found:
+        gluon_cpu.launch(arrives_twice, (1,), ints(1))
+    message = str(found.value)
+    assert "done.barrier of CTA 0: arrives_twice arrives with count 4\n" in message
+    assert f"has had 1 of 3 arrivals:\n    arrives_twice at {HERE}:{line_of('the arrival before')}\n" in message
+    assert "Its init, for 3 arrivals a phase:\n    at gluon_cpu/support.py" in message
+
+
+def test_a_deadlock_says_who_arrived_and_where():
+    with pytest.raises(gluon_cpu.TooFewArrivals, match=r"1 of 5 arrivals pending") as found:
+        gluon_cpu.launch(three_roles, (1,), ints(1), COUNT=5)
+    assert str(found.value).count(f" at {HERE}:") >= 3
+    assert "x2" in str(found.value)  # the arrival with a count of two
+
+
+def test_one_schedule_one_line_to_replay():
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(gluon_cpu.Deadlock):
+        gluon_cpu.check(lambda: gluon_cpu.launch(findings_more.each_waits_for_the_other, (1,), ints(1), True))
+    assert printed.getvalue().count("Schedule(") == 1
+    assert "after 1 schedule:\n" in printed.getvalue()
+
+
+def test_the_cure_for_a_product_still_reading_is_its_commit():
+    """By whoever comes later: the role that overwrites an operand, or the one that issues a copy over it."""
+    with pytest.raises(gluon_cpu.DataRace, match=r"before its access it must wait for the barrier of a tcgen05_commit"):
+        launch_attention(1, bug="weights not awaited", schedule=gluon_cpu.Schedule("early", 0))
+    bug = "load without a free slot"
+    seen = []
+    for seed in range(20):
+        with pytest.raises(gluon_cpu.Finding) as found:
+            launch_attention(1, bug=bug, schedule=gluon_cpu.Schedule("random", seed))
+        seen.append(str(found.value))
+    assert markers()["keys of the ring"].partition(":")[0] == f"{findings_blackwell.__name__.rpartition('.')[2]}.py"
+    assert any("load_keys_and_values" in message for message in seen)
+
+
+@jit
+def counts(log_ptr, counter_ptr, WHO: gl.constexpr, PRINT: gl.constexpr):
+    for _ in range(8):
+        at = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if PRINT:
+            print("turn", at)
+        gl.store(log_ptr + at, WHO)
+
+
+@jit
+def two_counters(log_ptr, counter_ptr, PRINT: gl.constexpr):
+    gl.warp_specialize([(counts, (log_ptr, counter_ptr, 1, PRINT)), (counts, (log_ptr, counter_ptr, 2, PRINT))], [1])
+
+
+def test_a_print_does_not_change_the_interleaving():
+    def order(seed: int, loud: bool) -> list[int]:
+        log, counter = ints(16), torch.zeros(1, dtype=torch.int32)
+        with contextlib.redirect_stdout(io.StringIO()):
+            schedule = gluon_cpu.Schedule("random", seed)
+            gluon_cpu.launch(two_counters, (1,), log, counter, PRINT=loud, schedule=schedule)
+        return log.tolist()
+
+    orders = [order(seed, False) for seed in range(6)]
+    assert len({tuple(o) for o in orders}) > 1
+    assert orders == [order(seed, True) for seed in range(6)]
+
+
+def test_every_finding_can_be_caught_by_name():
+    from gluon_cpu import findings
+
+    classes = [c for c in vars(findings).values() if isinstance(c, type) and issubclass(c, findings.Finding)]
+    assert len(classes) >= 15
+    assert all(getattr(gluon_cpu, c.__name__) is c for c in classes)
+    assert all(c.__name__ in gluon_cpu.__all__ for c in classes)
