@@ -1,58 +1,88 @@
 """Every kernel of the tuning table under many schedules: no finding, and the same numbers under each.
 
-    python -m tests.gluon_cpu.campaign_silent [--seeds 200]
+    python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--seconds N]
 
 Prints a line for each kernel and dtype, and ends with status 1 at the first finding.
 """
 
 import argparse
-import dataclasses
+import itertools
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
 import gluon_cpu
-from gluon_attn import attention
 from gluon_attn.device import Device
+from gluon_attn.tile import BlackwellTile
 from gluon_attn.tuning import TABLE, Row
-from tests.gpu.checks import check
+from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 
 POLICIES = ("random", "late", "early", "pct", "starve")
-# Few programs, so that each walks several tiles. Odd lengths, more keys than queries.
-DEVICE = dataclasses.replace(Device.hopper(), sm_count=4)
-Q_LEN, KV_LEN = 333, 401
+HOPPER, BLACKWELL, BLACKWELL_ULTRA = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()
+DEVICES = {device.arch: device for device in (HOPPER, BLACKWELL, BLACKWELL_ULTRA)}
+DTYPES = {1: (torch.float8_e4m3fn, torch.float8_e5m2), 2: (torch.bfloat16, torch.float16)}
 
 
-def watch(row: Row, dtype: torch.dtype, seeds: int) -> str:
-    """Run `row`'s kernel under `seeds` schedules of each policy. Raises what is found."""
-    torch.manual_seed(0)
-    q = torch.randn(1, 4, Q_LEN, row.padded_head_dim, dtype=dtype)
-    k, v = (torch.randn(1, 2, KV_LEN, row.padded_head_dim, dtype=dtype) for _ in range(2))
+def run_of(row: Row, dtype: torch.dtype) -> Run:
+    """The smallest launch in which programs walk several tiles and every ring comes around. Odd lengths."""
+    tile, kind = row.tile, {"head_dim": row.padded_head_dim, "dtype": dtype}
+    scales = kv_scales(1, 2) if row.element_bytes == 1 else ()
+    if isinstance(tile, BlackwellTile):
+        # Two tiles, a head each, for one program. Five key blocks: 20 tiles of K and V, the longest ring has 16 slots.
+        q, k, v = normal_qkv(heads=2, q_len=256 * tile.num_ctas - 15, kv_len=601, **kind)
+        programs = None if tile.dynamic else 1
+    else:
+        q, k, v = normal_qkv(heads=4, kv_heads=2, q_len=333, kv_len=401, **kind)
+        programs = 4 // tile.num_ctas
+    device = DEVICES[tile.archs[0]]
+    return Run(q, k, v, *scales, causal=row.causal, device=device, tile=tile, programs=programs)
+
+
+def schedules(seeds: int) -> Iterator[gluon_cpu.Schedule]:
+    return itertools.starmap(gluon_cpu.Schedule, ((policy, seed) for seed in range(seeds) for policy in POLICIES))
+
+
+def watch(row: Row, dtype: torch.dtype, seeds: int, seconds: float = float("inf")) -> str:
+    """Run `row`'s kernel under `seeds` schedules of each policy, or for some seconds. Raises what is found."""
+    run = run_of(row, dtype)
     start, first, runs = time.time(), None, 0
-    for seed in range(seeds):
-        for policy in POLICIES:
-            with gluon_cpu.machine(schedule=gluon_cpu.Schedule(policy, seed)):
-                found = attention(q, k, v, causal=row.causal, tile=row.tile, device=DEVICE, return_lse=True)
-            if first is None:
-                check(q, k, v, *found, causal=row.causal)
-                first = found
-            assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True)), f"other numbers: {policy} {seed}"
-            runs += 1
-    name = f"D={row.padded_head_dim} {'causal' if row.causal else 'full'} {row.tile.num_ctas} CTAs {dtype}"
-    return f"{name:<40} {runs} schedules, no finding, {time.time() - start:.0f} s"
+    for schedule in schedules(seeds):
+        run(schedule=schedule)
+        if first is None:
+            run.check()
+            first = run.out.clone(), run.lse.clone()
+        same = all(torch.equal(a, b) for a, b in zip(first, (run.out, run.lse), strict=True))
+        assert same, f"other numbers under {schedule}"
+        runs += 1
+        if time.time() > start + seconds:
+            break
+    return f"{name_of(row, dtype):<60} {runs} schedules, no finding, {time.time() - start:.0f} s"
+
+
+def name_of(row: Row, dtype: torch.dtype) -> str:
+    mask, arch = "causal" if row.causal else "full", row.tile.archs[0]
+    return f"sm_{arch} D={row.padded_head_dim} {mask} {row.tile.num_ctas} CTAs {str(dtype).removeprefix('torch.')}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200, help="schedules of each policy")
-    seeds = parser.parse_args().seeds
-    for row in TABLE:
-        for dtype in (torch.bfloat16, torch.float16):
-            try:
-                print(watch(row, dtype, seeds), flush=True)
-            except gluon_cpu.Finding as finding:
-                sys.exit(f"{row}: {dtype}: replay with {finding.schedule!r}:\n{finding}")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each kernel and dtype")
+    parser.add_argument("--only", default="", help="only kernels with this in their name, as in 'sm_100 D=64'")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = [
+        (row, dtype) for row in TABLE for dtype in DTYPES[row.element_bytes] if options.only in name_of(row, dtype)
+    ]
+    if not chosen:
+        sys.exit(f"no kernel has {options.only!r} in its name, which is like {name_of(TABLE[0], torch.bfloat16)!r}")
+    for row, dtype in chosen:
+        try:
+            print(watch(row, dtype, options.seeds, options.seconds), flush=True)
+        except gluon_cpu.Finding as finding:
+            sys.exit(f"{row}: {dtype}: replay with {finding.schedule!r}:\n{finding}")
 
 
 if __name__ == "__main__":
