@@ -7,8 +7,9 @@ import torch
 
 import gluon_cpu
 from tests.gluon_cpu import findings_blackwell as kernels
+from tests.gluon_cpu.findings_cases import markers
 from tests.gluon_cpu.support import descriptor, poisoned, same, small_integers
-from tests.gluon_cpu.test_findings import POLICIES, markers
+from tests.gluon_cpu.test_findings import POLICIES
 
 N, STEPS = 64, 4
 

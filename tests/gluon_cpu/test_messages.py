@@ -10,8 +10,8 @@ import torch
 import gluon_cpu
 from tests.gluon_cpu import findings_blackwell, findings_more
 from tests.gluon_cpu.compat import gl, jit, mbarrier
+from tests.gluon_cpu.findings_cases import markers
 from tests.gluon_cpu.support import new_barrier, poisoned
-from tests.gluon_cpu.test_findings import markers
 from tests.gluon_cpu.test_findings_blackwell import launch as launch_attention
 
 HERE = "gluon_cpu/test_messages.py"

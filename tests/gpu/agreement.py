@@ -27,8 +27,8 @@ from tests.gluon_cpu import test_semantics_barriers as barriers
 from tests.gluon_cpu import test_semantics_shared as shared
 from tests.gluon_cpu import test_semantics_tma as copies
 from tests.gluon_cpu import test_semantics_wgmma as products
+from tests.gluon_cpu.findings_cases import CASES, FENCED, ints, product
 from tests.gluon_cpu.support import descriptor, normal, poisoned, small_integers
-from tests.gluon_cpu.test_findings import CASES, FENCED, ints, product
 from tests.gpu.checks import Apart, Outcome
 
 STORED = Path(__file__).with_name("agreement_gluon_cpu.json")

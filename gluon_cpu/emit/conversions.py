@@ -1,0 +1,83 @@
+"""Conversions between element types."""
+
+from ..generate import Emitter, handles, unsupported
+from ..ir.parse import Op
+from .arith import bits_of, element_of, put, unsigned, wrap
+
+
+@handles("arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast", "arith.index_castui")
+def int_cast(e: Emitter, op: Op) -> None:
+    (a,) = e.operands(op)
+    source, target = op.operand_types[0], op.result_types[0]
+    name, bits = op.name.split(".")[1], bits_of(source)
+    if not a.is_array:
+        if name == "trunci":
+            code = wrap(a.code, bits_of(target))
+        elif bits == 1:
+            code = f"-int({a.code})" if name == "extsi" else f"int({a.code})"
+        elif name == "extui":
+            code = f"{a.code} & {(1 << bits) - 1}"
+        else:
+            code = a.code
+    elif bits == 1:
+        code = f"{a.code}.astype({e.dtype_code(target)})"
+        code = f"-{code}" if name == "extsi" else code
+    elif name == "extui":
+        code = f"{unsigned(e, a)}.astype({e.dtype_code(target)})"
+    elif bits_of(target) == 1:
+        code = f"({a.code} & 1).astype(D_i1)"
+    else:
+        code = f"{a.code}.astype({e.dtype_code(target)})"
+    put(e, op, code, target, [a])
+
+
+@handles("arith.sitofp", "arith.uitofp")
+def int_to_float(e: Emitter, op: Op) -> None:
+    (a,) = e.operands(op)
+    target = op.result_types[0]
+    x = unsigned(e, a) if op.name.endswith("uitofp") else a.code
+    if not op.name.endswith("uitofp") and bits_of(op.operand_types[0]) == 1:
+        x = f"-{a.code}.astype(D_i8)" if a.is_array else f"-int({a.code})"
+    code = f"({x}).astype({e.dtype_code(target)})" if a.is_array else f"{e.dtype_code(target)}.type({x})"
+    put(e, op, code, target, [a])
+
+
+@handles("arith.fptosi", "arith.fptoui")
+def float_to_int(e: Emitter, op: Op) -> None:
+    (a,) = e.operands(op)
+    target = op.result_types[0]
+    dtype = e.dtype_code(target)
+    if op.name.endswith("ui"):
+        code = f"float_to_int({a.code}, np.dtype(U{bits_of(target) // 8})).view({dtype})"
+    else:
+        code = f"float_to_int({a.code}, {dtype})"
+    put(e, op, code if a.is_array else f"int({code})", target, [a])
+
+
+@handles("arith.extf", "arith.truncf", "tt.fp_to_fp")
+def float_cast(e: Emitter, op: Op) -> None:
+    (a,) = e.operands(op)
+    if "rounding" in op.body and "rtne" not in op.body:
+        raise unsupported(op, "this rounding mode")
+    target = op.result_types[0]
+    put(e, op, f"cast_float({a.code}, {e.dtype_code(target)})", target, [a])
+
+
+@handles("arith.bitcast", "tt.bitcast")
+def bitcast(e: Emitter, op: Op) -> None:
+    (a,) = e.operands(op)
+    target = op.result_types[0]
+    source = element_of(op.operand_types[0])
+    if source.name == element_of(target).name or element_of(target).name == source.name == "ptr":
+        e.alias(op.results[0], a, target)
+    elif a.is_array:
+        put(e, op, f"{a.code}.view({e.dtype_code(target)})", target, [a])
+    else:
+        code = f"scalar(np.array({e.typed(a)}, {e.dtype_code(op.operand_types[0])}).view({e.dtype_code(target)})[()])"
+        put(e, op, code, target, [a])
+
+
+@handles("tt.int_to_ptr", "tt.ptr_to_int")
+def pointer_cast(e: Emitter, op: Op) -> None:
+    (a,) = e.operands(op)
+    e.alias(op.results[0], a, op.result_types[0])
