@@ -39,8 +39,20 @@ class SharedMemoryChannel:
         TWO_CTAS: gl.constexpr = False,
     ):
         """A channel for tiles of the TMA descriptor `desc`: its dtype, block shape and layout."""
-        HANDOVER: gl.constexpr = MULTICAST and CONSUMERS > 0
         tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS * PARTS] + desc.block_shape, desc.layout)
+        return SharedMemoryChannel.over(tiles, SLOTS, CONSUMERS, PARTS, MULTICAST, TWO_CTAS)
+
+    @jit
+    def over(
+        tiles,
+        SLOTS: gl.constexpr,
+        CONSUMERS: gl.constexpr,
+        PARTS: gl.constexpr = 1,
+        MULTICAST: gl.constexpr = False,
+        TWO_CTAS: gl.constexpr = False,
+    ):
+        """A channel for tiles in memory that is allocated: [SLOTS * PARTS, *tile shape]."""
+        HANDOVER: gl.constexpr = MULTICAST and CONSUMERS > 0
         filled = mbarrier.allocate_mbarrier(batch=SLOTS, two_ctas=TWO_CTAS)
         freed = mbarrier.allocate_mbarrier(batch=SLOTS)
         handover = mbarrier.allocate_mbarrier(batch=SLOTS, two_ctas=True) if HANDOVER else freed

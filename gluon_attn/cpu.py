@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .compat import TensorDescriptor
 from .descriptors import View, block_and_layout
+from .kernels.hopper.inline_asm import twins
 from .launch import constants_of, kernel_of
 from .plan import Plan
 
@@ -47,6 +48,14 @@ def launch_arguments(
     return [named[name] for name in kernel_of(tile).arg_names], options
 
 
+def register_twins() -> None:
+    """Tell gluon_cpu what the kernels' inline assembly computes."""
+    import gluon_cpu
+
+    for assembly, twin in twins().items():
+        gluon_cpu.register_asm(assembly, twin)
+
+
 class CpuLaunch:
     """A launch on CPU tensors, as `Launch` is one on a card's. Raises what gluon_cpu finds, both sides of a race named.
 
@@ -56,6 +65,7 @@ class CpuLaunch:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        register_twins()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *scales: Tensor) -> None:
         import gluon_cpu

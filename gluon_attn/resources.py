@@ -11,7 +11,7 @@ LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 BRANCH = re.compile(r"^(?:IF BRA\b|BRA\.U !?UP\d).*`\((\.L_x_\d+)\)")
 
 EXP2 = ("MUFU.EX2",)
-PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA")  # of Hopper; of Blackwell, 16 bits and 8
+PRODUCTS = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")  # of Hopper; of Blackwell, 16 bits and 8
 TENSOR_MEMORY_LOADS = ("LDTM",)
 
 

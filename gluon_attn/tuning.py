@@ -142,10 +142,6 @@ def pick_tile(problem: Problem, device: Device, num_ctas: int | None = None) -> 
 
 def require_supported(problem: Problem, device: Device) -> None:
     """NotImplementedError for a problem that the kernel of the device's architecture does not compute."""
-    if device.arch == 90 and problem.dtype in FP8_DTYPES:
-        raise NotImplementedError(
-            f"q: {problem.dtype} on a Hopper card is not supported yet; use float16 or bfloat16 there"
-        )
     if device.arch != 90 and problem.padded_head_dim > 128:
         raise NotImplementedError(
             f"q: head_dim {problem.head_dim} on a Blackwell card is not supported: expected at most 128, as two query "

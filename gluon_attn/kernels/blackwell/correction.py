@@ -3,9 +3,9 @@
 from channels import SignalConsumer, SignalProducer, TensorMemoryConsumer
 from gluon_attn.compat import aggregate, gl, jit, tensor_memory_descriptor
 
+from ..common.operands import unshift
 from ..common.row_stats import inverse, log_sum_exp
 from .arithmetic import scale_rows
-from .operands import shift_log2
 from .tmem import ALPHA, MAX, SUM, load_statistic, own_statistic_of
 from .work import first_work
 
@@ -93,7 +93,7 @@ def lane_of(wires, LANE: gl.constexpr):
 
 @jit
 def store_lse(operands, tile, rows, row_max, row_sum, scale_log2):
-    lse = log_sum_exp(row_max, row_sum * gl.exp2(-shift_log2(operands.v.dtype)), scale_log2)
+    lse = log_sum_exp(row_max, row_sum * unshift(operands.v.dtype), scale_log2)
     row = rows.first + gl.arange(0, rows.ROWS, lse.type.layout)
     head = (tile.batch * operands.q.shape[1] + tile.head).to(gl.int64)
     gl.store(operands.lse + head * rows.q_len + row, lse, mask=row < rows.q_len)
@@ -118,7 +118,7 @@ def correction(wires, schedule, operands, q_scales, k_scales, v_scales, TILE: gl
             max_one, sum_one, one = one.read_statistics()
             max_two, sum_two, two = two.read_statistics()
             scale_log2 = operands.score_scale(q_scales, k_scales, tile)
-            v_scale = 1.0 if v_scales is None else operands.scale_of(v_scales, tile)
+            v_scale = operands.output_scale(v_scales, tile)
             results, one = one.take_out(results, inverse(sum_one) * v_scale, TILE.packed_arithmetic)
             results, two = two.take_out(results, inverse(sum_two) * v_scale, TILE.packed_arithmetic)
             rows_one, rows_two = (schedule.rows(tile.first_row, ROWS), schedule.rows(tile.first_row + ROWS, ROWS))

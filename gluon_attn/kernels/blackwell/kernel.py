@@ -2,11 +2,11 @@
 
 from gluon_attn.compat import gl, jit
 
+from ..common.operands import Operands
 from ..common.schedule import tile_schedule
 from .copies import load, store
 from .correction import correction
 from .mma import mma
-from .operands import Operands
 from .softmax import softmax
 from .wires import LANES, alloc_wires
 

@@ -2,9 +2,9 @@
 
 from gluon_attn.compat import gl, jit
 
+from ..common.operands import shift_log2
 from ..common.row_stats import finite
 from .arithmetic import exp2, multiply_add, row_sums, split_columns
-from .operands import shift_log2
 from .tmem import probabilities_of
 
 

@@ -1,13 +1,23 @@
 """All inline assembly of the project: arithmetic only, each piece with a twin in Python that says what it computes."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from gluon_attn.compat import constexpr_function, gl, jit
 
+PTX_NAMES = {"bf16": "bf16", "fp16": "f16", "fp8e4nv": "e4m3", "fp8e5": "e5m2"}
+
 
 @constexpr_function
 def round_pair_asm(dtype):
-    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+    return f"cvt.rn.{PTX_NAMES[dtype.name]}x2.f32 $0, $2, $1;"
+
+
+@constexpr_function
+def round_four_asm(dtype):
+    convert = f"cvt.rn.satfinite.{PTX_NAMES[dtype.name]}x2.f32"
+    return f"{{ .reg .b16 l, h; {convert} l, $2, $1; {convert} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
 
 
 @jit
@@ -21,7 +31,37 @@ def round_pair(low, high, dtype: gl.constexpr):
     return gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.uint32, is_pure=True, pack=1)
 
 
-def round_pair_twin(low: np.ndarray, high: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """What `round_pair` computes; `dtype` is ml_dtypes.bfloat16 or numpy.float16."""
-    halves = (np.asarray(x, np.float32).astype(dtype).view(np.uint16).astype(np.uint32) for x in (low, high))
-    return next(halves) | next(halves) << 16
+@jit
+def round_four(a, b, c, d, dtype: gl.constexpr):
+    """Four fp32 tensors rounded to the nearest even `dtype` (an fp8), the largest number for what is larger, packed
+    into one uint32 tensor, a in its low byte."""
+    ASM: gl.constexpr = round_four_asm(dtype)
+    return gl.inline_asm_elementwise(ASM, "=r,f,f,f,f", [a, b, c, d], dtype=gl.uint32, is_pure=True, pack=1)
+
+
+def round_packed(dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
+    """What `round_pair` and `round_four` compute; `dtype` is numpy.float16 or one of ml_dtypes."""
+    import ml_dtypes
+
+    bits = 8 * dtype.itemsize
+    word = np.zeros(np.shape(values[0]), np.uint32)
+    for i, value in enumerate(values):
+        x = np.asarray(value, np.float32)
+        if bits == 8:
+            largest = np.float32(ml_dtypes.finfo(dtype).max)
+            x = np.clip(x, -largest, largest)
+        word |= x.astype(dtype).view(f"uint{bits}").astype(np.uint32) << np.uint32(bits * i)
+    return word
+
+
+def twins() -> dict[str, Callable[..., np.ndarray]]:
+    """Each piece of assembly and its twin, for gluon_cpu."""
+    from functools import partial
+
+    import ml_dtypes
+
+    kinds = {gl.bfloat16: ml_dtypes.bfloat16, gl.float16: np.float16}
+    fp8_kinds = {gl.float8e4nv: ml_dtypes.float8_e4m3fn, gl.float8e5: ml_dtypes.float8_e5m2}
+    pairs = {round_pair_asm(gluon): partial(round_packed, np.dtype(kind)) for gluon, kind in kinds.items()}
+    fours = {round_four_asm(gluon): partial(round_packed, np.dtype(kind)) for gluon, kind in fp8_kinds.items()}
+    return pairs | fours

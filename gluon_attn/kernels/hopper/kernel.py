@@ -2,8 +2,10 @@
 
 from gluon_attn.compat import gl, jit
 
+from ..common.operands import Operands
 from ..common.schedule import tile_schedule
-from .roles import Operands, load, softmax
+from .roles import load, softmax
+from .transpose import transpose
 from .wires import alloc_wires
 
 
@@ -14,6 +16,9 @@ def attention_forward(
     v_desc,  # as k_desc
     o_desc,  # as q_desc
     lse_ptr,  # (B, H, Sq) fp32, contiguous
+    q_scale_ptr,  # (B, Hkv) fp32, contiguous, if q, k and v are in fp8; else None
+    k_scale_ptr,
+    v_scale_ptr,
     scale_log2,  # softmax scale times log2(e)
     blocks_per_item,  # 1, or 2 to pair heavy row blocks with light ones
     heads_per_group,  # heads whose row blocks are computed in turn, if TILE.longest_first
@@ -30,16 +35,18 @@ def attention_forward(
 
     operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2)
 
+    FP8: gl.constexpr = v_desc.dtype.primitive_bitwidth == 8
     gl.warp_specialize(
         [
-            (softmax, (wires, schedule, operands, 0)),
-            (softmax, (wires, schedule, operands, 1)),
-            (softmax, (wires, schedule, operands, 2)),
-            (softmax, (wires, schedule, operands, 3)),
+            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 0)),
+            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 1)),
+            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 2)),
+            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 3)),
         ][: TILE.softmax_roles]
+        + [(transpose, (wires, schedule, operands))][:FP8]
         + [(load, (wires, schedule, operands))],
-        [4] * (TILE.softmax_roles - 1)
-        + [1],  # warps; the first role runs in the warps that the kernel was launched with
-        [TILE.softmax_registers] * (TILE.softmax_roles - 1) + [TILE.load_registers],
+        # Warps; the first role runs in the warps that the kernel was launched with.
+        [4] * (TILE.softmax_roles - 1) + [4][:FP8] + [1],
+        [TILE.softmax_registers] * (TILE.softmax_roles - 1) + [TILE.transpose_registers][:FP8] + [TILE.load_registers],
     )
     wires.close()

@@ -17,3 +17,9 @@ def accumulator_layout(desc_layout, columns, element_bits):
 def left_operand_layout(accumulator, element_bits):
     """Layout in which a tensor of `accumulator`'s family feeds wgmma from registers as its left operand."""
     return gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=32 // element_bits)
+
+
+@constexpr_function
+def key_major_layout(block_n, cga_layout):
+    """Shared memory layout of V transposed, [D, BLOCK_N] in 8 bits, the same in every CTA."""
+    return gl.NVMMASharedLayout(min(128, block_n), 8, 2, cga_layout=[[0, 0] for _ in cga_layout])

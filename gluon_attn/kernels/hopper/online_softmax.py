@@ -18,25 +18,26 @@ def rescale_sums(sums, alpha):
 
 
 @jit
-def first_probabilities(scores, scale_log2):
+def first_probabilities(scores, scale_log2, SHIFT_LOG2: gl.constexpr):
     """Of the first block, where nothing has to be rescaled: (probabilities [M, N] fp32, RowStats)."""
     row_max = gl.max(scores, axis=1)
-    p = probabilities(scores, row_max, scale_log2, MASKED=True)
+    p = probabilities(scores, row_max, scale_log2, SHIFT_LOG2, MASKED=True)
     return p, RowStats(row_max, thread_sums(p))
 
 
 @jit
-def next_probabilities(scores, stats, scale_log2, MASKED: gl.constexpr):
+def next_probabilities(scores, stats, scale_log2, SHIFT_LOG2: gl.constexpr, MASKED: gl.constexpr):
     """Of a further block: (probabilities [M, N] fp32, RowStats, the factor [M] for what was accumulated before)."""
     row_max = gl.maximum(stats.max, gl.max(scores, axis=1))
     alpha = gl.exp2((stats.max - finite(row_max, MASKED)) * scale_log2)
-    p = probabilities(scores, row_max, scale_log2, MASKED)
+    p = probabilities(scores, row_max, scale_log2, SHIFT_LOG2, MASKED)
     return p, RowStats(row_max, rescale_sums(stats.sum, alpha) + thread_sums(p)), alpha
 
 
 @jit
-def probabilities(scores, row_max, scale_log2, MASKED: gl.constexpr):
-    return gl.exp2(scores * scale_log2 - (finite(row_max, MASKED) * scale_log2)[:, None])
+def probabilities(scores, row_max, scale_log2, SHIFT_LOG2: gl.constexpr, MASKED: gl.constexpr):
+    """Times two to the power of SHIFT_LOG2."""
+    return gl.exp2(scores * scale_log2 - (finite(row_max, MASKED) * scale_log2 - SHIFT_LOG2)[:, None])
 
 
 @jit
@@ -46,9 +47,12 @@ def thread_sums(x):
 
 
 @jit
-def normalise(acc, stats, scale_log2):
-    """(O [M, D] fp32, natural-log LSE [M]) of accumulated P V. A row that saw no key: O = 0, LSE = -inf."""
+def normalise(acc, stats, scale_log2, output_scale, UNSHIFT: gl.constexpr):
+    """(O [M, D] fp32, natural-log LSE [M]) of accumulated P V. A row that saw no key: O = 0, LSE = -inf.
+
+    output_scale: what O is multiplied with. UNSHIFT: takes a power of two out of the row sums.
+    """
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     row_sum = gl.convert_layout(gl.sum(stats.sum, axis=1), layout)  # [M]
     row_max = gl.convert_layout(stats.max, layout)
-    return acc * inverse(row_sum)[:, None], log_sum_exp(row_max, row_sum, scale_log2)
+    return acc * (inverse(row_sum) * output_scale)[:, None], log_sum_exp(row_max, row_sum * UNSHIFT, scale_log2)

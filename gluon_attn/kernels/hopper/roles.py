@@ -1,25 +1,14 @@
 """The two roles of the Hopper kernel: one warp loads; each softmax warpgroup takes its query rows from QKᵀ to O."""
 
 from channels import tma
-from gluon_attn.compat import aggregate, gl, jit, tma_descriptor, warpgroup_mma, warpgroup_mma_wait
+from gluon_attn.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
 
+from ..common.operands import shift_log2, unshift
 from ..common.turns import turn_of
 from .layouts import accumulator_layout, left_operand_layout
 from .online_softmax import first_probabilities, next_probabilities, normalise
-from .pairs import pack_pairs, unpack_pairs
+from .packing import pack, unpack
 from .wires import Blocks
-
-
-@aggregate
-class Operands:
-    """The kernel's tensors, each in global memory behind its TMA descriptor; `lse` by pointer."""
-
-    q: tma_descriptor  # (B, H, Sq, D), tiles [1, 1, ROWS, D]
-    k: tma_descriptor  # (B, Hkv, Sk, D), tiles [1, 1, BLOCK_N, D]
-    v: tma_descriptor  # as k
-    o: tma_descriptor  # as q
-    lse: gl.tensor  # (B, H, Sq) fp32
-    scale_log2: gl.tensor  # softmax scale times log2(e)
 
 
 @jit
@@ -27,14 +16,13 @@ def load(wires, schedule, operands):
     """Fills queries, keys and values, in the order in which the softmax roles ask for them."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
-    queries, keys, values = wires.queries.producer(), wires.keys.producer(), wires.values.producer()
-    heads_per_kv_head = operands.q.shape[1] // operands.k.shape[1]
+    queries, keys, values = wires.queries.producer(), wires.keys.producer(), wires.loaded_values.producer()
 
     for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
         for i in range(schedule.tiles_in(item)):
             tile = schedule.tile(item, i)
             rows = schedule.rows(tile.first_row, schedule.BLOCK_M)
-            kv_head = tile.head // heads_per_kv_head
+            kv_head = operands.kv_head(tile)
 
             q, queries = queries.acquire()
             tma.expect(q, PARTS=wires.queries.PARTS)
@@ -65,7 +53,26 @@ def multiply_qk(q, k, LAYOUT: gl.constexpr):
 @jit
 def to_left_operand(p, dtype: gl.constexpr, ACCUMULATOR: gl.constexpr):
     """P [ROWS, BLOCK_N] in the tensors' dtype, in the registers that wgmma reads its left operand from."""
-    return unpack_pairs(p, dtype, left_operand_layout(ACCUMULATOR, dtype.primitive_bitwidth))
+    return unpack(p, dtype, left_operand_layout(ACCUMULATOR, dtype.primitive_bitwidth))
+
+
+@jit
+def held_registers(packed, left):
+    """What a wait has to hold on to, so that the product's left operand stays in its registers. The compiler takes no
+    8-bit values there; the packed ones are in the same registers."""
+    if left.dtype.primitive_bitwidth == 16:
+        return left
+    else:
+        return packed
+
+
+@jit
+def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
+    """V [BLOCK_N, D] as wgmma reads it: 16-bit values as they are, 8-bit ones from their transposed tile."""
+    if v.tiles.dtype.primitive_bitwidth == 16:
+        return v.view([BLOCK_N, D])
+    else:
+        return v.part(0).permute((1, 0))
 
 
 @jit
@@ -81,8 +88,8 @@ def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
     turn.pass_on()
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
-    p, stats = first_probabilities(rows.mask(scores, block), scale_log2)
-    return pack_pairs(p, q.dtype), stats, Blocks(keys, blocks.values, turn)
+    p, stats = first_probabilities(rows.mask(scores, block), scale_log2, shift_log2(q.dtype))
+    return pack(p, q.dtype), stats, Blocks(keys, blocks.values, turn)
 
 
 @jit
@@ -92,23 +99,23 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
     v, values = blocks.values.acquire()
-    p = to_left_operand(p, q.dtype, acc.type.layout)
-    acc = warpgroup_mma(p, v.view([rows.BLOCK_N, q.shape[1]]), acc, is_async=True)
+    left = to_left_operand(p, q.dtype, acc.type.layout)
+    acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, q.shape[1]), acc, is_async=True)
     turn.pass_on()
 
     scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     k.release()
     if MASKED:
         scores = rows.mask(scores, block)
-    p_next, stats, alpha = next_probabilities(scores, stats, scale_log2, MASKED)
+    p_next, stats, alpha = next_probabilities(scores, stats, scale_log2, shift_log2(q.dtype), MASKED)
     # The slot of v is ours still, so this passes at once. It is here for its branch: across one, the assembler does not
     # move the softmax, which it would else put behind the wait for the product that it is to overlap with.
     blocks.values.acquire()
-    acc, p, p_next = warpgroup_mma_wait(0, deps=[acc, p, p_next])
+    acc, _, p_next = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left), p_next])
     v.release()
     # Not before the wait: P's registers would then not be the ones that the product is reading, and a copy between
     # the products would make the assembler serialise them.
-    p_next = pack_pairs(p_next, q.dtype)
+    p_next = pack(p_next, q.dtype)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return p_next, acc, stats, Blocks(keys, values, turn)
 
@@ -117,15 +124,15 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
 def last_product(p, acc, blocks, rows):
     """P V of the last block, with nothing left to overlap."""
     v, values = blocks.values.acquire()
-    p = to_left_operand(p, v.tiles.dtype, acc.type.layout)
-    acc = warpgroup_mma(p, v.view([rows.BLOCK_N, acc.shape[1]]), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    left = to_left_operand(p, v.tiles.dtype, acc.type.layout)
+    acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, acc.shape[1]), acc, is_async=True)
+    acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
     return acc, Blocks(blocks.keys, values, blocks.turn)
 
 
 @jit
-def softmax(wires, schedule, operands, ROLE: gl.constexpr):
+def softmax(wires, schedule, operands, q_scales, k_scales, v_scales, ROLE: gl.constexpr):
     """Computes and stores O and LSE of its ROWS of every tile."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
@@ -142,28 +149,30 @@ def softmax(wires, schedule, operands, ROLE: gl.constexpr):
             tile_rows = schedule.rows(tile.first_row, schedule.BLOCK_M)
             rows = schedule.rows(tile.first_row + ROLE * ROWS, ROWS)
             last = rows.blocks() - 1
+            scale_log2 = operands.score_scale(q_scales, k_scales, tile)
 
             q_slot, queries = queries.acquire()
             q = q_slot.view([ROWS, D], part=ROLE)
             for _ in range(rows.blocks(), tile_rows.blocks()):
                 blocks = blocks.skip()
 
-            p, stats, blocks = first_block(q, blocks, rows, last, operands.scale_log2, SCORES)
+            p, stats, blocks = first_block(q, blocks, rows, last, scale_log2, SCORES)
             acc = gl.zeros([ROWS, D], gl.float32, OUT)
             if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
                 for j in range(1, rows.masked_blocks()):
                     p, acc, stats, blocks = next_block(
-                        q, p, acc, stats, blocks, rows, last - j, operands.scale_log2, SCORES, MASKED=True
+                        q, p, acc, stats, blocks, rows, last - j, scale_log2, SCORES, MASKED=True
                     )
             for j in range(gl.maximum(rows.masked_blocks(), 1), rows.blocks()):
                 p, acc, stats, blocks = next_block(
-                    q, p, acc, stats, blocks, rows, last - j, operands.scale_log2, SCORES, MASKED=False
+                    q, p, acc, stats, blocks, rows, last - j, scale_log2, SCORES, MASKED=False
                 )
             if not wires.STAGE_IN_QUERIES:
                 q_slot.release()
             acc, blocks = last_product(p, acc, blocks, rows)
 
-            out, lse = normalise(acc, stats, operands.scale_log2)
+            v_scale = operands.output_scale(v_scales, tile)
+            out, lse = normalise(acc, stats, scale_log2, v_scale, unshift(operands.q.dtype))
             lse_row = rows.first + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
             head = (tile.batch * operands.q.shape[1] + tile.head).to(gl.int64)
             gl.store(operands.lse + head * rows.q_len + lse_row, lse, mask=lse_row < rows.q_len)

@@ -4,6 +4,7 @@ from channels import SharedMemoryChannel, SharedMemoryConsumer, SignalChannel, c
 from gluon_attn.compat import aggregate, gl, jit
 
 from ..common.turns import Turn
+from .layouts import key_major_layout
 
 
 @aggregate
@@ -14,7 +15,8 @@ class Wires:
              last use of the tile. Sharded: each CTA of a cluster loads its own rows.
     keys:    load -> every softmax role; KV_SLOTS slots of [BLOCK_N, D]; freed by each role when QKᵀ is done. With two
              CTAs one load fills both (multicast), and the slot is free when both CTAs have freed it.
-    values:  as keys, freed when PV is done.
+    loaded_values: as keys, but of V. 16-bit values are read as they are: it is `values`. In fp8: load -> transpose.
+    values:  in fp8, transpose -> every softmax role; KV_SLOTS slots of [D, BLOCK_N]; freed by each when PV is done.
     turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued
              its products lets the next role issue, so that one role's softmax runs beside another's products.
     output:  no channel but memory: one tile per softmax role, in which it alone stages O for its TMA store.
@@ -22,10 +24,12 @@ class Wires:
 
     queries: SharedMemoryChannel
     keys: SharedMemoryChannel
+    loaded_values: SharedMemoryChannel
     values: SharedMemoryChannel
     turns: SignalChannel
     output: gl.shared_memory_descriptor
     TAKE_TURNS: gl.constexpr
+    TRANSPOSED: gl.constexpr  # fp8
     STAGE_IN_QUERIES: gl.constexpr  # O is staged in the tile of Q it comes from, where shared memory is short (D = 256)
 
     @jit
@@ -33,6 +37,8 @@ class Wires:
         self.queries.init()
         self.keys.init()
         self.values.init()
+        if self.TRANSPOSED:
+            self.loaded_values.init()
         self.turns.init()
         cluster_fence()
 
@@ -43,16 +49,27 @@ class Wires:
         self.queries.close()
         self.keys.close()
         self.values.close()
+        if self.TRANSPOSED:
+            self.loaded_values.close()
         self.turns.close()
 
 
 @jit
 def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
     ROLES: gl.constexpr = TILE.softmax_roles
+    TRANSPOSED: gl.constexpr = v_desc.dtype.primitive_bitwidth == 8
     SHARED: gl.constexpr = gl.num_ctas() > 1
     queries = SharedMemoryChannel.alloc(q_desc, SLOTS=TILE.query_slots, CONSUMERS=ROLES, PARTS=ROLES)
     keys = SharedMemoryChannel.alloc(k_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
-    values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+    if TRANSPOSED:
+        loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
+        LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[2], v_desc.layout.cga_layout)
+        SHAPE: gl.constexpr = [TILE.kv_slots, v_desc.block_shape[3], v_desc.block_shape[2]]
+        tiles = gl.allocate_shared_memory(v_desc.dtype, SHAPE, LAYOUT)
+        values = SharedMemoryChannel.over(tiles, SLOTS=TILE.kv_slots, CONSUMERS=ROLES)
+    else:
+        values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+        loaded_values = values
     turns = SignalChannel.alloc(LANES=ROLES)
     if TILE.stage_in_queries:
         output = queries.tiles
@@ -61,7 +78,9 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
     return Wires(
         queries=queries,
         keys=keys,
+        loaded_values=loaded_values,
         values=values,
+        TRANSPOSED=TRANSPOSED,
         turns=turns,
         output=output,
         TAKE_TURNS=TILE.take_turns,

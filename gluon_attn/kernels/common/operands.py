@@ -13,6 +13,12 @@ def shift_log2(dtype):
     return FP8_SHIFT_LOG2.value if dtype.primitive_bitwidth == 8 else 0.0
 
 
+@constexpr_function
+def unshift(dtype):
+    """What takes that power out of a row sum."""
+    return 2.0 ** -shift_log2(dtype)
+
+
 @aggregate
 class Operands:
     """The kernel's tensors, each in global memory behind its TMA descriptor; the others by pointer."""
@@ -31,8 +37,16 @@ class Operands:
 
     @jit
     def scale_of(self, scales, tile):
-        """A tile's fp8 scale, from (B, Hkv) fp32."""
+        """A tile's number in (B, Hkv) fp32."""
         return gl.load(scales + (tile.batch * self.k.shape[1] + self.kv_head(tile)))
+
+    @jit
+    def output_scale(self, v_scales, tile):
+        """What a tile's output is multiplied with."""
+        if v_scales is None:
+            return 1.0
+        else:
+            return self.scale_of(v_scales, tile)
 
     @jit
     def score_scale(self, q_scales, k_scales, tile):
