@@ -159,8 +159,6 @@ def test_another_card_is_refused(capability, sm_count, smem_bytes):
 
 # On the CPU, so that nothing but the device that is described decides. What is asked for, the error and its message.
 NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]] = {
-    "e4m3 on Hopper": (HOPPER, {"dtype": E4M3}, NotImplementedError, r"^q: torch.float8_e4m3fn on a Hopper card"),
-    "e5m2 on Hopper": (HOPPER, {"dtype": E5M2}, NotImplementedError, r"^q: torch.float8_e5m2 on a Hopper card"),
     "D=136 on Blackwell": (
         BLACKWELL,
         {"head_dim": 136},

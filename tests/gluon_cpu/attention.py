@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
-from gluon_attn.cpu import launch_arguments
+from gluon_attn.cpu import launch_arguments, register_twins
 from gluon_attn.device import Device
 from gluon_attn.kernels.hopper.inline_asm import round_pair_asm, round_pair_twin
 from gluon_attn.launch import kernel_of
@@ -15,26 +15,10 @@ from gluon_attn.plan import Plan
 from gluon_attn.problem import Problem, output_dtype
 from gluon_attn.tile import TileConfig
 from gluon_attn.tuning import pick_tile, require_fits
-from tests.gluon_cpu.compat import gl
 from tests.gpu.checks import check
 
 
-def register_assembly() -> None:
-    """The kernel's one piece of inline assembly, for both element types."""
-    import ml_dtypes
-    import numpy as np
-
-    def bf16(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        return round_pair_twin(low, high, np.dtype(ml_dtypes.bfloat16))
-
-    def fp16(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        return round_pair_twin(low, high, np.dtype(np.float16))
-
-    gluon_cpu.register_asm(round_pair_asm(gl.bfloat16), bf16)
-    gluon_cpu.register_asm(round_pair_asm(gl.float16), fp16)
-
-
-register_assembly()
+register_twins()
 
 
 class Run:
