@@ -9,14 +9,12 @@ from torch import Tensor
 import gluon_cpu
 from gluon_attn.cpu import launch_arguments, register_twins
 from gluon_attn.device import Device
-from gluon_attn.kernels.hopper.inline_asm import round_pair_asm, round_pair_twin
 from gluon_attn.launch import kernel_of
 from gluon_attn.plan import Plan
 from gluon_attn.problem import Problem, output_dtype
 from gluon_attn.tile import TileConfig
 from gluon_attn.tuning import pick_tile, require_fits
 from tests.gpu.checks import check
-
 
 register_twins()
 
