@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from . import findings
-from .ops.mbarrier import Barrier, plural
+from .ops.mbarrier import Barrier, at, plural
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -29,7 +29,7 @@ def deadlock(machine: "Machine") -> findings.Finding:
                 sites.append(site)
             target = agent.blocked
             if isinstance(target, Barrier):
-                lines.append(f"  {agent.who}: waits on {target.place}{where}")
+                lines.append(f"  {agent.who}: waits for phase {agent.wanted_phase} of {target.place}{where}")
                 if target not in barriers:
                     barriers.append(target)
             else:
@@ -44,7 +44,7 @@ def deadlock(machine: "Machine") -> findings.Finding:
         elif b.arrived:
             kind = findings.TooFewArrivals if kind is findings.Deadlock else kind
             lines.append("    Some arrivals have come, but not all: the init count is too high, or a role does "
-                         "not arrive.")  # fmt: skip
+                         f"not arrive. Its init:\n{at(b.init_info)}")  # fmt: skip
     for cluster in machine.live:
         for cta in cluster.ctas:
             for b in cta.barriers.values():

@@ -3,6 +3,7 @@
 from typing import Any
 
 from . import findings
+from .orders import missing_order
 from .shadow import Access, Conflict
 
 WRITE_FIRST = "  Missing: a write before it. If another role or an engine makes that write, wait for its signal first."
@@ -63,7 +64,7 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
         kind = findings.ReuseRace
     elif "global" in place and conflict.kind == "write-write":
         kind = findings.OutputRace
-    missing = missing_order(conflict)
+    missing = missing_order(conflict, "global memory" in place)
     return kind(
         f"data race on {place}:\n"
         f"  {first}: {describe(earlier)}\n"
@@ -87,44 +88,6 @@ def barrier_as_data(conflict: Conflict, barrier: str) -> findings.Finding:
         "last use of the barrier.",
         (conflict.later.info.site, conflict.earlier.info.site),
     )
-
-
-def missing_order(conflict: Conflict) -> str:
-    earlier, later = conflict.earlier, conflict.later
-    a, b = earlier.who, later.who
-    if earlier.atomic and later.atomic:
-        return "both are atomic, but scope='cta' is so only among the roles of one CTA: use scope='gpu'."
-    if earlier.cluster != later.cluster:
-        return (
-            "the two belong to different programs of the grid. Only an atomic with release by the one and one with "
-            "acquire by the other could order them, both with scope='gpu' or 'sys'."
-        )
-    if is_store_of(later, a):  # issued before, though it reads after
-        return f"nothing makes {a} wait until the store has read its tile: store_wait() must come first."
-    if earlier.info.what.startswith("TMA store"):
-        return f"nothing makes {b} wait until the store has read its tile: store_wait() must come first."
-    if earlier.info.what.startswith("wgmma"):
-        return (
-            f"nothing makes {b} wait until this product has read its operands: warpgroup_mma_wait() must come before "
-            "the signal that lets it go on."
-        )
-    who, before = (issuer(b), "issuing this") if issuer(b) != b else (b, "its access")
-    if earlier.info.what.startswith("tcgen05"):
-        done = "read its operands" if conflict.kind == "read-write" else "written its result"
-        return (
-            f"nothing makes {who} wait until this product has {done}: before {before} it must wait for the barrier of "
-            "a tcgen05_commit that follows the product."
-        )
-    if earlier.is_async:
-        return f"{who} does not wait, directly or through others, for the barrier that this operation completes."
-    if conflict.kind == "read-write":
-        return f"{a} must signal that it has finished reading, and {who} must wait for that before {before}."
-    return f"{a} must signal after its write, and {who} must wait for that signal before {before}."
-
-
-def issuer(who: str) -> str:
-    """The role behind an engine's work: of `TMA load for loader`, the loader."""
-    return who.split(" for ", 1)[1] if " for " in who else who
 
 
 def slot_name(name: str, start: int, offset: int, stride: int, count: int) -> str:

@@ -42,6 +42,7 @@ class AgentBase:
     descriptors: dict[int, Any]
     cluster_round: int
     exchange_round: int
+    wanted_phase: int  # of the barrier it last blocked on
 
     def tick(self) -> None:
         """What comes from here on is not part of what others have been told."""

@@ -20,6 +20,11 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
+def at(info: Any) -> str:
+    """The lines that say where an operation stands."""
+    return f"    at {info.site.where}" + (f"\n      {info.site.source}" if info.site.source else "")
+
+
 class Barrier:
     """One mbarrier in the shared memory of `cta`."""
 
@@ -67,12 +72,12 @@ class Barrier:
     def init(self, agent: AgentBase, info: Any, count: int) -> None:
         if self.alive:
             raise BarrierMisuse(
-                f"{self.place} is initialised again while in use, by {agent.who}\n    at {info.site.where}\n"
-                f"  first initialised at {self.init_info.site.where}\n  Invalidate it first.", (info.site,),
+                f"{self.place} is initialised again while in use, by {agent.who}\n{at(info)}\n"
+                f"  first initialised:\n{at(self.init_info)}\n  Invalidate it first.", (info.site,),
             )  # fmt: skip
         if count < 1:
             raise BarrierMisuse(
-                f"{self.place} is initialised with count {count} by {agent.who}\n    at {info.site.where}\n"
+                f"{self.place} is initialised with count {count} by {agent.who}\n{at(info)}\n"
                 "  The count must be at least 1.", (info.site,),
             )  # fmt: skip
         self.alive = True
@@ -98,18 +103,18 @@ class Barrier:
         if not self.alive:
             if self.ended_by is not None:
                 raise BarrierMisuse(
-                    f"{self.place} is used after it was invalidated: {who} {verb}\n    at {info.site.where}\n"
-                    f"  invalidated at {self.ended_by.site.where}\n  Missing order: the invalidation must come after "
+                    f"{self.place} is used after it was invalidated: {who} {verb}\n{at(info)}\n"
+                    f"  invalidated:\n{at(self.ended_by)}\n  Missing order: the invalidation must come after "
                     "the last use, of all roles and all CTAs.", (info.site, self.ended_by.site),
                 )  # fmt: skip
             raise BarrierMisuse(
-                f"{self.place} is used before it is initialised: {who} {verb}\n    at {info.site.where}\n"
+                f"{self.place} is used before it is initialised: {who} {verb}\n{at(info)}\n"
                 f"  Missing order: the barrier's mbarrier.init must come first{self.cluster_hint(who)}.", (info.site,),
             )  # fmt: skip
         if clk[ORDER, self.init_slot] < self.init_time and not self.published:
             raise BarrierMisuse(
-                f"{self.place} is used by {who}, which {verb},\n    at {info.site.where}\n"
-                f"  but its initialisation is not ordered before that:\n    at {self.init_info.site.where}\n"
+                f"{self.place} is used by {who}, which {verb},\n{at(info)}\n"
+                f"  but its initialisation is not ordered before that:\n{at(self.init_info)}\n"
                 f"  Missing order: a barrier between the init and the first use{self.cluster_hint(who)}.",
                 (info.site, self.init_info.site),
             )
@@ -148,9 +153,9 @@ class Barrier:
         earlier = "".join(f"\n    {line}" for line in self.arrivals_so_far())
         return BarrierMisuse(
             f"too many arrivals on {self.place}: {who} {way}{more}\n"
-            f"    at {info.site.where}\n      {info.site.source}\n"
+            f"{at(info)}\n"
             f"  {so_far}{':' if earlier else '.'}{earlier}\n"
-            f"  Its init, for {plural(self.count, 'arrival')} a phase:\n    at {self.init_info.site.where}\n"
+            f"  Its init, for {plural(self.count, 'arrival')} a phase:\n{at(self.init_info)}\n"
             "  That count is too low, or somebody arrives too often, or before the phase is over. "
             "An mbarrier.expect is an arrival too.",
             (info.site, self.init_info.site),
@@ -162,9 +167,9 @@ class Barrier:
             if clk[ORDER, slot] >= time:
                 continue
             raise BarrierMisuse(
-                f"{what} can count for the wrong phase: {who}\n    at {info.site.where}\n"
+                f"{what} can count for the wrong phase: {who}\n{at(info)}\n"
                 f"  in phase {self.phase}, without any order after what completed phase {self.phase - 1}, by {other}\n"
-                f"    at {other_info.site.where}\n  Under another schedule it comes first, and counts for phase "
+                f"{at(other_info)}\n  Under another schedule it comes first, and counts for phase "
                 f"{self.phase - 1} instead. Missing order: whoever issues it must know that phase {self.phase - 1} is "
                 f"over. Or the init count of {self.count} is too low, or somebody arrives too often.",
                 (info.site, other_info.site),
@@ -182,9 +187,10 @@ class Barrier:
             return
         if self.tx < 0:
             raise BarrierMisuse(
-                f"{plural(-self.tx, 'byte')} too many on {self.place}: {who}\n    at {info.site.where}\n"
-                f"  brings more than phase {self.phase} was told to expect: all {self.count} arrivals have come.\n"
-                "  The byte count of mbarrier.expect is too small, or an expect is missing.",
+                f"{plural(-self.tx, 'byte')} too many on {self.place}: {who}\n{at(info)}\n"
+                f"  brings more than its phase {self.phase} was told to expect, though no arrival is missing:\n    "
+                + "\n    ".join(self.arrivals_so_far())
+                + "\n  The byte count of mbarrier.expect is too small, or an expect is missing.",
                 (info.site, self.init_info.site),
             )
         done = self.gathered
@@ -192,11 +198,11 @@ class Barrier:
         for agent, (waited, step, wait_info) in self.waits.items():
             if waited == self.phase - 1 and known[agent.slot] < step:
                 raise BarrierMisuse(
-                    f"{self.place} can lap a waiter: its phase {self.phase} completes (last by {who}\n"
-                    f"    at {info.site.where})\n  without any order after the wait for phase {self.phase - 1} by "
-                    f"{agent.who}\n    at {wait_info.site.where}\n  Under another schedule that wait comes too late "
-                    "and sees the wrong parity. Missing order: the next phase must not complete before the waiter has "
-                    "seen the last one.", (wait_info.site, info.site),
+                    f"{self.place} can lap a waiter: its phase {self.phase} completes, last by {who}\n"
+                    f"{at(info)}\n  without any order after the wait for phase {self.phase - 1} by {agent.who}\n"
+                    f"{at(wait_info)}\n  Under another schedule that wait comes too late and sees the wrong parity. "
+                    f"Missing order: {agent.who} must signal after its wait, and {who} must wait for that signal "
+                    "before it arrives again.", (wait_info.site, info.site),
                 )  # fmt: skip
         self.done = done
         self.flips.append((slot, time, who, info))
@@ -248,14 +254,14 @@ class BarrierOps(AgentBase):
         b.check_usable(self.clk, self.who, info, "invalidates it")
         if b.waiters:
             raise BarrierMisuse(
-                f"{b.place} is invalidated by {self.who}\n    at {info.site.where}\n  while "
+                f"{b.place} is invalidated by {self.who}\n{at(info)}\n  while "
                 f"{', '.join(w.who for w in b.waiters)} waits on it.", (info.site,),
             )  # fmt: skip
         for slot, (time, who, other) in b.cta.uses.pop(b.offset, {}).items():
             if self.clk[ORDER, slot] < time:
                 raise BarrierMisuse(
-                    f"{b.place} is invalidated by {self.who}\n    at {info.site.where}\n  with no order after its use "
-                    f"by {who}\n    at {other.site.where}\n  Missing order: wait for that use, for example through a "
+                    f"{b.place} is invalidated by {self.who}\n{at(info)}\n  with no order after its use "
+                    f"by {who}\n{at(other)}\n  Missing order: wait for that use, for example through a "
                     "barrier of the whole cluster, before mbarrier.invalidate.", (info.site, other.site),
                 )  # fmt: skip
         b.alive = False
@@ -292,12 +298,13 @@ class BarrierOps(AgentBase):
         want = b.wanted(self, parity)
         if b.phase > want + 1:
             raise BarrierMisuse(
-                f"{self.who} was lapped on {b.place}:\n    at {info.site.where}\n  it waits for phase {want} (parity "
-                f"{parity}), but {b.phase} phases are already complete, the last by {b.flips[-1][2]}\n    at "
-                f"{b.flips[-1][3].site.where}\n  The wait names the wrong parity, or phase {want + 1} completes before "
+                f"{self.who} was lapped on {b.place}:\n{at(info)}\n  it waits for phase {want} (parity "
+                f"{parity}), but {b.phase} phases are already complete, the last by {b.flips[-1][2]}\n"
+                f"{at(b.flips[-1][3])}\n  The wait names the wrong parity, or phase {want + 1} completes before "
                 "this wait has seen the one before.", (info.site,),
             )  # fmt: skip
         if b.phase != want + 1:
+            self.wanted_phase = want
             return b
         join(self.clk, b.done)
         b.waits[self] = (want, self.t, info)

@@ -45,7 +45,7 @@ class TensorMemory:
             return name
         base = where[-1].offset + (start - where[-1].offset) // where[-1].stride * where[-1].stride
         first, last = (start - base) // COLUMN_BYTES, (end - 1 - base) // COLUMN_BYTES
-        if end - start >= where[-1].stride:
+        if end - start >= where[-1].stride or end - start < COLUMN_BYTES:  # all of it, or some lanes of each column
             return name
         return f"{name}, columns {first} to {last}" if last > first else f"{name}, column {first}"
 

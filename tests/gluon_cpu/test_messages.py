@@ -76,7 +76,7 @@ def test_one_schedule_one_line_to_replay():
 
 def test_the_cure_for_a_product_still_reading_is_its_commit():
     """By whoever comes later: the role that overwrites an operand, or the one that issues a copy over it."""
-    with pytest.raises(gluon_cpu.DataRace, match=r"before its access it must wait for the barrier of a tcgen05_commit"):
+    with pytest.raises(gluon_cpu.DataRace, match=r"waits before its (write|read) for the barrier of a tcgen05_commit"):
         launch_attention(1, bug="weights not awaited", schedule=gluon_cpu.Schedule("early", 0))
     bug = "load without a free slot"
     seen = []
