@@ -69,6 +69,12 @@ def calls_of(point: Point, tiles: list[HopperTile]) -> dict[str, Callable[[], ob
     return calls | {"ours": ours} | {f"ours {n}cta": partial(ours, num_ctas=n) for n in (1, 2)}
 
 
+def tiles_of_table(head_dim: int, causal: bool, element_bytes: int) -> list[HopperTile]:
+    kind = (head_dim, causal, element_bytes)
+    rows = (row for row in HOPPER if (row.padded_head_dim, row.causal, row.element_bytes) == kind)
+    return [row.tile for row in rows if isinstance(row.tile, HopperTile)]
+
+
 def measure(point: Point, tiles: list[HopperTile], rounds: int) -> dict[str, Any]:
     timings = time_interleaved(calls_of(point, tiles), rounds=rounds)
     return {
@@ -121,7 +127,7 @@ def main() -> None:
     kernels = {
         (DTYPES[args.dtype], d, causal, t)
         for d, causal in {(p.head_dim, p.causal) for p in points}
-        for t in tiles[d] or [row.tile for row in HOPPER if (row.padded_head_dim, row.causal) == (d, causal)]
+        for t in tiles[d] or tiles_of_table(d, causal, DTYPES[args.dtype].itemsize)
     }
     for i, _ in enumerate(precompile(kernels), start=1):
         print(f"\rcompiled {i} of {len(kernels)} kernels", end="", flush=True)

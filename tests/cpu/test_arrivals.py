@@ -99,7 +99,7 @@ def test_commits_are_those_that_the_operands_layouts_bring_about(num_ctas, dtype
         return SimpleNamespace(layout=block_and_layout(name, dtype, head_dim, tile)[2])
 
     for head_dim in (64, 128):
-        q, k, v = (operand(name, head_dim) for name in ("q", "k", "v"))  # type: ignore[arg-type]
+        q, k, v = (operand(name, head_dim) for name in ("q", "k", "v"))
         for committed in (k, v):
             counted = tcgen05_mma_barrier_count([committed], multicast, pairs)
             assert counted == commit_arrivals(num_ctas, pairs, multicast)

@@ -24,7 +24,7 @@ from channels.arrivals import (
 from gluon_attn.kernels.blackwell.wires import ITEM_SLOTS, ROLES
 from gluon_attn.launch import compiled
 from gluon_attn.resources import first_role_registers
-from gluon_attn.tile import REGISTERS_PER_SM
+from gluon_attn.tile import REGISTERS_PER_SM, BlackwellTile
 from gluon_attn.tuning import BLACKWELL, Row, blackwell_tile
 
 pytestmark = pytest.mark.timeout(900)  # all are compiled for the first test
@@ -82,6 +82,7 @@ def test_the_chosen_rows_stand_for_all():
 
 def wiring(row: Row) -> tuple[Any, ...]:
     tile = row.tile
+    assert isinstance(tile, BlackwellTile)
     return tile.kv_slots, tile.block_n, tile.early_p, tile.exp_turns, tile.dynamic, tile.softmax_registers
 
 

@@ -118,6 +118,7 @@ def test_a_tile_for_every_problem(head_dim):
         asked = problem(dtype=dtype, causal=causal, q_len=q_len, kv_len=kv_len, head_dim=head_dim, layout=layout)
         for num_ctas in (None, 1, 2):
             tile = pick_tile(asked, Device.hopper(), num_ctas)
+            assert isinstance(tile, HopperTile)
             assert num_ctas in (None, tile.num_ctas), asked
             assert tile.smem_bytes(padded, ELEMENT_BYTES) <= SMEM_BYTES, asked
             assert tile_bytes(tile, padded, ELEMENT_BYTES) <= SMEM_BYTES, asked

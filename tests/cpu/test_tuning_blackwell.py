@@ -243,7 +243,7 @@ def test_a_valid_tile_and_its_changed_copy():
     with pytest.raises(ValueError, match=r"self.kv_slots=0 must be at least 1"):
         dataclasses.replace(tile, kv_slots=0)
     with pytest.raises(TypeError, match="positional"):
-        BlackwellTile(*VALID.values())  # type: ignore[misc]
+        BlackwellTile(*VALID.values())  # type: ignore[call-arg]
 
 
 CGA_LAYOUTS = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}

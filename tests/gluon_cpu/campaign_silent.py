@@ -10,6 +10,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ DTYPES = {1: (torch.float8_e4m3fn, torch.float8_e5m2), 2: (torch.bfloat16, torch
 
 def run_of(row: Row, dtype: torch.dtype) -> Run:
     """The smallest launch in which programs walk several tiles and every ring comes around. Odd lengths."""
-    tile, kind = row.tile, {"head_dim": row.padded_head_dim, "dtype": dtype}
+    tile = row.tile
+    kind: dict[str, Any] = {"head_dim": row.padded_head_dim, "dtype": dtype}
     scales = kv_scales(1, 2) if row.element_bytes == 1 else ()
     if isinstance(tile, BlackwellTile):
         # Two tiles, a head each, for one program. Five key blocks: 20 tiles of K and V, the longest ring has 16 slots.
