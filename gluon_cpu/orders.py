@@ -15,9 +15,9 @@ def missing_order(conflict: Conflict, in_global_memory: bool = False) -> str:
     if issuer(earlier.who) == issuer(later.who):
         # Of one role, so one of them is the work of an engine, and the other came after it was issued.
         engine = later if is_engine(later) and not is_engine(earlier) else earlier
-        return (
-            f"{issuer(engine.who)} goes on without waiting for this {name(engine)}: {end_of(engine, in_global_memory)}."
-        )
+        end = end_of(engine, in_global_memory)
+        first = end if end.endswith(")") else f"a wait for {end}"
+        return f"{issuer(engine.who)} goes on without waiting for this {name(engine)}: {first} must come first."
     acts = {"write-read": ("write", "read"), "read-write": ("read", "write"), "write-write": ("write", "write"),
             "reuse": ("write", "read")}[conflict.kind]  # fmt: skip
     pairs = (earlier, acts[0]), (later, acts[1])
@@ -32,8 +32,7 @@ def one_after_the_other(first: Access, act: str, second: Access, second_act: str
     elif name(first) in ("wgmma", "TMA store", "cp.async"):
         signal = f"{issuer(first.who)} signals after {end_of(first, in_global_memory)}"
     else:
-        signal = f"{end_of(first, in_global_memory)}"
-        return f"{issuer(second.who)} waits {before} for {signal}"
+        return f"{issuer(second.who)} waits for {end_of(first, in_global_memory)} {before}"
     return f"{signal}, and {issuer(second.who)} waits for that {before}"
 
 
@@ -43,12 +42,12 @@ def end_of(access: Access, in_global_memory: bool) -> str:
     if kind == "wgmma":
         return "warpgroup_mma_wait()"
     if kind == "tcgen05":
-        return "the barrier of a tcgen05_commit that follows it"
+        return "the barrier of a tcgen05_commit after the product"
     if kind == "TMA store":
         return "store_wait(0, read_only=False)" if in_global_memory else "store_wait()"
     if kind == "cp.async":
-        return "async_copy.wait_group(), or the barrier that it arrives on"
-    return "the barrier that it completes"
+        return "async_copy.wait_group()"
+    return f"the barrier that the {kind} completes"
 
 
 def is_engine(access: Access) -> bool:

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.gluon_cpu import findings_blackwell, findings_more
+from tests.gluon_cpu import findings_more
 from tests.gluon_cpu.compat import gl, jit, mbarrier
-from tests.gluon_cpu.findings_cases import markers
+from tests.gluon_cpu.findings_cases import CASES
 from tests.gluon_cpu.support import new_barrier, poisoned
-from tests.gluon_cpu.test_findings_blackwell import launch as launch_attention
 
 HERE = "gluon_cpu/test_messages.py"
 
@@ -74,18 +73,26 @@ def test_one_schedule_one_line_to_replay():
     assert "after 1 schedule:\n" in printed.getvalue()
 
 
-def test_the_cure_for_a_product_still_reading_is_its_commit():
-    """By whoever comes later: the role that overwrites an operand, or the one that issues a copy over it."""
-    with pytest.raises(gluon_cpu.DataRace, match=r"waits before its (write|read) for the barrier of a tcgen05_commit"):
-        launch_attention(1, bug="weights not awaited", schedule=gluon_cpu.Schedule("early", 0))
-    bug = "load without a free slot"
-    seen = []
-    for seed in range(20):
-        with pytest.raises(gluon_cpu.Finding) as found:
-            launch_attention(1, bug=bug, schedule=gluon_cpu.Schedule("random", seed))
-        seen.append(str(found.value))
-    assert markers()["keys of the ring"].partition(":")[0] == f"{findings_blackwell.__name__.rpartition('.')[2]}.py"
-    assert any("load_keys_and_values" in message for message in seen)
+CURES = {
+    "a load read before its wait": "a wait for the barrier that the TMA load completes must come first",
+    "a tile reused while a store reads it": "store_wait() must come first",
+    "reading what a store has not written yet": "store_wait(0, read_only=False) must come first",
+    "cp.async read before its wait": "async_copy.wait_group() must come first",
+    "an operand overwritten before the wait": "warpgroup_mma_wait() must come first",
+    "an accumulator read before its wait": "a wait for the barrier of a tcgen05_commit after the product must come",
+    "a role that does not wait": "reader_that_does_not_wait waits for that before its read",
+    "a slot freed before it is read": "writer waits for that before its write",
+    "a slot freed before the product is done": "load_role waits for that before it issues the TMA load",
+}
+
+
+@pytest.mark.parametrize("policy", ["random", "late", "early"])
+@pytest.mark.parametrize("name", CURES)
+def test_the_cure_is_named_whichever_access_came_first(name, policy):
+    case = CASES[name]
+    with pytest.raises(gluon_cpu.DataRace) as found:
+        case.launch(gluon_cpu.Schedule(policy, 0), case.bug)
+    assert CURES[name] in str(found.value), found.value
 
 
 @jit
