@@ -7,8 +7,8 @@ values that the roles take, in shared memory. The workers come back for a new ta
 import re
 from dataclasses import dataclass
 
-from .branches import PURE
 from .ptx import declare, strip_comment
+from .registers import definitions, is_uniform
 
 DISPATCH = re.compile(
     r"add\.s32\s+(?P<address>%r\d+), (?P<a>%r\d+), (?P<b>%r\d+);\n(?:\s*\.loc[^\n]*\n|\s*//[^\n]*\n)*"
@@ -101,42 +101,6 @@ def capture_stores(lines: list[str], dispatch: Dispatch) -> list[int]:
             if store and all(is_uniform(value.strip(), sources) for value in store["values"].split(",")):
                 found.append(i)
     return found
-
-
-STATEMENT = re.compile(r"(?P<op>[a-z]\w*(?:\.\w+)*)\s+(?P<target>%[a-z]+\d+),\s*(?P<sources>[^;]*);")
-SEVERAL_TARGETS = re.compile(r"[a-z]\w*(?:\.[\w:]+)*\s+(?:\{(?P<list>[^}]*)\}|(?P<pair>%\w+\|%\w+)),")
-UNIFORM = (*PURE, "div", "rem", "setp")
-UNIFORM_SOURCE = re.compile(r"%n?ctaid\.[xyz]|%cluster_ctarank|-?\d+|0[fFdD]\w+|global_smem|\w+_param_\d+")
-
-
-def definitions(lines: list[str]) -> dict[str, list[tuple[str, list[str]]]]:
-    """Of each register, the statements that write it, as (operation, what it reads); a guarded one reads `?`."""
-    found: dict[str, list[tuple[str, list[str]]]] = {}
-    for line in lines:
-        text = strip_comment(line)
-        for several in SEVERAL_TARGETS.finditer(text):
-            for target in re.findall(r"%\w+", several[0]):
-                found.setdefault(target, []).append(("several", ["?"]))
-        statement = STATEMENT.search(text)
-        if statement is None:
-            continue
-        reads = [operand.strip(" {}") for operand in statement["sources"].split(",")]
-        guarded = ["?"] if statement.start() else []
-        found.setdefault(statement["target"], []).append((statement["op"], reads + guarded))
-    return found
-
-
-def is_uniform(value: str, sources: dict[str, list[tuple[str, list[str]]]]) -> bool:
-    """Whether a register is the same in every thread of a CTA: written once, of parameters and block numbers only."""
-    if UNIFORM_SOURCE.fullmatch(value):
-        return True
-    written = sources.get(value, [])
-    if len(written) != 1:
-        return False
-    operation, reads = written[0]
-    if operation.startswith("ld.param"):
-        return True
-    return operation.split(".")[0] in UNIFORM and all(is_uniform(read, sources) for read in reads)
 
 
 def name_roles(ptx: str) -> tuple[str, int]:

@@ -6,7 +6,8 @@ import pytest
 
 from gluon_attn.tuning import BLACKWELL
 from proving import __main__ as command
-from proving.attention import ARCH, DTYPES, catalogue
+from proving import store
+from proving.attention import ARCH, DTYPES, QUICK, catalogue
 from proving.launch import TensorMap
 
 
@@ -26,8 +27,13 @@ def test_names_are_unique():
     assert [name for name, count in counts.items() if count > 1] == []
 
 
+def test_every_record_is_of_a_proof():
+    assert {path.stem for path in store.RESULTS.glob("*.json")} <= {proof.name for proof in catalogue()}
+
+
 def test_quick_proofs_are_few_and_of_one_cta():
     quick = [proof.name for proof in catalogue() if proof.quick]
+    assert set(quick) == QUICK
     assert 4 <= len(quick) <= 6
     assert all("1cta" in name for name in quick)
     assert any("two-tiles" in name for name in quick)

@@ -5,7 +5,8 @@ import pytest
 from proving.branches import straighten_branches
 from proving.dispatch import name_roles, store_roles_once
 from proving.equivalence import leave_barriers_valid
-from proving.rewrites import rewritten
+from proving.reductions import store_reductions_once
+from proving.rewrites import SAFETY, rewritten
 
 HEAD = "\t.reg .b32 \t%r<99>;\n"
 BRANCH = """{head}\t@%p7 bra \t$L__BB0_2;
@@ -152,7 +153,7 @@ def test_a_register_written_twice_counts_as_different(also):
 
 def test_without_workers_nothing_is_changed():
     plain = HEAD + "\tst.shared.b32 \t[global_smem+104], 7;\n\tret;\n"
-    assert rewritten(plain) == (plain, {"straighten_branches": 0, "store_roles_once": 0})
+    assert rewritten(plain) == (plain, {rewrite.__name__: 0 for rewrite in SAFETY})
     assert name_roles(plain) == (plain, 0)
 
 
@@ -203,3 +204,49 @@ def test_invalidations_are_left_out_and_nothing_else():
     assert count == 2
     assert len(changed(before, after)) == 2
     assert "mbarrier.init" in after
+
+
+REDUCTION = """\tmov.u32 \t%r1, %tid.x;
+\tmov.b32 \t%r2, global_smem;
+\tshr.u32 \t%r3, %r1, {shift};
+\tand.b32 \t%r4, %r3, {bits};
+\tadd.s32 \t%r5, %r2, %r4;
+\tmov.b32 \t%r6, {lanes};
+\tredux.sync.max.s32 \t%r7, %r8, %r6;
+{more}
+\tst.shared.b32 \t[%r5+64], %r7;
+"""
+
+
+def reduction(shift: int = 3, bits: int = 12, lanes: int = -1, more: str = "") -> str:
+    return REDUCTION.format(shift=shift, bits=bits, lanes=lanes, more=more)
+
+
+@pytest.mark.parametrize(("shift", "bits"), [(3, 12), (5, 3), (5, 255), (0, 96)])
+def test_what_a_warp_reduced_is_stored_by_its_first_lane(shift, bits):
+    before = reduction(shift, bits)
+    after, count = store_reductions_once(before)
+    assert count == 1
+    [(_, line)] = changed(before, after)
+    assert "mov.u32 %lane, %laneid; setp.eq.u32 %first, %lane, 0; @%first st.shared.b32" in line
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(reduction(bits=14), id="the address depends on the lane"),
+        pytest.param(reduction(shift=4, bits=1), id="the address depends on the lane's highest bit"),
+        pytest.param(reduction(lanes=65535), id="half of the lanes reduce"),
+        pytest.param(reduction(more="\tadd.s32 \t%r7, %r7, %r1;"), id="the value is changed"),
+        pytest.param(reduction(more="\tadd.s32 \t%r5, %r5, %r1;"), id="the address is changed"),
+        pytest.param(reduction(more="\tmov.b64 \t{%r7, %r9}, %rd1;"), id="the value is written with another"),
+        pytest.param(reduction(more="\t@%p1 bra \t$L__BB0_2;"), id="lanes part"),
+        pytest.param(reduction(more="$L__BB0_2:"), id="lanes come together"),
+        pytest.param(
+            reduction().replace("redux.sync.max.s32 \t%r7, %r8, %r6", "mov.b32 \t%r7, %r1"), id="no reduction"
+        ),
+        pytest.param(reduction(more="\tmul.f32 %r20, %r1, 2; selp.b32 %r7, %r7, %r20, %p1;"), id="second in its line"),
+    ],
+)
+def test_other_stores_of_a_warp_are_left_alone(before):
+    assert store_reductions_once(before) == (before, 0)
