@@ -71,8 +71,8 @@ def attention(
     specialised. Nothing is copied, and a new length, batch or number of heads compiles nothing.
 
     Args:
-        q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16 or bfloat16; on Blackwell also float8_e4m3fn or
-            float8_e5m2. D: a multiple of 8 (fp8: of 16) up to 256 (Blackwell: up to 128).
+        q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a
+            multiple of 8 (fp8: of 16) up to 256 (Blackwell: up to 128).
         k, v: (B, Hkv, Sk, D) likewise, H a multiple of Hkv. Any Sq, Sk. Any strides that TMA takes: the last 1, the
             others and the base address multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
         causal: query i sees keys j <= i + Sk - Sq, aligned to the BOTTOM RIGHT as in flash-attention. (`is_causal` of

@@ -76,7 +76,8 @@ class HopperTile(TileConfig):
     query_slots: depth of the queries channel; kv_slots: of the keys and of the values channel, each.
     take_turns: whether the softmax roles issue their products in turn, so that one's softmax runs beside another's.
     stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
-    transpose_registers: registers per thread of the role that transposes V, for fp8; 0 for 16-bit tensors.
+    transpose_warps, transpose_registers: of the role that transposes V, for fp8; 0 for 16-bit tensors. Two warps share
+        a warpgroup with the load warp, and must ask for as many registers; four are one of their own.
     With two CTAs one load of K and V serves both.
     """
 
@@ -84,6 +85,7 @@ class HopperTile(TileConfig):
     query_slots: int
     take_turns: bool
     stage_in_queries: bool
+    transpose_warps: int = 0
     transpose_registers: int = 0
 
     ROWS_PER_CTA = 64  # of a role: query rows that a warpgroup product covers
@@ -98,9 +100,15 @@ class HopperTile(TileConfig):
         if self.query_slots < 1:
             raise ValueError(f"{self.query_slots=} must be at least 1")
         super().__post_init__()
-        if self.transpose_registers and self.transpose_registers not in REGISTERS_PER_ROLE:
-            raise ValueError(f"{self.transpose_registers=} must be 0, or a multiple of 8 from 24 to 256")
-        if self.transpose_registers and self.stage_in_queries:
+        if self.transpose_warps not in (0, 2, 4):
+            raise ValueError(f"{self.transpose_warps=} must be 4 or 2, or 0 for 16-bit tensors")
+        wanted = {0: (0,), 2: (self.load_registers,), 4: REGISTERS_PER_ROLE}[self.transpose_warps]
+        if self.transpose_registers not in wanted:
+            raise ValueError(
+                f"{self.transpose_registers=} must be, with self.transpose_warps of 4 a multiple of 8 from 24 to 256, "
+                f"of 2 self.load_registers, of 0 also 0; got {self.transpose_warps=}"
+            )
+        if self.transpose_warps and self.stage_in_queries:
             raise ValueError(f"{self.stage_in_queries=} must be False with fp8, whose O is larger than its Q")
         if self.cga_layout not in ((), ((1, 0),)):
             raise ValueError(f"{self.cga_layout=} must be () for one CTA or ((1, 0),) for two, sharded along the rows")
@@ -119,15 +127,14 @@ class HopperTile(TileConfig):
     @property
     def registers(self) -> int:
         """Of a CTA. Registers are handed out by warpgroup, so the load warp counts as four."""
-        return WARPGROUP * (
-            self.softmax_roles * self.softmax_registers + self.transpose_registers + self.load_registers
-        )
+        transpose = self.transpose_registers if self.transpose_warps == 4 else 0
+        return WARPGROUP * (self.softmax_roles * self.softmax_registers + transpose + self.load_registers)
 
     def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
         row = head_dim * element_bytes
         results = 0 if self.stage_in_queries else self.ROWS_PER_CTA * head_dim * 2
         queries = self.softmax_roles * (self.query_slots * self.ROWS_PER_CTA * row + results)
-        keys_values = (3 if self.transpose_registers else 2) * self.kv_slots * self.block_n * row
+        keys_values = (3 if self.transpose_warps else 2) * self.kv_slots * self.block_n * row
         return queries + keys_values + BARRIER_BYTES
 
     def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:

@@ -48,7 +48,9 @@ def hopper_tile(
     take_turns: bool,
     stage_in_queries: bool = False,
     num_ctas: int = 1,
+    transpose: tuple[int, int] = (0, 0),
 ) -> HopperTile:
+    """transpose: (warps, registers) of the role that transposes V, for fp8."""
     return HopperTile(
         softmax_roles=softmax_roles,
         block_n=block_n,
@@ -57,7 +59,9 @@ def hopper_tile(
         take_turns=take_turns,
         stage_in_queries=stage_in_queries,
         softmax_registers=softmax_registers,
-        load_registers=24,
+        load_registers=transpose[1] if transpose[0] == 2 else 24,  # in one warpgroup
+        transpose_warps=transpose[0],
+        transpose_registers=transpose[1],
         cga_layout=CGA_LAYOUTS[num_ctas],
     )
 
@@ -71,6 +75,23 @@ def blackwell_tile(kv_slots: int, softmax_registers: int, *, num_ctas: int = 1, 
         load_registers=24,
         cga_layout=CGA_LAYOUTS[num_ctas],
         **options,
+    )
+
+
+def hopper_fp8_rows() -> tuple[Row, ...]:
+    tiles = {
+        64: {"softmax_roles": 3, "block_n": 128, "query_slots": 2, "softmax_registers": 152, "transpose": (2, 56)},
+        128: {"softmax_roles": 2, "block_n": 128, "query_slots": 2, "softmax_registers": 216, "transpose": (4, 56)},
+        256: {"softmax_roles": 2, "block_n": 64, "query_slots": 1, "softmax_registers": 216, "transpose": (2, 80)},
+    }
+    return tuple(
+        Row(
+            head_dim,
+            causal,
+            hopper_tile(**fields, kv_slots=2, take_turns=head_dim == 64, num_ctas=num_ctas),  # type: ignore[arg-type]
+            element_bytes=1,
+        )
+        for num_ctas, (head_dim, fields), causal in itertools.product((1, 2), tiles.items(), (False, True))
     )
 
 
@@ -120,6 +141,7 @@ def blackwell_rows() -> tuple[Row, ...]:
 
 
 BLACKWELL = blackwell_rows()
+HOPPER += hopper_fp8_rows()
 TABLE = HOPPER + BLACKWELL
 
 
@@ -159,9 +181,25 @@ def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
             )
         kind = "HopperTile" if device.arch == 90 else "BlackwellTile"
         raise ValueError(f"tile: expected a {kind} for {device.name}, got a {type(tile).__name__}")
+    if isinstance(tile, HopperTile):
+        require_fits_dtype(tile, problem)
     needed = tile.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize)
     if needed > device.smem_bytes:
         raise ValueError(
             f"tile: expected a tile that fits the {device.smem_bytes} bytes of shared memory of {device.name}, got one "
             f"that needs {needed} at head_dim {problem.head_dim}; lower kv_slots, query_slots or block_n"
+        )
+
+
+def require_fits_dtype(tile: HopperTile, problem: Problem) -> None:
+    """ValueError unless the tile has a role to transpose V if, and only if, that is in fp8; and enough for it to do."""
+    fp8 = problem.dtype in FP8_DTYPES
+    if fp8 != (tile.transpose_warps > 0):
+        want = "4 or 2" if fp8 else "0"
+        raise ValueError(
+            f"tile: expected transpose_warps={want} for {problem.dtype} on a Hopper card, got {tile.transpose_warps}"
+        )
+    if fp8 and tile.transpose_warps == 4 and tile.block_n * problem.padded_head_dim < 128 * 64:
+        raise ValueError(
+            f"tile: expected transpose_warps=2 for blocks of {tile.block_n} keys at head_dim {problem.head_dim}, got 4"
         )

@@ -4,6 +4,7 @@ from channels import SignalConsumer, TensorMemoryProducer
 from channels.tensor_memory import TensorMemorySlot
 from gluon_attn.compat import aggregate, gl, jit, tcgen05_mma
 
+from ..common.operands import probability_dtype
 from .tmem import probabilities_of
 from .work import first_work
 
@@ -39,7 +40,7 @@ class Products:
         BLOCK_N: gl.constexpr = v.shape[0]
         held, scores = self.scores.acquire()
         output, outputs = self.outputs.acquire()
-        p = probabilities_of(held.memory, v.dtype)  # [ROWS, BLOCK_N]
+        p = probabilities_of(held.memory, probability_dtype(v.dtype))  # [ROWS, BLOCK_N]
         tails = self.tails
         if self.EARLY_P:
             # Three products, for the number of rows must be a power of two.

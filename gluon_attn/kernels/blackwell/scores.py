@@ -2,7 +2,7 @@
 
 from gluon_attn.compat import gl, jit
 
-from ..common.operands import shift_log2
+from ..common.operands import probability_dtype, shift_log2
 from ..common.row_stats import finite
 from .arithmetic import exp2, multiply_add, row_sums, split_columns
 from .tmem import probabilities_of
@@ -67,8 +67,8 @@ def probabilities(scores, offset, scale_log2, MASKED: gl.constexpr, TILE: gl.con
 def store_probabilities(
     slot, ends, pieces, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr
 ):
-    """P rounded to `dtype` over the scores, piece by piece, and the slot freed. Returns the row sums [ROWS] fp32."""
-    p = probabilities_of(slot.memory, dtype)
+    """P, for values of `dtype`, over the scores, in pieces, and the slot freed. Returns the row sums [ROWS] fp32."""
+    p = probabilities_of(slot.memory, probability_dtype(dtype))
     offset = shift_log2(dtype) - finite(row_max, MASKED) * scale_log2
     sums = None
     PIECES: gl.constexpr = TILE.exp_pieces

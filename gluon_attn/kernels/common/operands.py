@@ -8,6 +8,12 @@ FP8_SHIFT_LOG2 = gl.constexpr(8.0)
 
 
 @constexpr_function
+def probability_dtype(dtype):
+    """What P is rounded to, for values of `dtype`: of the two fp8 types the one with the smaller relative error."""
+    return gl.float8e4nv if dtype.primitive_bitwidth == 8 else dtype
+
+
+@constexpr_function
 def shift_log2(dtype):
     """P is computed times two to this power."""
     return FP8_SHIFT_LOG2.value if dtype.primitive_bitwidth == 8 else 0.0

@@ -62,6 +62,9 @@ def twins() -> dict[str, Callable[..., np.ndarray]]:
 
     kinds = {gl.bfloat16: ml_dtypes.bfloat16, gl.float16: np.float16}
     fp8_kinds = {gl.float8e4nv: ml_dtypes.float8_e4m3fn, gl.float8e5: ml_dtypes.float8_e5m2}
-    pairs = {round_pair_asm(gluon): partial(round_packed, np.dtype(kind)) for gluon, kind in kinds.items()}
-    fours = {round_four_asm(gluon): partial(round_packed, np.dtype(kind)) for gluon, kind in fp8_kinds.items()}
-    return pairs | fours
+    found: dict[str, Callable[..., np.ndarray]] = {}
+    for gluon, kind in kinds.items():
+        found[round_pair_asm(gluon)] = partial(round_packed, np.dtype(kind))
+    for gluon, kind in fp8_kinds.items():
+        found[round_four_asm(gluon)] = partial(round_packed, np.dtype(kind))
+    return found

@@ -46,7 +46,7 @@ def attention_forward(
         + [(transpose, (wires, schedule, operands))][:FP8]
         + [(load, (wires, schedule, operands))],
         # Warps; the first role runs in the warps that the kernel was launched with.
-        [4] * (TILE.softmax_roles - 1) + [4][:FP8] + [1],
+        [4] * (TILE.softmax_roles - 1) + [TILE.transpose_warps][:FP8] + [1],
         [TILE.softmax_registers] * (TILE.softmax_roles - 1) + [TILE.transpose_registers][:FP8] + [TILE.load_registers],
     )
     wires.close()

@@ -3,7 +3,7 @@
 from channels import tma
 from gluon_attn.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.operands import shift_log2, unshift
+from ..common.operands import probability_dtype, shift_log2, unshift
 from ..common.turns import turn_of
 from .layouts import accumulator_layout, left_operand_layout
 from .online_softmax import first_probabilities, next_probabilities, normalise
@@ -52,8 +52,8 @@ def multiply_qk(q, k, LAYOUT: gl.constexpr):
 
 @jit
 def to_left_operand(p, dtype: gl.constexpr, ACCUMULATOR: gl.constexpr):
-    """P [ROWS, BLOCK_N] in the tensors' dtype, in the registers that wgmma reads its left operand from."""
-    return unpack(p, dtype, left_operand_layout(ACCUMULATOR, dtype.primitive_bitwidth))
+    """P [ROWS, BLOCK_N], for values of `dtype`, in the registers that wgmma reads its left operand from."""
+    return unpack(p, probability_dtype(dtype), left_operand_layout(ACCUMULATOR, dtype.primitive_bitwidth))
 
 
 @jit
@@ -89,7 +89,7 @@ def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
     p, stats = first_probabilities(rows.mask(scores, block), scale_log2, shift_log2(q.dtype))
-    return pack(p, q.dtype), stats, Blocks(keys, blocks.values, turn)
+    return pack(p, probability_dtype(q.dtype)), stats, Blocks(keys, blocks.values, turn)
 
 
 @jit
@@ -115,7 +115,7 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
     v.release()
     # Not before the wait: P's registers would then not be the ones that the product is reading, and a copy between
     # the products would make the assembler serialise them.
-    p_next = pack(p_next, q.dtype)
+    p_next = pack(p_next, probability_dtype(q.dtype))
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return p_next, acc, stats, Blocks(keys, values, turn)
 

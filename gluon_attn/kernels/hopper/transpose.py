@@ -1,4 +1,4 @@
-"""The role that transposes V, for fp8: one warpgroup.
+"""The role that transposes V, for fp8.
 
 Hopper multiplies 8-bit operands only if both run along the summed dimension in memory, the keys; V as users have it
 runs along the head dim.
@@ -8,8 +8,8 @@ from gluon_attn.compat import constexpr_function, gl, jit
 
 
 @constexpr_function
-def values_layout(block_n, head_dim, cga_layout):
-    """In which V [BLOCK_N, D] is loaded, by four warps.
+def values_layout(block_n, head_dim, num_warps, cga_layout):
+    """In which V [BLOCK_N, D] is loaded.
 
     Key 16 a + 8 b + 2 t + e is to be column 16 a + 4 t + 2 b + e, where P has it (see packing.py). A thread has keys of
     one a and t, four neighbouring columns, for 16 neighbouring elements of the head dim: it reads 16 bytes and writes
@@ -19,10 +19,11 @@ def values_layout(block_n, head_dim, cga_layout):
     threads = [[2, 0], [4, 0]] + [[key, 0] for key in (16, 32, 64) if key < block_n]
     others = columns[4:]
     lanes, others = (threads + others)[:5], others[5 - len(threads) :]
+    warps = num_warps.bit_length() - 1
     return gl.DistributedLinearLayout(
-        reg_bases=columns[:4] + [[1, 0], [8, 0]] + others[2:],
+        reg_bases=columns[:4] + [[1, 0], [8, 0]] + others[warps:],
         lane_bases=lanes,
-        warp_bases=others[:2],
+        warp_bases=others[:warps],
         block_bases=[[0, 0] for _ in cga_layout],
         shape=[block_n, head_dim],
     )
@@ -33,7 +34,7 @@ def transpose(wires, schedule, operands):
     """Takes every block of V from `loaded_values` to `values`."""
     BLOCK_N: gl.constexpr = operands.v.block_shape[2]
     D: gl.constexpr = operands.v.block_shape[3]
-    LAYOUT: gl.constexpr = values_layout(BLOCK_N, D, operands.v.layout.cga_layout)
+    LAYOUT: gl.constexpr = values_layout(BLOCK_N, D, gl.num_warps(), operands.v.layout.cga_layout)
     loaded_values, values = wires.loaded_values.consumer(), wires.values.producer()
 
     for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
