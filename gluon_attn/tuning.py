@@ -129,7 +129,8 @@ def blackwell_rows() -> tuple[Row, ...]:
                     softmax_registers=192,
                     num_ctas=num_ctas,
                     exp_pieces=4,
-                    early_p=True,
+                    # At D=128 in 16 bits the compiler makes it a reload from local memory in every step.
+                    early_p=(head_dim, element_bytes) != (128, 2),
                     exp_turns=head_dim == 64,
                     max_in_load=arch == 103,
                     polynomial_columns=2 if arch == 100 else 0,
