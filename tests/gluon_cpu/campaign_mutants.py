@@ -133,6 +133,14 @@ ORDERED_BY_TURNS = "|".join(
     )
 )
 
+HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(LANE).acquire()")
+FIRST_TURN = line_of(BLACKWELL, "softmax.py", "ends = ends.take_turn()", FIRST)
+
+FIRST_KEY = line_of(BLACKWELL, "copies.py", "k, keys_values = keys_values.acquire()", FIRST)
+SECOND_QUERY = line_of(BLACKWELL, "copies.py", "q, queries = queries.acquire()", slice(1, 2))
+QUERIES_DRAIN = line_of(BLACKWELL, "copies.py", "queries.drain()")
+KEYS_DRAIN = line_of(BLACKWELL, "copies.py", "keys_values.drain()")
+
 EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         r".* \| delete: barrier #",
@@ -163,6 +171,26 @@ EXPLAINED: tuple[Explanation, ...] = (
         rf"{ON_HOPPER}, turns \| delete: wait_barrier #\d+ partition[01] at shared_memory\.py:\d+ < "
         rf"({ORDERED_BY_TURNS})",
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* {HELD_FIRST}",
+        "passes at once, as nobody has filled the slot before: it is there for the slot that it returns",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier #\d+ partition0 .* {FIRST_TURN}",
+        "lane 0's first scores of a tile are issued after PV of lane 1's last P, for which lane 1 had taken its turn",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* {SECOND_QUERY}",
+        "the first query tile, which has been waited for, was freed after the last product with either",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* {FIRST_KEY}",
+        "with two slots or more, the slot was freed before the queries of the tile before, which have been waited for",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* ({QUERIES_DRAIN}|{KEYS_DRAIN}.*, (1 of [23]|2 of 3)$)",
+        "at the end: freed before the last products, which the correction role waits for; the last slot is not",
     ),
 )
 

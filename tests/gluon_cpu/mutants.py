@@ -1,6 +1,7 @@
 """Mutants of a kernel's synchronisation, made in the text of its intermediate form: one operation a line."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,12 +28,14 @@ class Mutant:
     number: int  # of its kind, in the order of the text
     role: str  # default, partition0, ...; empty outside
     where: tuple[str, ...]  # file:line, innermost first
+    copy: str  # "1 of 3" where the compiler has made several of one operation, as of an unrolled loop; else empty
     text: str
 
     @property
     def name(self) -> str:
         path = " < ".join(self.where)
-        return f"{self.change}: {self.op} #{self.number} {self.role or 'kernel'} at {path}"
+        copy = f", {self.copy}" if self.copy else ""
+        return f"{self.change}: {self.op} #{self.number} {self.role or 'kernel'} at {path}{copy}"
 
 
 class Locations:
@@ -111,22 +114,31 @@ def op_of(line: str) -> str:
     return found[1] if found else ""
 
 
-def mutants(text: str) -> Iterator[Mutant]:
-    lines = text.splitlines()
+def places(text: str) -> Iterator[tuple[int, str, str, tuple[str, ...]]]:
+    """(line number, operation, role, where) of every operation that can be changed."""
     locations = Locations(text)
-    counts: dict[str, int] = {}
     role, role_indent = "", 0
-    for i, line in enumerate(lines):
+    for i, line in enumerate(text.splitlines()):
         indent = len(line) - len(line.lstrip())
         if found := re.match(r"\s*(default|partition\d+)(\(.*\))?.*\{\s*$", line):
             role, role_indent = found[1], indent
         elif role and indent <= role_indent and line.strip().startswith("}"):
             role = ""
-        op = op_of(line)
-        made = list(changes(line))
-        if not made:
-            continue
-        number = counts[op] = counts.get(op, 0) + 1
-        for change, instead in made:
+        if any(changes(line)):
+            yield i, op_of(line), role, locations.of(line)
+
+
+def mutants(text: str) -> Iterator[Mutant]:
+    lines = text.splitlines()
+    found = list(places(text))
+    copies = Counter(place[1:] for place in found)
+    numbers: Counter[str] = Counter()
+    seen: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
+    for i, op, role, where in found:
+        numbers[op] += 1
+        seen[op, role, where] += 1
+        several = copies[op, role, where]
+        copy = f"{seen[op, role, where]} of {several}" if several > 1 else ""
+        for change, instead in changes(lines[i]):
             mutated = "\n".join([*lines[:i], *instead, *lines[i + 1 :]])
-            yield Mutant(change, op.partition(".")[2], number, role, locations.of(line), mutated + "\n")
+            yield Mutant(change, op.partition(".")[2], numbers[op], role, where, copy, mutated + "\n")
