@@ -184,6 +184,11 @@ def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
         raise ValueError(f"tile: expected a {kind} for {device.name}, got a {type(tile).__name__}")
     if isinstance(tile, HopperTile):
         require_fits_dtype(tile, problem)
+    if isinstance(tile, BlackwellTile) and tile.rescale_threshold > 0 and problem.dtype in FP8_DTYPES:
+        raise ValueError(
+            f"tile: expected rescale_threshold=0 for {problem.dtype}, in which P beyond its scale would overflow, got "
+            f"{tile.rescale_threshold}"
+        )
     needed = tile.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize)
     if needed > device.smem_bytes:
         raise ValueError(
