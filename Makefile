@@ -28,10 +28,10 @@ DEV_READY := $(VENV)/.ready-dev
 BENCH_READY := $(VENV)/.ready-bench
 endif
 
-.PHONY: help run test check format gpu-test bench explore mutants prove races clean
+.PHONY: help run test check format gpu-test bench blackwell-bringup explore mutants prove races clean
 
 help: ## List every command
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo 'PYTHON=python3    use this interpreter as it is, install nothing (GPU hosts with their own torch and Triton)'
 	@echo 'TORCH=torch       the torch that set-up installs; default: a CPU build where there is no NVIDIA GPU'
@@ -57,6 +57,9 @@ gpu-test: $(TEST_READY) ## Run the tests that need a Hopper card
 
 bench: $(BENCH_READY) ## Run the benchmarks (needs a Hopper card)
 	@$(PY) -m bench $(ARGS)
+
+blackwell-bringup: $(TEST_READY) ## Try everything on a new card, safest first, and write one report; without a card, what can be
+	@$(PY) -m bench.bringup $(ARGS)
 
 explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (20 min)
 	@$(PY) -m tests.gluon_cpu.campaign_silent $(ARGS)
