@@ -11,7 +11,7 @@ from gluon_attn import TileConfig, attention, reference_attention
 from gluon_attn.compat import check_triton_version
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import blackwell_tile, pick_tile
+from gluon_attn.tuning import blackwell_tile, hopper_tile, pick_tile
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HOPPER, BLACKWELL, BLACKWELL_ULTRA = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()
@@ -189,6 +189,33 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
         {"tile": blackwell_tile(3, 192, max_in_load=True)},
         ValueError,
         r"^tile: expected max_in_load=False for NVIDIA B200, got True",
+    ),
+    "a rescale threshold with fp8": (
+        BLACKWELL,
+        {"tile": blackwell_tile(3, 192, rescale_threshold=8.0), "dtype": E4M3},
+        ValueError,
+        r"^tile: expected rescale_threshold=0 for torch.float8_e4m3fn, .*overflow, got 8.0",
+    ),
+    "a tile of 16 bits on Hopper in fp8": (
+        HOPPER,
+        {"tile": a_tile(), "dtype": E5M2},
+        ValueError,
+        r"^tile: expected transpose_warps=4 or 2 for torch.float8_e5m2 on a Hopper card, got 0",
+    ),
+    "a tile of fp8 on Hopper in 16 bits": (
+        HOPPER,
+        {"tile": pick_tile(Problem.of(*qkv(dtype=E4M3)), HOPPER)},
+        ValueError,
+        r"^tile: expected transpose_warps=0 for torch.bfloat16 on a Hopper card, got 2",
+    ),
+    "too many warps for a small V on Hopper": (
+        HOPPER,
+        {
+            "tile": hopper_tile(2, 64, 2, 2, 200, take_turns=False, transpose=(4, 56)),
+            "dtype": E4M3,
+        },
+        ValueError,
+        r"^tile: expected transpose_warps=2 for blocks of 64 keys at head_dim 64, got 4",
     ),
     "too many slots on Blackwell": (
         BLACKWELL,

@@ -2,22 +2,32 @@
 
 import collections
 import functools
+import itertools
 import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals, hardware_arrivals, signal_arrivals
 from gluon_attn.launch import compiled
-from gluon_attn.resources import Resources, instructions, resources, steady_loops
-from gluon_attn.tile import REGISTERS_PER_SM
-from gluon_attn.tuning import HOPPER
+from gluon_attn.resources import Resources, first_role_registers, instructions, resources, steady_loops
+from gluon_attn.tile import REGISTERS_PER_SM, HopperTile
+from gluon_attn.tuning import HOPPER, Row
 
-IDS = [f"D={r.padded_head_dim}, {'causal' if r.causal else 'full'}, {r.tile.num_ctas} CTAs" for r in HOPPER]
-every_row = pytest.mark.parametrize("row", HOPPER, ids=IDS)
+
+def name_of(row: Row) -> str:
+    return f"D={row.padded_head_dim}, {'causal' if row.causal else 'full'}, {row.tile.num_ctas} CTAs"
+
+
+SIXTEEN_BITS = [row for row in HOPPER if row.element_bytes == 2]
+# The kernels in fp8 have a role more. One mask of each, in turn: neither wiring nor memory depends on it.
+FP8 = [row for i, row in enumerate(r for r in HOPPER if r.element_bytes == 1) if (i + i // 2) % 2 == 0]
+every_row = pytest.mark.parametrize("row", SIXTEEN_BITS, ids=map(name_of, SIXTEEN_BITS))
+fp8_rows = pytest.mark.parametrize("row", FP8, ids=map(name_of, FP8))
 WGMMA_DEPTH = 16  # columns of the left operand that one product instruction takes, at 16 bits
 
 
@@ -94,24 +104,68 @@ def test_the_main_command_says_what_it_did():
     assert [(row[0], row[1], row[5], row[6]) for row in executed] == [
         (mask, ctas, "100", "0") for mask in ("full", "causal") for ctas in "12"
     ]
-    assert len([line for line in lines if line.startswith(("64", "128", "256"))]) == len(HOPPER)
+    assert len([line for line in lines if line.startswith(("64", "128", "256"))]) == len(SIXTEEN_BITS)
     assert not run.stderr
+
+
+def barrier_counts(ptx: str) -> collections.Counter[int]:
+    return collections.Counter(int(n) for n in re.findall(r"mbarrier\.init\S*\s+\[[^\]]*\],\s*(\d+)", ptx))
+
+
+def expected_counts(row: Row) -> collections.Counter[int]:
+    """By channels/arrivals.py, channel by channel."""
+    expected: collections.Counter[int] = collections.Counter()
+    tile, shared = row.tile, row.tile.num_ctas == 2
+    assert isinstance(tile, HopperTile)
+
+    def ring(slots: int, consumers: int, *, multicast: bool = False) -> None:
+        expected[hardware_arrivals(filled_arrivals(filling_roles=1), two_ctas=False)] += slots
+        expected[hardware_arrivals(freed_arrivals(consuming_roles=consumers), two_ctas=False)] += slots
+        if multicast:
+            expected[hardware_arrivals(handover_arrivals(1, num_ctas=2, multicast=True), two_ctas=True)] += slots
+
+    roles = tile.softmax_roles
+    ring(tile.query_slots, roles)
+    ring(tile.kv_slots, roles, multicast=shared)  # keys
+    if row.element_bytes == 1:
+        ring(tile.kv_slots, 1, multicast=shared)  # values as they are loaded
+        ring(tile.kv_slots, roles)  # and transposed, each CTA's its own
+    else:
+        ring(tile.kv_slots, roles, multicast=shared)
+    expected[hardware_arrivals(signal_arrivals(sending_roles=1), two_ctas=False)] += roles  # turns
+    return expected
 
 
 @every_row
 def test_barriers_are_initialised_with_the_derived_counts(row):
     """What channels/arrivals.py says of each channel is what the compiled kernel counts, barrier by barrier."""
     ptx = compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile).asm["ptx"]
-    counts = collections.Counter(int(n) for n in re.findall(r"mbarrier\.init\S*\s+\[[^\]]*\],\s*(\d+)", ptx))
-    roles, shared = row.tile.softmax_roles, row.tile.num_ctas == 2
-    slots, kv_slots = row.tile.query_slots + 2 * row.tile.kv_slots, 2 * row.tile.kv_slots
-    expected = collections.Counter({hardware_arrivals(filled_arrivals(filling_roles=1), two_ctas=False): slots})
-    expected[hardware_arrivals(freed_arrivals(consuming_roles=roles), two_ctas=False)] += slots
-    expected[hardware_arrivals(signal_arrivals(sending_roles=1), two_ctas=False)] += roles
-    if shared:
-        handover = handover_arrivals(loading_roles=1, num_ctas=2, multicast=True)
-        expected[hardware_arrivals(handover, two_ctas=True)] += kv_slots
-    assert counts == expected
+    assert barrier_counts(ptx) == expected_counts(row)
+
+
+@functools.cache
+def in_fp8(row: Row) -> Any:
+    return compiled(torch.float8_e4m3fn, row.padded_head_dim, row.causal, row.tile)
+
+
+@fp8_rows
+def test_fp8_has_what_the_tile_and_the_channels_say(row):
+    kernel = in_fp8(row)
+    estimate = row.tile.smem_bytes(row.padded_head_dim, 1)
+    assert kernel.metadata.shared <= estimate <= kernel.metadata.shared + 2048
+    assert barrier_counts(kernel.asm["ptx"]) == expected_counts(row)
+    asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\S*\s+(\d+)", kernel.asm["ptx"])}
+    assert {row.tile.load_registers, row.tile.transpose_registers} <= asked
+    # A launch of 384 threads begins with 168 registers each, 512 short of all there are: at D=256 the first role pays.
+    short = 8 if kernel.metadata.num_warps == 12 else 0
+    assert first_role_registers(kernel.asm["ptx"]) >= row.tile.softmax_registers - short
+    assert kernel.metadata.num_warps <= 32
+
+
+def test_fp8_kernels_of_every_kind_are_looked_at():
+    assert len(FP8) == 6
+    assert {(r.padded_head_dim, r.tile.num_ctas) for r in FP8} == set(itertools.product((64, 128, 256), (1, 2)))
+    assert {r.causal for r in FP8} == {False, True}
 
 
 SCRATCH = """

@@ -26,7 +26,6 @@ REGISTERS = 65536
 MAX_THREADS = 1024
 MAX_REGISTERS_PER_THREAD = 255
 
-ELEMENT_BYTES = 2  # fp16 and bf16
 WARPGROUP = 128
 ROWS = 64  # query rows of a softmax warpgroup in each CTA
 
@@ -38,10 +37,12 @@ every_row = pytest.mark.parametrize("row", HOPPER, ids=ROW_IDS)
 
 
 def tile_bytes(tile: HopperTile, head_dim: int, element_bytes: int) -> int:
-    """The tiles of one CTA: Q in its slots, K and V in theirs, O in a buffer of its own unless it is staged in Q's."""
-    row_bytes = head_dim * element_bytes
-    query_tiles = tile.query_slots + (0 if tile.stage_in_queries else 1)
-    return (query_tiles * tile.softmax_roles * ROWS + 2 * tile.kv_slots * tile.block_n) * row_bytes
+    """The tiles of one CTA: Q in its slots; K and V in theirs, and in fp8 V transposed in as many more; O, in 16 bits,
+    in a buffer of its own unless it is staged in Q's."""
+    queries = tile.query_slots * tile.softmax_roles * ROWS * head_dim * element_bytes
+    results = 0 if tile.stage_in_queries else tile.softmax_roles * ROWS * head_dim * 2
+    kinds = 3 if tile.transpose_warps else 2
+    return queries + results + kinds * tile.kv_slots * tile.block_n * head_dim * element_bytes
 
 
 def test_there_are_rows():
@@ -52,21 +53,25 @@ def test_there_are_rows():
 
 @every_row
 def test_row_fits_shared_memory(row):
-    assert tile_bytes(row.tile, row.padded_head_dim, ELEMENT_BYTES) <= SMEM_BYTES
-    assert row.tile.smem_bytes(row.padded_head_dim, ELEMENT_BYTES) <= SMEM_BYTES
+    assert tile_bytes(row.tile, row.padded_head_dim, row.element_bytes) <= SMEM_BYTES
+    assert row.tile.smem_bytes(row.padded_head_dim, row.element_bytes) <= SMEM_BYTES
 
 
 @every_row
 def test_row_fits_the_registers(row):
-    # Registers are handed out by warpgroup, so the one load warp takes those of four.
+    # Registers are handed out by warpgroup: the one load warp takes those of four, or shares them with the two warps
+    # that transpose V.
     per_thread = [row.tile.softmax_registers] * row.tile.softmax_roles + [row.tile.load_registers]
+    if row.tile.transpose_warps == 4:
+        per_thread.append(row.tile.transpose_registers)
     assert sum(WARPGROUP * registers for registers in per_thread) <= REGISTERS
     assert all(24 <= registers <= MAX_REGISTERS_PER_THREAD and registers % 8 == 0 for registers in per_thread)
 
 
 @every_row
 def test_row_fits_the_threads(row):
-    assert WARPGROUP * (row.tile.softmax_roles + 1) <= MAX_THREADS
+    transposing = 1 if row.tile.transpose_warps == 4 else 0
+    assert WARPGROUP * (row.tile.softmax_roles + 1 + transposing) <= MAX_THREADS
 
 
 @every_row
@@ -113,15 +118,18 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 129, 512, 1000, 4097, 16384, 1 << 20)
 def test_a_tile_for_every_problem(head_dim):
     padded = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     for dtype, causal, q_len, kv_len, layout in itertools.product(
-        (torch.float16, torch.bfloat16), (False, True), LENGTHS, LENGTHS, ("bhsd", "bshd")
+        (torch.float16, torch.bfloat16, torch.float8_e4m3fn), (False, True), LENGTHS, LENGTHS, ("bhsd", "bshd")
     ):
+        if head_dim * dtype.itemsize % 16:
+            continue  # TMA cannot address it
         asked = problem(dtype=dtype, causal=causal, q_len=q_len, kv_len=kv_len, head_dim=head_dim, layout=layout)
         for num_ctas in (None, 1, 2):
             tile = pick_tile(asked, Device.hopper(), num_ctas)
             assert isinstance(tile, HopperTile)
             assert num_ctas in (None, tile.num_ctas), asked
-            assert tile.smem_bytes(padded, ELEMENT_BYTES) <= SMEM_BYTES, asked
-            assert tile_bytes(tile, padded, ELEMENT_BYTES) <= SMEM_BYTES, asked
+            assert (tile.transpose_warps > 0) == (dtype.itemsize == 1), asked
+            assert tile.smem_bytes(padded, dtype.itemsize) <= SMEM_BYTES, asked
+            assert tile_bytes(tile, padded, dtype.itemsize) <= SMEM_BYTES, asked
 
 
 @pytest.mark.parametrize("batch", [1, 7, 512])
@@ -180,6 +188,27 @@ REFUSED = {
     "more registers than there are": (
         {"softmax_roles": 4, "softmax_registers": 128},
         "self.registers=68608 must be at most 65536",
+    ),
+    "three warps to transpose": ({"transpose_warps": 3}, "self.transpose_warps=3 must be 4 or 2, or 0"),
+    "registers to transpose without warps": (
+        {"transpose_registers": 56},
+        "self.transpose_registers=56 must be, .*got self.transpose_warps=0",
+    ),
+    "a shared warpgroup with other registers": (
+        {"transpose_warps": 2, "transpose_registers": 56},
+        "self.transpose_registers=56 must be, .*got self.transpose_warps=2",
+    ),
+    "registers to transpose 12": (
+        {"transpose_warps": 4, "transpose_registers": 12, "softmax_registers": 160},
+        "self.transpose_registers=12 must be, .*a multiple of 8 .*got self.transpose_warps=4",
+    ),
+    "fp8 staged in Q": (
+        {"transpose_warps": 2, "transpose_registers": 24, "stage_in_queries": True},
+        "self.stage_in_queries=True must be False with fp8",
+    ),
+    "more registers than there are, with a role to transpose": (
+        {"transpose_warps": 4, "transpose_registers": 56},
+        "self.registers=71680 must be at most 65536",
     ),
     "sharded along D": ({"cga_layout": ((0, 1),)}, r"self.cga_layout=\(\(0, 1\),\) must be \(\).*\(\(1, 0\),\)"),
     "not sharded": ({"cga_layout": ((0, 0),)}, r"self.cga_layout=\(\(0, 0\),\) must be \(\).*\(\(1, 0\),\)"),

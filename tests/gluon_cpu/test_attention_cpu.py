@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.gluon_cpu.attention import Run, normal_qkv
+from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ("random", "late", "early", "pct", "starve")
@@ -33,11 +33,29 @@ ROWS: dict[str, dict[str, Any]] = {
     "D=128": {"q_len": 200, "head_dim": 128, "kv_len": 300},
     "D=128, fp16, GQA": {"q_len": 65, "head_dim": 128, "dtype": torch.float16, "heads": 4, "kv_heads": 1},
     "D=256": {"q_len": 130, "head_dim": 256, "kv_len": 200},
+    "e4m3": {"q_len": 300, "kv_len": 333, "dtype": torch.float8_e4m3fn},
+    "e5m2, D=16, GQA": {
+        "q_len": 100,
+        "head_dim": 16,
+        "dtype": torch.float8_e5m2,
+        "heads": 6,
+        "kv_heads": 2,
+        "batch": 2,
+    },
+    "e4m3, D=112": {"q_len": 65, "kv_len": 300, "head_dim": 112, "dtype": torch.float8_e4m3fn},
+    "e5m2, D=256": {"q_len": 130, "kv_len": 200, "head_dim": 256, "dtype": torch.float8_e5m2},
 }
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 CASES = {
     f"{name}, {'causal' if causal else 'full'}, {num_ctas} CTA{'s' * (num_ctas - 1)}": (row, causal, num_ctas)
     for (name, row), num_ctas, causal in itertools.product(ROWS.items(), (1, 2), (False, True))
 }
+
+
+def hopper_inputs(**row: Any) -> tuple[torch.Tensor, ...]:
+    """q, k, v, and in fp8 their scales."""
+    q, k, v = normal_qkv(**row)
+    return (q, k, v, *(kv_scales(q.shape[0], k.shape[1]) if q.dtype in FP8 else ()))
 
 
 def checked(run: Run, what: str, **options: Any) -> None:
@@ -48,7 +66,7 @@ def checked(run: Run, what: str, **options: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     row, causal, num_ctas = CASES[name]
-    run = Run(*normal_qkv(**row), causal=causal, num_ctas=num_ctas)
+    run = Run(*hopper_inputs(**row), causal=causal, num_ctas=num_ctas)
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
 
 
@@ -71,10 +89,13 @@ def test_persistent_programs(num_ctas, causal):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_ctas", [1, 2])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_silent_and_right_under_every_policy(policy, num_ctas, head_dim):
-    """D = 64 takes turns, 256 stages O in the tile of Q: three different wirings."""
-    inputs = normal_qkv(q_len=390, kv_len=330, head_dim=head_dim)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (64, FP8[0]), (128, FP8[0])],
+)
+def test_silent_and_right_under_every_policy(policy, num_ctas, head_dim, dtype):
+    """D = 64 takes turns, 256 stages O in the tile of Q, fp8 has a role more: as many different wirings."""
+    inputs = hopper_inputs(q_len=390, kv_len=330, head_dim=head_dim, dtype=dtype)
     run = Run(*inputs, causal=True, num_ctas=num_ctas, programs=1)
     for seed in range(2):
         checked(run, f"{policy}, seed {seed}", schedule=gluon_cpu.Schedule(policy, seed=seed))
