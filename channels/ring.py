@@ -9,7 +9,12 @@ the phase it needs complete. Hence:
                               wait for parity 1 pass. So a producer never blocks on the first lap, and needs no priming.
 """
 
-from .compat import aggregate, gl, jit
+from .compat import aggregate, constexpr_function, gl, jit
+
+
+@constexpr_function
+def is_power_of_two(n):
+    return n & (n - 1) == 0
 
 
 @aggregate
@@ -17,7 +22,7 @@ class Ring:
     """A position in a ring of SLOTS slots. Immutable: `next()` returns the next one.
 
     One int32 scalar holds it, 0 ... 2 * SLOTS - 1, through two laps: a role carries it through all its loops, where
-    every register counts.
+    every register counts. If SLOTS is a power of two, its highest bit is the lap and the others are the slot.
     """
 
     position: gl.tensor
@@ -25,23 +30,29 @@ class Ring:
 
     @jit
     def slot(self):
-        if self.SLOTS == 1:
-            return gl.to_tensor(0)
+        if is_power_of_two(self.SLOTS):
+            return self.position & (self.SLOTS - 1)
         else:
             return gl.where(self.position < self.SLOTS, self.position, self.position - self.SLOTS)
 
     @jit
     def this_lap(self):
-        return (self.position >= self.SLOTS).to(gl.int32)
+        if is_power_of_two(self.SLOTS):
+            return self.position // self.SLOTS
+        else:
+            return (self.position >= self.SLOTS).to(gl.int32)
 
     @jit
     def previous_lap(self):
-        return (self.position < self.SLOTS).to(gl.int32)
+        return self.this_lap() ^ 1
 
     @jit
     def next(self):
         following = self.position + 1
-        return Ring(gl.where(following == 2 * self.SLOTS, 0, following), self.SLOTS)
+        if is_power_of_two(self.SLOTS):
+            return Ring(following & (2 * self.SLOTS - 1), self.SLOTS)
+        else:
+            return Ring(gl.where(following == 2 * self.SLOTS, 0, following), self.SLOTS)
 
 
 @jit

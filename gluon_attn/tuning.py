@@ -82,13 +82,13 @@ def hopper_fp8_rows() -> tuple[Row, ...]:
     tiles = {
         64: {"softmax_roles": 3, "block_n": 128, "query_slots": 2, "softmax_registers": 152, "transpose": (2, 56)},
         128: {"softmax_roles": 2, "block_n": 128, "query_slots": 2, "softmax_registers": 216, "transpose": (4, 56)},
-        256: {"softmax_roles": 2, "block_n": 64, "query_slots": 1, "softmax_registers": 216, "transpose": (2, 80)},
+        256: {"softmax_roles": 2, "block_n": 64, "query_slots": 1, "softmax_registers": 208, "transpose": (2, 88)},
     }
     return tuple(
         Row(
             head_dim,
             causal,
-            hopper_tile(**fields, kv_slots=2, take_turns=head_dim == 64, num_ctas=num_ctas),  # type: ignore[arg-type]
+            hopper_tile(**fields, kv_slots=2, take_turns=False, num_ctas=num_ctas),  # type: ignore[arg-type]
             element_bytes=1,
         )
         for num_ctas, (head_dim, fields), causal in itertools.product((1, 2), tiles.items(), (False, True))
@@ -97,7 +97,7 @@ def hopper_fp8_rows() -> tuple[Row, ...]:
 
 HOPPER: tuple[Row, ...] = (
     Row(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=True)),
-    Row(64, True, hopper_tile(3, 128, 2, 2, 160, take_turns=True)),
+    Row(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=True)),
     Row(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=True, num_ctas=2)),
     Row(64, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2)),
     Row(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=False)),
