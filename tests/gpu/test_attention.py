@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
-from gluon_attn.problem import Problem
+from gluon_attn.problem import Problem, output_dtype
 from gluon_attn.tuning import HOPPER, pick_tile
-from tests.gpu.checks import Apart, Surrounded, check, normal_qkv, outcomes_of, poison_free_memory
+from tests.gpu.checks import Apart, Surrounded, check, normal, normal_qkv, outcomes_of, poison_free_memory
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -37,6 +37,7 @@ class Case:
     scale: float | None = None
     data: str = "normal"
     memory: str = "surrounded"
+    scaled: bool = False  # fp8: with scales of q, k and v
     tile: TileConfig | None = None
     # Tiles to a head, in place of q_len; and heads beyond one for each program of the grid, in place of heads.
     row_blocks: int | None = None
@@ -83,6 +84,10 @@ def rows() -> Iterator[dict[str, Any]]:
         yield {"label": f"D={d}", "head_dim": d, "q_len": 197, "kv_len": 325, "batch": 2}
     for d in KERNEL_HEAD_DIMS:
         yield {"label": f"D={d}, GQA 4:1", "head_dim": d, "heads": 8, "kv_heads": 2, "batch": 2, "q_len": 333}
+    for dtype, d in itertools.product(("float8_e4m3fn", "float8_e5m2"), (16, 64, 112, 128, 256)):
+        fp8 = {"dtype": dtype, "head_dim": d, "scaled": d != 112}
+        yield {"label": f"D={d}, {dtype}", **fp8, "q_len": 300, "kv_len": 333, "heads": 4, "kv_heads": 2, "batch": 2}
+        yield {"label": f"D={d}, {dtype}, bshd", **fp8, "q_len": 129, "kv_len": 1000, "layout": "bshd"}
     yield {"label": "MQA", "heads": 7, "kv_heads": 1, "batch": 2, "q_len": 129, "kv_len": 200}
     yield {"label": "bshd", "layout": "bshd", "batch": 2, "heads": 6, "kv_heads": 3, "q_len": 129, "kv_len": 300}
     yield {"label": "bshd, D=40", "layout": "bshd", "batch": 2, "heads": 6, "kv_heads": 2, "head_dim": 40, "q_len": 257}
@@ -132,6 +137,7 @@ def every_case() -> Iterator[Case]:
             yield Case(
                 label=f"table row {i}, Sq={q_len}, Sk={kv_len}",
                 tile=table_row.tile,
+                dtype="bfloat16" if table_row.element_bytes == 2 else "float8_e4m3fn",
                 head_dim=table_row.padded_head_dim,
                 num_ctas=table_row.tile.num_ctas,
                 causal=causal,
@@ -251,8 +257,12 @@ def run_case(name: str) -> None:
 
     lse_shape = (case.batch, case.heads, case.q_len)
     options: dict[str, Any] = {"causal": case.causal, "scale": case.scale, "layout": case.layout}
-    around = Surrounded(q.shape, dtype) if case.own_out else None
-    poison_free_memory((q.shape, dtype), (lse_shape, torch.float32))
+    shape = (case.batch, case.kv_heads or case.heads)
+    scales: list[Tensor | None] = [None, None, None]
+    if case.scaled:
+        scales = [normal(*shape, dtype=torch.float32, seed=i).abs() + 0.5 for i in range(3)]
+    around = Surrounded(q.shape, output_dtype(dtype)) if case.own_out else None
+    poison_free_memory((q.shape, output_dtype(dtype)), (lse_shape, torch.float32))
     out, lse = attention(
         q,
         k,
@@ -262,11 +272,14 @@ def run_case(name: str) -> None:
         out=around.view if around else None,
         num_ctas=None if case.tile else case.num_ctas,
         tile=case.tile,
+        q_scale=scales[0],
+        k_scale=scales[1],
+        v_scale=scales[2],
     )
     if around is not None:
         assert out.data_ptr() == around.view.data_ptr(), f"{case}: O is not in `out`"
         around.check_outside_untouched()
-    check(q, k, v, out, lse, **options, what=str(case))
+    check(q, k, v, out, lse, **options, scales=scales, what=str(case))
 
 
 CASES = {case.name: case for case in every_case()}
