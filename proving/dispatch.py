@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from .ptx import declare, strip_comment
-from .registers import definitions, is_uniform
+from .registers import Definitions, definitions, is_uniform, the_definition
 
 DISPATCH = re.compile(
     r"add\.s32\s+(?P<address>%r\d+), (?P<a>%r\d+), (?P<b>%r\d+);\n(?:\s*\.loc[^\n]*\n|\s*//[^\n]*\n)*"
@@ -67,7 +67,9 @@ def find_dispatch(ptx: str) -> Dispatch | None:
     return Dispatch(ptx.count("\n", 0, found.end()), found["role"], warp, tables, stores)
 
 
-CAPTURE_STORE = re.compile(r"st\.shared\.(?:v[24]\.)?b\d+\s+\[global_smem\+\d+\],\s*\{?(?P<values>[%\w\s,]+)\}?;")
+CAPTURE_STORE = re.compile(
+    r"st\.shared\.(?:v[24]\.)?b\d+\s+\[global_smem\+(?P<offset>\d+)\],\s*\{?(?P<values>[%\w\s,]+)\}?;"
+)
 
 
 def store_roles_once(ptx: str) -> tuple[str, int]:
@@ -95,12 +97,73 @@ def capture_stores(lines: list[str], dispatch: Dispatch) -> list[int]:
     for start in dispatch.stores:
         for i in range(start + 1, len(lines)):
             text = strip_comment(lines[i])
-            store = CAPTURE_STORE.fullmatch(text)
+            store = CAPTURE_STORE.search(text)
             if i in dispatch.stores or re.fullmatch(r"barrier\.sync\s+1;", text):
                 break
             if store and all(is_uniform(value.strip(), sources) for value in store["values"].split(",")):
                 found.append(i)
     return found
+
+
+CAPTURE_LOAD = re.compile(
+    r"ld\.shared\.(?:v[24]\.)?b32\s+\{?(?P<targets>[%\w\s,]+?)\}?, \[global_smem\+(?P<offset>\d+)\];"
+)
+
+
+def recompute_captures(ptx: str) -> tuple[str, int]:
+    """A worker computes the numbers that it is told, as the first group does, and does not read them from memory.
+
+    Why: as `name_roles`. Exact: the numbers are made of parameters and block numbers alone, by the same operations.
+    """
+    dispatch = find_dispatch(ptx)
+    lines, sources = ptx.split("\n"), definitions(ptx.split("\n"))
+    stored: dict[int, str] = {}
+    for i in capture_stores(lines, dispatch) if dispatch else []:
+        store = CAPTURE_STORE.search(lines[i])
+        assert store is not None
+        for word, value in enumerate(store["values"].split(",")):
+            stored[int(store["offset"]) + 4 * word] = value.strip()
+    registers = count = 0
+    for i, line in enumerate(lines):
+        load = CAPTURE_LOAD.fullmatch(strip_comment(line))
+        if load is None:
+            continue
+        targets = [target.strip() for target in load["targets"].split(",")]
+        values = [stored.get(int(load["offset"]) + 4 * word, "?") for word in range(len(targets))]
+        made = Recomputation(sources, registers)
+        results = [made.of(value) for value in values]
+        if made.possible:
+            moves = [f"mov.b32 {target}, {result};" for target, result in zip(targets, results, strict=True)]
+            lines[i] = "\t" + " ".join([*made.statements, *moves])
+            registers, count = made.registers, count + 1
+    ptx = "\n".join(lines)
+    return (declare(ptx, f".reg .b32 %captured<{registers}>;") if registers else ptx), count
+
+
+class Recomputation:
+    """The statements that compute uniform 32-bit registers anew, into registers of their own."""
+
+    def __init__(self, sources: Definitions, registers: int) -> None:
+        self.sources = sources
+        self.registers = registers  # how many of them there are
+        self.statements: list[str] = []
+        self.possible = True
+
+    def of(self, value: str) -> str:
+        """The register that holds `value` anew, or the constant that it is."""
+        if not value.startswith("%r"):
+            # A constant, a parameter, a block number; or what no register of 32 bits can hold.
+            self.possible &= not re.match(r"%(p|f)\d|\?", value)
+            return value
+        if value.startswith("%rd") or not is_uniform(value, self.sources):
+            self.possible = False
+            return value
+        operation, reads = the_definition(value, self.sources)
+        operands = [self.of(read) for read in reads]
+        register = f"%captured{self.registers}"
+        self.registers += 1
+        self.statements.append(f"{operation} {register}, {', '.join(operands)};")
+        return register
 
 
 def name_roles(ptx: str) -> tuple[str, int]:
@@ -136,11 +199,10 @@ def in_order(lines: list[str], dispatch: Dispatch) -> bool:
     """Whether the first group runs through all stores of the tables in the order of the text, once each.
 
     No branch may leap over a store, forwards or backwards, but for the one that parts the workers from the first group:
-    it comes before all stores, and leads behind them.
+    it comes before all stores, and leads forwards.
     """
     labels = {strip_comment(line)[:-1]: i for i, line in enumerate(lines) if re.match(r"\$L\w+:", line)}
-    first, last = dispatch.stores[0], dispatch.stores[-1]
-    partings = 0
+    first, partings = dispatch.stores[0], 0
     for i, line in enumerate(lines):
         branch = TO_LABEL.fullmatch(strip_comment(line))
         if not branch:
@@ -148,7 +210,7 @@ def in_order(lines: list[str], dispatch: Dispatch) -> bool:
         low, high = sorted((i, labels[branch[1]]))
         if not any(low < store < high for store in dispatch.stores):
             continue
-        if not (i < first and labels[branch[1]] > last):
+        if i > first or labels[branch[1]] < i:
             return False
         partings += 1
     return partings == 1

@@ -7,7 +7,7 @@ the verifier then says `unsupported`, which is a failure and never a proof.
 from collections.abc import Callable
 
 from .branches import straighten_branches
-from .dispatch import name_roles, store_roles_once
+from .dispatch import name_roles, recompute_captures, store_roles_once
 from .reductions import store_reductions_once
 
 Rewrite = Callable[[str], tuple[str, int]]
@@ -15,7 +15,7 @@ Rewrite = Callable[[str], tuple[str, int]]
 # Under these a proof is made. The others only make a failure easier to read: they do away with reads that a proof
 # should cover.
 SAFETY: tuple[Rewrite, ...] = (straighten_branches, store_roles_once, store_reductions_once)
-DIAGNOSIS: tuple[Rewrite, ...] = (name_roles,)
+DIAGNOSIS: tuple[Rewrite, ...] = (recompute_captures, name_roles)
 
 
 def rewritten(ptx: str, rewrites: tuple[Rewrite, ...] = SAFETY) -> tuple[str, dict[str, int]]:

@@ -3,7 +3,7 @@
 import pytest
 
 from proving.branches import straighten_branches
-from proving.dispatch import name_roles, store_roles_once
+from proving.dispatch import name_roles, recompute_captures, store_roles_once
 from proving.equivalence import leave_barriers_valid
 from proving.reductions import store_reductions_once
 from proving.rewrites import SAFETY, rewritten
@@ -185,6 +185,29 @@ TABLE = "\tst.shared.b32 \t[global_smem+104], 0;\n\tbarrier.sync \t1;\n"
 def test_roles_are_not_named_if_the_tables_may_come_in_another_order(branch):
     before = dispatch(branch)
     assert name_roles(before) == (before, 0)
+
+
+WORKER = "\tld.shared.v2.b32 \t{%r40, %r41}, [global_smem+64];\n\tbrx.idx"
+
+
+def test_a_worker_computes_what_it_is_told():
+    before = dispatch("\tst.shared.v2.b32 \t[global_smem+64], {%r20, %r14};").replace("\tbrx.idx", WORKER)
+    for ptx in (before, store_roles_once(before)[0]):
+        after, count = recompute_captures(ptx)
+        assert count == 1
+        assert changed(ptx, after)[1:] == [
+            (
+                "ld.shared.v2.b32 \t{%r40, %r41}, [global_smem+64];",
+                "ld.param.b32 %captured0, [kernel_param_1]; add.s32 %captured1, %captured0, 127; "
+                "ld.param.b32 %captured2, [kernel_param_1]; mov.b32 %r40, %captured1; mov.b32 %r41, %captured2;",
+            )
+        ]
+
+
+@pytest.mark.parametrize("values", ["{%r20, %r21}", "{%r55, %r20}"])
+def test_a_worker_reads_what_depends_on_the_thread(values):
+    before = dispatch(f"\tst.shared.v2.b32 \t[global_smem+64], {values};").replace("\tbrx.idx", WORKER)
+    assert recompute_captures(before) == (before, 0)
 
 
 def test_a_rewrite_that_moves_lines_is_refused():
