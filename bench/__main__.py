@@ -5,100 +5,73 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import sustained
 from bench.candidates import CANDIDATES, label
-from bench.precompile import precompile
+from bench.peers import calls_of, ours
+from bench.points import DTYPES, LENGTHS, SETS, Point
+from bench.precompile import Job, precompile
 from bench.provenance import clocks, provenance
-from bench.timing import host_seconds, time_interleaved
-from gluon_attn import attention
+from bench.timing import host_seconds, time_interleaved, wall_seconds
+from gluon_attn import TileConfig
+from gluon_attn.device import Device
 from gluon_attn.launch import compiled
+from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
-from gluon_attn.tile import HopperTile
-from gluon_attn.tuning import HOPPER
+from gluon_attn.tuning import TABLE
 
-TOKENS = 16384  # B * S of every point
-MODEL_DIM = 2048  # H * D of every point
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MATRIX = 8192  # of the matrix product that stands for what the card can do
 
 
-@dataclass(frozen=True)
-class Point:
-    """One problem of the sweep: self-attention over `length` tokens, TOKENS in the batch, MODEL_DIM over all heads."""
-
-    dtype: str
-    head_dim: int
-    causal: bool
-    length: int
-
-    @property
-    def flops(self) -> float:
-        """4 B H S² D for the two products, half of it under a causal mask."""
-        return 4 * TOKENS * self.length * MODEL_DIM / (2 if self.causal else 1)
-
-    @property
-    def name(self) -> str:
-        return f"D={self.head_dim} {'causal' if self.causal else 'full'} {self.length}"
-
-    def tensors(self) -> list[torch.Tensor]:
-        shape = (TOKENS // self.length, MODEL_DIM // self.head_dim, self.length, self.head_dim)
-        torch.manual_seed(0)
-        return [torch.randn(shape, dtype=DTYPES[self.dtype], device="cuda") for _ in range(3)]
-
-
-def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def calls_of(point: Point, tiles: list[HopperTile]) -> dict[str, Callable[[], object]]:
-    """What is timed at a point: cuDNN, then ours as the table picks it, with 1 and 2 CTAs, or with each of `tiles`."""
-    q, k, v = point.tensors()
-    calls: dict[str, Callable[[], object]] = {"cudnn": lambda: cudnn(q, k, v, point.causal)}
-    if tiles:
-        return calls | {label(t): partial(attention, q, k, v, causal=point.causal, tile=t) for t in tiles}
-    ours = partial(attention, q, k, v, causal=point.causal)
-    return calls | {"ours": ours} | {f"ours {n}cta": partial(ours, num_ctas=n) for n in (1, 2)}
-
-
-def tiles_of_table(head_dim: int, causal: bool, element_bytes: int) -> list[HopperTile]:
+def tiles_of_table(device: Device, head_dim: int, causal: bool, element_bytes: int) -> list[TileConfig]:
     kind = (head_dim, causal, element_bytes)
-    rows = (row for row in HOPPER if (row.padded_head_dim, row.causal, row.element_bytes) == kind)
-    return [row.tile for row in rows if isinstance(row.tile, HopperTile)]
+    rows = (row for row in TABLE if (row.padded_head_dim, row.causal, row.element_bytes) == kind)
+    return [row.tile for row in rows if device.arch in row.tile.archs]
 
 
-def measure(point: Point, tiles: list[HopperTile], rounds: int) -> dict[str, Any]:
-    timings = time_interleaved(calls_of(point, tiles), rounds=rounds)
-    return {
-        "point": vars(point),
-        "clocks": clocks(),
-        "results": {
-            name: {
-                "ms": t.median * 1e3,
-                "tflops": point.flops / t.median / 1e12,
-                "spread": t.spread,
-                "ratio_to_cudnn": timings["cudnn"].median / t.median,
-            }
-            for name, t in timings.items()
-        },
-    }
+def measure(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], rounds: int) -> dict[str, Any]:
+    calls = calls_of(point, tiles, peers)
+    timings = time_interleaved(calls, rounds=rounds)
+    plainer = point.plainer()
+    results = {}
+    for name, t in timings.items():
+        flops = plainer.flops if plainer and name == "ours, plainer" else point.flops
+        results[name] = {
+            "ms": t.median * 1e3,
+            "tflops": flops / t.median / 1e12,
+            "spread": t.spread,
+            "ratio_to_cudnn": timings["cudnn"].median / t.median * flops / point.flops,
+        }
+    found: dict[str, Any] = {"point": asdict(point), "name": point.name, "clocks": clocks(), "results": results}
+    if point in SETS["small"]:
+        found["host_us"] = {name: host_seconds(call) * 1e6 for name, call in calls.items()}
+        found["wall_us"] = {name: wall_seconds(call) * 1e6 for name, call in calls.items()}
+    return found
 
 
-def host_times() -> dict[str, float]:
-    """Host microseconds of a call on small work, (1, 16, 512, 128) bf16."""
-    q, k, v = (torch.randn(1, 16, 512, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    return {
-        "ours": host_seconds(lambda: attention(q, k, v)) * 1e6,
-        "cudnn": host_seconds(lambda: cudnn(q, k, v, causal=False)) * 1e6,
-    }
+def measure_sustained() -> dict[str, Any]:
+    """cuBLAS, cuDNN and ours in long loops, S=8192."""
+    a, b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    found = {"cublas": sustained.measure(lambda: a @ b, 2 * MATRIX**3)}
+    for point in (p for p in SETS["bf16"] if p.length == 8192):
+        calls = calls_of(point, [], ["fa2"])
+        for name in ("cudnn", "fa2", "ours"):
+            found[f"{point.name} {name}"] = sustained.measure(calls[name], point.flops)
+    for point in (p for p in SETS["e4m3"] if p.length == 8192):
+        found[f"{point.name} ours"] = sustained.measure(ours(point, point.tensors()), point.flops)
+    for name, s in found.items():
+        print(
+            f"sustained {name:28} {s.tflops:5.0f} TFLOP/s {s.watts:4.0f} W {s.sm_mhz:5.0f} MHz "
+            f"{s.joules_per_tflop:.2f} J/TFLOP",
+            flush=True,
+        )
+    return {name: asdict(s) | {"joules_per_tflop": s.joules_per_tflop} for name, s in found.items()}
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -107,54 +80,95 @@ def geometric_mean(values: list[float]) -> float:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--head-dim", type=int, nargs="+", choices=sorted(CANDIDATES), default=[64, 128])
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=["bf16"], help="of bench/points.py")
+    parser.add_argument("--head-dim", type=int, nargs="+", help="of these sets, only these head dims")
     parser.add_argument("--mask", nargs="+", choices=["full", "causal"], default=["full", "causal"])
-    parser.add_argument("--length", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--length", type=int, nargs="+", help=f"only these lengths; those of a sweep are {LENGTHS}")
     parser.add_argument("--candidates", action="store_true", help="time every tile of bench/candidates.py instead")
+    parser.add_argument("--peers", nargs="*", choices=["fa2", "flex"], default=[], help="to time beside cuDNN")
+    parser.add_argument("--sustained", action="store_true", help="also long loops, with power and clocks")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("bench/results/latest.json"), help="the result file, JSON")
     parser.add_argument("--commit", help="commit of the measured tree, where git cannot tell")
     return parser.parse_args()
 
 
+def jobs_of(points: list[Point], tiles: dict[Point, list[TileConfig]], device: Device) -> list[Job]:
+    """Every kernel that the points need, once."""
+    jobs: dict[Job, None] = {}
+    for p in points:
+        dtype = DTYPES[p.dtype]
+        padded = Problem.padded(p.head_dim)
+        for t in tiles[p] or tiles_of_table(device, padded, p.causal, dtype.itemsize):
+            jobs[dtype, padded, p.causal, t] = None
+    return list(jobs)
+
+
+def line(found: dict[str, Any], seconds_left: float) -> str:
+    cells = (
+        f"{n} {r['tflops']:.0f} ({r['ratio_to_cudnn']:.3f} ±{r['spread'] / 2:.1%})" for n, r in found["results"].items()
+    )
+    times = "".join(
+        f" | {kind} " + ", ".join(f"{n} {us:.1f}" for n, us in found[kind].items())
+        for kind in ("host_us", "wall_us")
+        if kind in found
+    )
+    return f"[{seconds_left:3.0f} s left] {found['name']:20} " + " | ".join(cells) + times
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The geometric mean of ours / cuDNN, and of ours / ours on the plainer problems where there are such."""
+    ratios = [p["results"]["ours"]["ratio_to_cudnn"] for p in report["points"] if "ours" in p["results"]]
+    lines = (
+        [f"geometric mean of ours / cuDNN over {len(ratios)} points: {geometric_mean(ratios):.3f}"] if ratios else []
+    )
+    for p in report["points"]:
+        if "ours, plainer" in p["results"]:
+            rate, plain = (p["results"][name]["tflops"] for name in ("ours", "ours, plainer"))
+            lines.append(f"{p['name']}: {rate / plain:.3f} of the rate on the plainer problem")
+    return "\n".join(lines)
+
+
 def main() -> None:
     args = arguments()
     if not torch.cuda.is_available():
-        sys.exit("bench: needs a Hopper card, found no CUDA device; nothing was timed")
-    points = [Point(args.dtype, d, m == "causal", n) for d in args.head_dim for m in args.mask for n in args.length]
-    tiles = {d: CANDIDATES[d] if args.candidates else [] for d in args.head_dim}
-    kernels = {
-        (DTYPES[args.dtype], d, causal, t)
-        for d, causal in {(p.head_dim, p.causal) for p in points}
-        for t in tiles[d] or tiles_of_table(d, causal, DTYPES[args.dtype].itemsize)
-    }
-    for i, _ in enumerate(precompile(kernels), start=1):
-        print(f"\rcompiled {i} of {len(kernels)} kernels", end="", flush=True)
+        sys.exit("bench: needs a Hopper or Blackwell card, found no CUDA device; nothing was timed")
+    device = Device.of(torch.device("cuda", torch.cuda.current_device()))
+    points = [
+        p
+        for p in dict.fromkeys(p for name in args.sets for p in SETS[name])
+        if (args.head_dim is None or p.head_dim in args.head_dim)
+        and (args.length is None or p.length in args.length)
+        and ("causal" if p.causal else "full") in args.mask
+    ]
+    tiles = {p: CANDIDATES[p.head_dim, DTYPES[p.dtype].itemsize] if args.candidates else [] for p in points}
+    jobs = jobs_of(points, tiles, device)
+    for i, _ in enumerate(precompile(jobs, device.arch), start=1):
+        print(f"\rcompiled {i} of {len(jobs)} kernels", end="", flush=True)
     print()
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"provenance": provenance(args.commit), "method": time_interleaved.__doc__, "points": []}
     report["kernels"] = [
-        {"head_dim": d, "causal": causal, "tile": label(t), **asdict(resources(compiled(dtype, d, causal, t)))}
-        for dtype, d, causal, t in sorted(kernels, key=str)
+        {
+            "dtype": str(dtype),
+            "head_dim": d,
+            "causal": causal,
+            "tile": label(t),
+            **asdict(resources(compiled(dtype, d, causal, t, arch=device.arch))),
+        }
+        for dtype, d, causal, t in jobs
     ]
-    report["host_us"] = host_times()
-    print("host µs per call at (1, 16, 512, 128):", {k: round(v, 1) for k, v in report["host_us"].items()})
     start = time.time()
     for i, point in enumerate(points, start=1):
-        report["points"].append(measure(point, tiles[point.head_dim], args.rounds))
-        results = report["points"][-1]["results"]
-        cells = (
-            f"{n} {r['tflops']:.0f} ({r['ratio_to_cudnn']:.3f} ±{r['spread'] / 2:.1%})" for n, r in results.items()
-        )
-        left = (time.time() - start) / i * (len(points) - i)
-        print(f"[{left:3.0f} s left] {point.name:20} " + " | ".join(cells), flush=True)
+        report["points"].append(measure(point, tiles[point], args.peers, args.rounds))
+        print(line(report["points"][-1], (time.time() - start) / i * (len(points) - i)), flush=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.sustained:
+        report["sustained"] = measure_sustained()
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(summary(report))
     print(f"written: {args.out}")
-    if not args.candidates:
-        ratios = [p["results"]["ours"]["ratio_to_cudnn"] for p in report["points"]]
-        print(f"geometric mean of ours / cuDNN over {len(ratios)} points: {geometric_mean(ratios):.3f}")
 
 
 if __name__ == "__main__":

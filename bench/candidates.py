@@ -1,15 +1,18 @@
-"""Tile configurations to try against each other, by padded head dim: what the tuning table is chosen from."""
+"""Tile configurations for Hopper to try against each other: what the tuning table is chosen from."""
 
-from gluon_attn.tile import HopperTile
+from typing import Any
+
+from gluon_attn.tile import BlackwellTile, HopperTile, TileConfig
 from gluon_attn.tuning import hopper_tile
 
 
-def both(*args: int, **options: bool) -> list[HopperTile]:
+def both(*args: int, **options: Any) -> list[TileConfig]:
     return [hopper_tile(*args, num_ctas=num_ctas, **options) for num_ctas in (1, 2)]
 
 
-CANDIDATES: dict[int, list[HopperTile]] = {
-    64: [
+# By (padded head dim, bytes of an element). The arguments are those of `hopper_tile`.
+CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
+    (64, 2): [
         *both(3, 128, 2, 2, 160, take_turns=True),
         *both(3, 128, 2, 2, 160, take_turns=False),
         *both(3, 64, 2, 4, 160, take_turns=True),
@@ -17,22 +20,46 @@ CANDIDATES: dict[int, list[HopperTile]] = {
         *both(4, 64, 2, 4, 112, take_turns=False),
         *both(2, 128, 2, 2, 240, take_turns=True),
     ],
-    128: [
+    (128, 2): [
         *both(2, 128, 2, 2, 240, take_turns=True),
         *both(2, 128, 2, 2, 240, take_turns=False),
         *both(2, 128, 1, 2, 240, take_turns=False),
         *both(2, 128, 1, 3, 240, take_turns=True, stage_in_queries=True),
     ],
-    256: [
+    (256, 2): [
         *both(2, 64, 1, 2, 240, take_turns=True, stage_in_queries=True),
         *both(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True),
+    ],
+    (64, 1): [
+        *both(3, 128, 2, 2, 152, take_turns=False, transpose=(2, 56)),
+        *both(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56)),
+        *both(2, 128, 2, 4, 216, take_turns=True, transpose=(4, 56)),
+    ],
+    (128, 1): [
+        *both(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56)),
+        *both(2, 128, 2, 2, 216, take_turns=True, transpose=(4, 56)),
+        *both(2, 128, 2, 3, 216, take_turns=False, transpose=(4, 56)),
+        *both(2, 128, 2, 2, 216, take_turns=False, transpose=(2, 72)),
+    ],
+    (256, 1): [
+        *both(2, 64, 1, 2, 208, take_turns=False, transpose=(2, 88)),
     ],
 }
 
 
-def label(config: HopperTile) -> str:
-    """Short name in tables: roles x keys, slots of Q / K and V, t for turns, s for O staged in Q, CTAs."""
-    turns = "t" if config.take_turns else ""
-    slots = f"q{config.query_slots}kv{config.kv_slots}"
-    staged = "s" if config.stage_in_queries else ""
-    return f"{config.softmax_roles}x{config.block_n} {slots}{turns}{staged} {config.num_ctas}cta"
+def label(tile: TileConfig) -> str:
+    """Short name in tables. Hopper: roles x keys, slots of Q / K and V, t for turns, s for O staged in Q, the warps
+    that transpose. Blackwell: keys, slots, and a letter for each lever that is on. Then the CTAs."""
+    if isinstance(tile, HopperTile):
+        slots = f"q{tile.query_slots}kv{tile.kv_slots}"
+        turns, staged = "t" * tile.take_turns, "s" * tile.stage_in_queries
+        transpose = f" v{tile.transpose_warps}" * (tile.transpose_warps > 0)
+        name = f"{tile.softmax_roles}x{tile.block_n} {slots}{turns}{staged}{transpose}"
+    else:
+        assert isinstance(tile, BlackwellTile)
+        pieces = f"{tile.load_pieces}/{tile.exp_pieces}"
+        levers = "e" * tile.early_p + "t" * tile.exp_turns + "m" * tile.max_in_load + "2" * tile.packed_arithmetic
+        levers += f"p{tile.polynomial_columns}" * (tile.polynomial_columns > 0)
+        levers += f"r{tile.rescale_threshold:g}" * (tile.rescale_threshold > 0) + "d" * tile.dynamic
+        name = f"{tile.block_n} kv{tile.kv_slots} {pieces}{levers}"
+    return f"{name}{'l' * tile.longest_first} {tile.num_ctas}cta"

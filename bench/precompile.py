@@ -12,14 +12,17 @@ from gluon_attn.tile import TileConfig
 Job = tuple[torch.dtype, int, bool, TileConfig]  # the arguments of `compiled`
 
 
-def compile_to_disk(job: Job) -> None:
-    compiled(*job)
+def compile_to_disk(job: Job, arch: int | None) -> None:
+    compiled(*job, arch=arch)
 
 
-def precompile(jobs: Iterable[Job]) -> Iterator[None]:
-    """Compile into Triton's cache on disk, one process for each core; yields once for each kernel that is ready."""
+def precompile(jobs: Iterable[Job], arch: int | None = None) -> Iterator[None]:
+    """Compile into Triton's cache on disk, one process for each core; yields once for each kernel that is ready.
+
+    arch: as `compiled` has it.
+    """
     # Not forked: the parent may have a CUDA context already, which a forked process cannot use.
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for ready in concurrent.futures.as_completed([pool.submit(compile_to_disk, job) for job in jobs]):
+        for ready in concurrent.futures.as_completed([pool.submit(compile_to_disk, job, arch) for job in jobs]):
             ready.result()
             yield

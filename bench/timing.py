@@ -64,3 +64,18 @@ def host_seconds(call: Callable[[], object], *, runs: int = 400) -> float:
         taken.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return statistics.median(taken)
+
+
+def wall_seconds(call: Callable[[], object], *, runs: int = 400, rounds: int = 5) -> float:
+    """Median over rounds of the time of one call in a row of `runs`, to the end of the last on the device."""
+    taken = []
+    for _ in range(rounds):
+        for _ in range(20):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+        taken.append((time.perf_counter() - start) / runs)
+    return statistics.median(taken)

@@ -95,7 +95,11 @@ class Problem:
     @property
     def padded_head_dim(self) -> int:
         """The head dim of the kernel that computes it: 64, 128 or 256. TMA fills the columns between with zeros."""
-        return max(64, 1 << (self.head_dim - 1).bit_length())
+        return Problem.padded(self.head_dim)
+
+    @staticmethod
+    def padded(head_dim: int) -> int:
+        return max(64, 1 << (head_dim - 1).bit_length())
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,57 @@
+"""The calls that are timed against each other at a point."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.candidates import label
+from bench.points import Point
+from gluon_attn import TileConfig, attention
+
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+
+
+def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], object]:
+    """FlexAttention, compiled for these shapes; its block mask is made beforehand and not timed."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if causal:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device="cuda")
+    return partial(compiled, q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def ours(point: Point, tensors: list[Tensor], **options: Any) -> Callable[[], object]:
+    q, k, v = point.arguments(tensors)
+    return partial(attention, q, k, v, causal=point.causal, layout=point.layout, **options)
+
+
+def calls_of(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str]) -> dict[str, Callable[[], object]]:
+    """cuDNN and `peers` (in bf16 where the point is fp8), and ours: as the table picks it, with 1 and with 2 CTAs, on
+    the plainer problem if there is one; or with each of `tiles` instead."""
+    tensors = point.tensors()
+    q, k, v = tensors
+    calls: dict[str, Callable[[], object]] = {}
+    for name in dict.fromkeys(("cudnn", *peers)):
+        calls[name] = (
+            flex(q, k, v, point.causal) if name == "flex" else partial(sdpa, BACKENDS[name], q, k, v, point.causal)
+        )
+    if tiles:
+        return calls | {label(t): ours(point, tensors, tile=t) for t in tiles}
+    calls["ours"] = ours(point, tensors)
+    plainer = point.plainer()
+    if plainer:
+        return calls | {"ours, plainer": ours(plainer, plainer.tensors())}
+    return calls | {f"ours {n}cta": ours(point, tensors, num_ctas=n) for n in (1, 2)}

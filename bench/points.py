@@ -1,0 +1,114 @@
+"""What is measured: named sets of problems."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOKENS = 16384  # B * S of every point but the small ones
+MODEL_DIM = 2048  # H * D
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One problem: self-attention over `length` tokens.
+
+    batch, heads: default TOKENS and MODEL_DIM, shared out. heads_per_kv_head: 1 is MHA. layout: as attention() has it.
+    baseline_length: in a point that is compared with ours on a plainer problem (MHA, "bhsd", a multiple of the tile),
+    that one's length.
+    """
+
+    dtype: str = "bf16"
+    head_dim: int
+    causal: bool
+    length: int
+    batch: int = 0
+    heads: int = 0
+    heads_per_kv_head: int = 1
+    layout: str = "bhsd"
+    baseline_length: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch", self.batch or TOKENS // self.length)
+        object.__setattr__(self, "heads", self.heads or MODEL_DIM // self.head_dim)
+
+    @property
+    def flops(self) -> float:
+        """4 B H S² D for the two products, half of it under a causal mask."""
+        return 4 * self.batch * self.heads * self.length**2 * self.head_dim / (2 if self.causal else 1)
+
+    @property
+    def name(self) -> str:
+        extras = [self.dtype] * (self.dtype != "bf16") + [self.layout] * (self.layout != "bhsd")
+        extras += [f"GQA {self.heads_per_kv_head}:1"] * (self.heads_per_kv_head > 1)
+        extras += [f"B={self.batch} H={self.heads}"] * (
+            (self.batch, self.heads) != (TOKENS // self.length, MODEL_DIM // self.head_dim)
+        )
+        return " ".join([f"D={self.head_dim} {'causal' if self.causal else 'full'} {self.length}", *extras])
+
+    def plainer(self) -> "Point | None":
+        """The problem that this one is compared with, of as many flops but for the length."""
+        if self.baseline_length is None:
+            return None
+        return dataclasses.replace(
+            self, length=self.baseline_length, heads_per_kv_head=1, layout="bhsd", baseline_length=None
+        )
+
+    def tensors(self, device: str = "cuda") -> list[Tensor]:
+        """q, k and v in (B, H, S, D), normal, in 16 bits: what the baselines compute with."""
+        torch.manual_seed(0)
+        dtype = DTYPES[self.dtype] if DTYPES[self.dtype].itemsize == 2 else torch.bfloat16
+        kv_heads = self.heads // self.heads_per_kv_head
+        shapes = [(self.batch, heads, self.length, self.head_dim) for heads in (self.heads, kv_heads, kv_heads)]
+        return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+
+    def arguments(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What attention() is called with: the same numbers in the point's dtype and layout."""
+        typed = [t.to(DTYPES[self.dtype]) for t in tensors]
+        return [t.transpose(1, 2).contiguous() for t in typed] if self.layout == "bshd" else typed
+
+
+def sweep(dtype: str, head_dims: tuple[int, ...]) -> list[Point]:
+    choices = itertools.product(head_dims, (False, True), LENGTHS)
+    return [Point(dtype=dtype, head_dim=d, causal=causal, length=n) for d, causal, n in choices]
+
+
+def variants() -> list[Point]:
+    """GQA and the other layout against MHA in (B, H, S, D); odd lengths against the next multiple of the tile."""
+    points = []
+    for head_dim, causal in itertools.product((64, 128), (False, True)):
+        plain = Point(head_dim=head_dim, causal=causal, length=4096, baseline_length=4096)
+        points.append(dataclasses.replace(plain, heads_per_kv_head=4))
+        points.append(dataclasses.replace(plain, layout="bshd"))
+        # 1536 is a multiple of every row block and of every block of keys in use.
+        for odd, even in ((1501, 1536), (4501, 4608)):
+            points.append(
+                Point(head_dim=head_dim, causal=causal, length=odd, batch=TOKENS // even, baseline_length=even)
+            )
+    return points
+
+
+def small() -> list[Point]:
+    """Little work, where the time of the host counts: one batch, 16 heads."""
+    choices = itertools.product((64, 128), (False, True), (128, 256, 512, 1024))
+    return [Point(head_dim=d, causal=causal, length=n, batch=1, heads=16) for d, causal, n in choices]
+
+
+SETS: dict[str, list[Point]] = {
+    "bf16": sweep("bf16", (64, 128)),
+    "fp16": sweep("fp16", (64, 128)),
+    "e4m3": sweep("e4m3", (64, 128)),
+    "e5m2": sweep("e5m2", (64, 128)),
+    "d256": sweep("bf16", (256,)),
+    "variants": variants(),
+    "small": small(),
+}

@@ -1,0 +1,111 @@
+"""What the benchmarks measure, and how they count: all that can be seen without a card."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import bench.__main__ as command
+from bench import sustained
+from bench.candidates import CANDIDATES, label
+from bench.points import DTYPES, LENGTHS, MODEL_DIM, SETS, TOKENS, Point
+from gluon_attn.device import Device
+from gluon_attn.problem import Problem
+from gluon_attn.tuning import HOPPER, require_fits
+
+EVERY_POINT = [p for points in SETS.values() for p in points]
+
+
+def problem_of(point: Point) -> Problem:
+    shape = (point.batch, point.heads, point.length, point.head_dim)
+    q = torch.empty(shape, dtype=DTYPES[point.dtype], device="meta")
+    return Problem.of(q, q, q, causal=point.causal)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3", "e5m2"])
+def test_a_sweep_has_every_length_mask_and_head_dim(name):
+    found = {(p.head_dim, p.causal, p.length) for p in SETS[name]}
+    assert found == {(d, causal, n) for d in (64, 128) for causal in (False, True) for n in LENGTHS}
+    assert all(p.batch * p.length == TOKENS and p.heads * p.head_dim == MODEL_DIM for p in SETS[name])
+    assert {p.dtype for p in SETS[name]} == {name}
+
+
+def test_names_tell_all_points_apart():
+    assert len({p.name for p in EVERY_POINT}) == len(set(EVERY_POINT))
+
+
+def test_flops_count_both_products_and_half_of_them_under_a_mask():
+    full, causal = (Point(head_dim=64, causal=c, length=512, batch=2, heads=3) for c in (False, True))
+    assert full.flops == 2 * (2 * 2 * 3 * 512 * 512 * 64)
+    assert causal.flops == full.flops / 2
+
+
+@pytest.mark.parametrize("point", SETS["variants"], ids=lambda p: p.name)
+def test_a_variant_differs_from_its_plainer_problem_in_one_thing(point):
+    plainer = point.plainer()
+    assert (plainer.heads_per_kv_head, plainer.layout) == (1, "bhsd")
+    changed = [
+        point.heads_per_kv_head != plainer.heads_per_kv_head,
+        point.layout != plainer.layout,
+        point.length != plainer.length,
+    ]
+    assert changed.count(True) == 1
+    assert (plainer.batch, plainer.heads, plainer.dtype) == (point.batch, point.heads, point.dtype)
+    if point.length != plainer.length:
+        assert all(plainer.length % row.tile.block_m == 0 for row in HOPPER if row.padded_head_dim == point.head_dim)
+        assert 0 < plainer.length - point.length < 384
+
+
+def test_arguments_are_the_same_numbers_in_the_points_layout_and_dtype():
+    point = Point(
+        dtype="e4m3", head_dim=64, causal=False, length=128, batch=1, heads=4, heads_per_kv_head=4, layout="bshd"
+    )
+    q, k, v = point.tensors("cpu")
+    assert (q.shape, k.shape, v.shape, q.dtype) == ((1, 4, 128, 64), (1, 1, 128, 64), (1, 1, 128, 64), torch.bfloat16)
+    typed = point.arguments([q, k, v])
+    for plain, own in zip((q, k, v), typed, strict=True):
+        assert own.dtype == torch.float8_e4m3fn
+        assert own.is_contiguous()
+        assert torch.equal(own.transpose(1, 2).float(), plain.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("kind", CANDIDATES, ids=lambda k: f"D={k[0]}, {8 * k[1]} bits")
+def test_every_candidate_fits_and_has_a_name_of_its_own(kind):
+    head_dim, element_bytes = kind
+    dtype = "bf16" if element_bytes == 2 else "e4m3"
+    for tile in CANDIDATES[kind]:
+        require_fits(tile, problem_of(Point(dtype=dtype, head_dim=head_dim, causal=False, length=512)), Device.hopper())
+    assert len({label(tile) for tile in CANDIDATES[kind]}) == len(CANDIDATES[kind])
+
+
+def test_the_table_is_among_the_candidates():
+    for row in HOPPER:
+        assert row.tile in CANDIDATES[row.padded_head_dim, row.element_bytes]
+
+
+def test_each_kernel_is_compiled_once():
+    tiles = {p: [] for p in EVERY_POINT}
+    jobs = command.jobs_of(EVERY_POINT, tiles, Device.hopper())
+    wanted = {(DTYPES[p.dtype], p.head_dim, p.causal) for p in EVERY_POINT}
+    assert len(jobs) == len(set(jobs)) == 2 * len(wanted)  # 1 and 2 CTAs of each
+
+
+def test_settled_samples_leave_out_the_start():
+    samples = [(0.1, 700.0, 1900.0), (0.5, 600.0, 1500.0), (0.9, 620.0, 1480.0), (1.5, 90.0, 300.0)]
+    assert sustained.settled(samples, 0.0, 1.0) == (610.0, 1490.0)
+    assert all(math.isnan(x) for x in sustained.settled([], 0.0, 1.0))
+
+
+def report_of(ratios: dict[str, float]) -> dict:
+    results = {n: {"tflops": 100 * r, "ratio_to_cudnn": r, "spread": 0.02, "ms": 1.0} for n, r in ratios.items()}
+    return {"points": [{"name": "a point", "results": results}]}
+
+
+def test_the_summary_is_a_geometric_mean():
+    report = report_of({"cudnn": 1.0, "ours": 2.0})
+    report["points"] += report_of({"cudnn": 1.0, "ours": 0.5, "ours, plainer": 1.0})["points"]
+    assert "over 2 points: 1.000" in command.summary(report)
+    assert "a point: 0.500 of the rate on the plainer problem" in command.summary(report)
+    assert "a point" in command.line(report["points"][0], 3.0)
+    json.dumps(report)
