@@ -10,6 +10,7 @@ import bench.__main__ as command
 from bench import sustained
 from bench.candidates import CANDIDATES, label
 from bench.points import DTYPES, LENGTHS, MODEL_DIM, SETS, TOKENS, Point
+from gluon_attn import TileConfig
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
 from gluon_attn.tuning import HOPPER, require_fits
@@ -85,7 +86,7 @@ def test_the_table_is_among_the_candidates():
 
 
 def test_each_kernel_is_compiled_once():
-    tiles = {p: [] for p in EVERY_POINT}
+    tiles: dict[Point, list[TileConfig]] = {p: [] for p in EVERY_POINT}
     jobs = command.jobs_of(EVERY_POINT, tiles, Device.hopper())
     wanted = {(DTYPES[p.dtype], p.head_dim, p.causal) for p in EVERY_POINT}
     assert len(jobs) == len(set(jobs)) == 2 * len(wanted)  # 1 and 2 CTAs of each
