@@ -100,11 +100,16 @@ def test_the_main_command_says_what_it_did():
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert "Nothing ran on a card." in lines
-    executed = [line.split() for line in lines if re.match(r"(full|causal) +[12] ", line)]
-    assert [(row[0], row[1], row[5], row[6]) for row in executed] == [
-        (mask, ctas, "100", "0") for mask in ("full", "causal") for ctas in "12"
-    ]
-    assert len([line for line in lines if line.startswith(("64", "128", "256"))]) == len(SIXTEEN_BITS)
+    table = [line.split() for line in lines if line.startswith("sm_")]
+    executed = [row for row in table if row[1] in ("bf16", "e4m3")]
+    assert {tuple(row[:4]) for row in executed} == {
+        *(("sm_90a", "bf16", *case) for case in (("full", "1"), ("causal", "2"))),
+        *(("sm_100a", "bf16", mask, ctas) for mask in ("full", "causal") for ctas in "12"),
+        *(("sm_100a", dtype, "causal", ctas) for dtype, ctas in (("bf16", "4"), ("e4m3", "1"))),
+    }
+    assert {row[8] for row in executed} == {"0"}, "no finding"
+    compiled_for = collections.Counter(row[0] for row in table if row not in executed)
+    assert compiled_for == {"sm_90a": len(SIXTEEN_BITS), "sm_100a": 2}
     assert not run.stderr
 
 
