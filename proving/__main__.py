@@ -24,6 +24,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m proving", description=__doc__)
     parser.add_argument("command", choices=("list", "quick", "all", "one"), help="quick: the set for every commit")
     parser.add_argument("pattern", nargs="?", default="*", help="only proofs whose name matches, such as 'd64-*'")
+    parser.add_argument("--check", action="store_true", help="list: compile, and say whether each record still holds")
     parser.add_argument("--again", action="store_true", help="run the verifier even where a record of the proof holds")
     return parser.parse_args(arguments)
 
@@ -36,14 +37,22 @@ def cost(seconds: float, memory_mib: float) -> str:
     return f"{seconds:6.1f} s {memory_mib / 1024:5.2f} GiB"
 
 
-def list_proofs(proofs: Sequence[Proof]) -> None:
+def list_proofs(proofs: Sequence[Proof], *, check: bool) -> None:
     for proof in proofs:
-        record = store.load(proof.name)
-        found = f"{record.result:9} {cost(record.seconds, record.memory_mib)} {record.date}" if record else "no record"
-        say(
-            f"{proof.name:44} {'quick' if proof.quick else '':5}  {found}",
-            f"as {record.same_as}" if record and record.same_as else "",
-        )
+        say(f"{proof.name:44} {'quick' if proof.quick else '':5}  {described(proof, check=check)}")
+
+
+def described(proof: Proof, *, check: bool) -> str:
+    """What is on record of a proof. check: and whether it holds for the kernel as it is now."""
+    record = store.load(proof.name)
+    if record is None:
+        return "no record"
+    words = [f"{record.result:9} {cost(record.seconds, record.memory_mib)} {record.date}"]
+    if record.same_as:
+        words.append(f"as {record.same_as}")
+    if check:
+        words.append("holds" if record.key == Task.of(proof).key else "of another kernel")
+    return " ".join(words)
 
 
 def prove(proof: Proof, *, again: bool) -> bool:
@@ -92,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"pattern: expected one proof, got {len(proofs)}: {', '.join(p.name for p in proofs)}")
         return 2
     if args.command == "list":
-        list_proofs(proofs)
+        list_proofs(proofs, check=args.check)
         return 0
     if version() is None:
         say(f"{PACKAGE}: the verifier is not installed; pip install -e '.[prove]' installs it")
