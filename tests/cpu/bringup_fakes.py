@@ -1,6 +1,7 @@
 """Steps that are nothing but their fates, for test_bringup.py: each runs in a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ def skips(notes):
 
 def hangs(notes):
     """With a process of its own, which must not outlive it, and deaf to what is not SIGKILL."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(os.environ[LEFT_BEHIND]).write_text(str(child.pid))
     notes.put("seen before", True)
