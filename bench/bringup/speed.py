@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.peers import BACKENDS, sdpa
+from bench.points import Point
 from bench.precompile import precompile
 from bench.provenance import clocks
 from bench.timing import Timing, time_interleaved
@@ -19,31 +20,12 @@ from tests.gpu.checks import check
 from . import cases, here, levers
 from .runner import Notes
 
-TOKENS = 16384  # batch times length
-MODEL_DIM = 2048  # heads times head dim
 LENGTHS = (1024, 4096, 16384)
 LEVER_LENGTH = 4096
 ROUNDS = 9
 CHECKED_ROWS = 512  # of the first head, against float64
-BASELINES = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 
 Calls = dict[str, Callable[[], Any]]
-
-
-def tensors(head_dim: int, length: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    torch.manual_seed(0)
-    shape = (TOKENS // length, MODEL_DIM // head_dim, length, head_dim)
-    return [torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype) for _ in range(3)]
-
-
-def tflops(length: int, causal: bool, timing: Timing) -> float:
-    """4 B H S² D for the two products, half of it under a causal mask."""
-    return 4 * TOKENS * length * MODEL_DIM / (2 if causal else 1) / timing.median / 1e12
-
-
-def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    with sdpa_kernel(backend):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def working(notes: Notes, what: str, calls: Calls) -> tuple[Calls, list[str]]:
@@ -83,13 +65,14 @@ def sweep(head_dim: int, causal: bool, notes: Notes) -> None:
     """bf16, and where there is a kernel e4m3, against torch's SDPA in bf16, in the same rounds."""
     wrong: list[str] = []
     for length in LENGTHS:
-        q, k, v = tensors(head_dim, length)
+        point = Point(head_dim=head_dim, causal=causal, length=length)
+        q, k, v = point.tensors()
         what = f"S={length}"
-        sdpas: Calls = {name: functools.partial(sdpa, backend, q, k, v, causal) for name, backend in BASELINES.items()}
+        sdpas: Calls = {name: functools.partial(sdpa, backend, q, k, v, causal) for name, backend in BACKENDS.items()}
         baselines, _ = working(notes, what, sdpas)
         ours = {"ours": partials(q, k, v, causal=causal)}
         ours |= {f"ours, {n} CTAs": partials(q, k, v, causal=causal, num_ctas=n) for n in here.cta_counts()}
-        ours["ours, e4m3"] = partials(*tensors(head_dim, length, torch.float8_e4m3fn), causal=causal)
+        ours["ours, e4m3"] = partials(*dataclasses.replace(point, dtype="e4m3").arguments([q, k, v]), causal=causal)
         right, failed = working(notes, what, {name: checked for name, (checked, _) in ours.items()})
         wrong += (f"{what}, {name}" for name in failed)
         calls = baselines | {name: ours[name][1] for name in right}
@@ -97,7 +80,7 @@ def sweep(head_dim: int, causal: bool, notes: Notes) -> None:
         found = {
             name: {
                 "ms": timing.median * 1e3,
-                "tflops": tflops(length, causal, timing),
+                "tflops": point.flops / timing.median / 1e12,
                 "spread": timing.spread,
                 **{f"times {b}": timings[b].median / timing.median for b in baselines},
             }
@@ -148,7 +131,7 @@ def combined(table: TileConfig, tiles: dict[str, TileConfig], names: list[str]) 
 
 def compare_levers(head_dim: int, causal: bool, notes: Notes) -> None:
     """Each lever turned on its own against the table's tile; then the gains together: a proposal for the table."""
-    q, k, v = tensors(head_dim, LEVER_LENGTH)
+    q, k, v = Point(head_dim=head_dim, causal=causal, length=LEVER_LENGTH).tensors()
     table = cases.table_tile(q.dtype, head_dim, causal, None, LEVER_LENGTH)
     tiles = {TABLE: table, **levers.variants(table, here.device().arch)}
     tiles |= {
@@ -168,7 +151,7 @@ def compare_levers(head_dim: int, causal: bool, notes: Notes) -> None:
         return time_interleaved(calls, rounds=ROUNDS)
 
     try:
-        for _ in precompile({(q.dtype, head_dim, causal, tile) for tile in tiles.values()}):
+        for _ in precompile({(q.dtype, head_dim, causal, tile) for tile in tiles.values()}, here.device().arch):
             pass
     except Exception as error:  # it only saves time: what does not compile is found below, by name
         notes.say(f"compiling ahead failed: {error}")

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import platform
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from .runner import Notes, Step
 
 SANITIZER = {"TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"}
 PROCESSES = max(1, min(8, (os.cpu_count() or 2) - 1))
+# What is raised where a packed Triton lacks its assembler or its disassembler.
+UNAVAILABLE = (OSError, RuntimeError, subprocess.SubprocessError)
 FAILURES_SAID = 12  # in the text; the JSON has all
 FOLDER = "BRINGUP_FOLDER"  # where a compiling process leaves what it has found, for the step that started it
 
@@ -42,8 +45,12 @@ def machine(notes: Notes) -> None:
             "torch": torch.__version__,
             "triton": triton.__version__,
         }
-    found |= {"changed": output_of("git", "status", "--porcelain", "--untracked-files=no").split("\n")}
-    found |= {"assembler": assembler_version(), "python": platform.python_version(), "cpus": os.cpu_count()}
+    found |= {"changed": output_of("git", "status", "--porcelain", "--untracked-files=no").splitlines()}
+    try:
+        found |= {"assembler": assembler_version()}
+    except UNAVAILABLE as error:
+        found |= {"assembler": f"unknown: {error}"}
+    found |= {"python": platform.python_version(), "cpus": os.cpu_count()}
     for key, value in found.items():
         notes.put(key, value)
     check_triton_version()
@@ -79,9 +86,13 @@ def describe(row: Row) -> str:
 def compile_row(name: str) -> None:
     row, arch = table_rows()[name]
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
-    found = resources(compiled(dtype, row.padded_head_dim, row.causal, row.tile, arch=arch))
+    kernel = compiled(dtype, row.padded_head_dim, row.causal, row.tile, arch=arch)
+    try:
+        found = dataclasses.asdict(resources(kernel))
+    except UNAVAILABLE as error:
+        found = {"not disassembled": str(error)}
     index = name.partition(":")[0]
-    Path(os.environ[FOLDER], index).write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+    Path(os.environ[FOLDER], index).write_text(json.dumps(found), encoding="utf-8")
 
 
 def compile_table(notes: Notes) -> None:

@@ -1,6 +1,7 @@
 """The bring-up kit: its runner with steps that fail, hang and crash; its report; a first pass without a card."""
 
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -158,6 +159,18 @@ def test_the_steps_come_in_rising_order_of_risk():
         assert sanitized == step.name.startswith("ConSan")
 
 
+def test_what_the_steps_borrow_from_the_tests_on_a_card_is_there():
+    """Imported only where there is a card."""
+    from tests.gpu.test_consan import FINDING, RUNS, run, run_hand_over
+    from tests.gpu.test_launch import repeat
+
+    assert FINDING
+    assert {"a role that waits", "a role that does not wait"} <= set(RUNS)
+    inspect.signature(run).bind("a role that waits")
+    inspect.signature(run_hand_over).bind(True)
+    inspect.signature(repeat).bind(1000, *"qkv", causal=True, num_ctas=1)
+
+
 def test_every_lever_is_tried_on_and_off():
     fields = {f.name for f in dataclasses.fields(BlackwellTile) if f.default is not dataclasses.MISSING}
     assert set(levers.BLACKWELL_PLAIN) == fields - {"cga_layout"}
@@ -248,10 +261,11 @@ def timed_without_a_card(monkeypatch):
     monkeypatch.setattr(cases.here, "on_card", lambda: True)
     monkeypatch.setattr(cases.here, "device", lambda: b200)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(speed, "tensors", lambda d, n, dtype=torch.bfloat16: [torch.zeros(1, 1, 8, d).to(dtype)] * 3)
+    small = [torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)] * 3
+    monkeypatch.setattr(speed.Point, "tensors", lambda point: small)
     monkeypatch.setattr(speed, "attention", fake_attention)
     monkeypatch.setattr(speed, "check", lambda *_, **__: None)
-    monkeypatch.setattr(speed, "precompile", lambda jobs: iter(sorted(jobs, key=str)))
+    monkeypatch.setattr(speed, "precompile", lambda jobs, arch: iter(sorted(jobs, key=str)))
     monkeypatch.setattr(speed, "time_interleaved", fake_times)
 
 
@@ -298,13 +312,13 @@ def test_the_sweep_says_ratios_and_what_failed(timed_without_a_card, monkeypatch
         speed.sweep(64, True, Notes(tmp_path / "notes"))
     data = {entry["key"]: entry["value"] for entry in notes_of(tmp_path / "notes") if "key" in entry}
     timed = data["S=1024"]["timed"]
-    assert set(timed) == {"cuDNN", "ours", "ours, 1 CTAs", "ours, 2 CTAs", "ours, e4m3"}
-    assert timed["ours"]["times cuDNN"] == 1
-    assert "no FlashAttention" in data["S=1024: FlashAttention failed"]
+    assert set(timed) == {"cudnn", "ours", "ours, 1 CTAs", "ours, 2 CTAs", "ours, e4m3"}
+    assert timed["ours"]["times cudnn"] == 1
+    assert "no FlashAttention" in data["S=1024: fa2 failed"]
 
 
 def fake_sdpa(backend, *_):
-    if backend == speed.BASELINES["FlashAttention"]:
+    if backend == speed.BACKENDS["fa2"]:
         raise RuntimeError("no FlashAttention here")
 
 
