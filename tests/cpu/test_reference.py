@@ -1,6 +1,8 @@
 """The specification itself, against torch's own attention and against the definition written out row by row."""
 
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -180,3 +182,42 @@ def test_large_scores_stay_finite(causal):
     want_out, want_lse = row_by_row(1000 * q, k, v, causal, 32**-0.5)
     torch.testing.assert_close(out, want_out, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+
+
+def scales(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.rand(shape, generator=generator) + 0.5 for _ in range(3))
+    return q, k, v
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_is_attention_of_what_it_stands_for(dtype, layout):
+    """Each head's numbers times its KV head's scale, head by head; O in bf16, LSE in fp32."""
+    q, k, v = (t.to(dtype) for t in qkv(2, 6, 3, 9, 11, 16))
+    by_q, by_k, by_v = scales(2, 3)
+    q64, k64, v64 = (t.double() for t in (q, k, v))
+    for b, h in itertools.product(range(2), range(6)):
+        q64[b, h] *= by_q[b, h // 2].double()
+        if h < 3:
+            k64[b, h] *= by_k[b, h].double()
+            v64[b, h] *= by_v[b, h].double()
+    want, want_lse = row_by_row(q64, k64, v64, True, 0.3)
+    if layout == "bshd":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    options: dict[str, Any] = {"causal": True, "scale": 0.3, "layout": layout}
+    out, lse = reference_attention(q, k, v, **options, q_scale=by_q, k_scale=by_k, v_scale=by_v)
+    assert (out.shape, out.dtype, lse.dtype) == (q.shape, torch.bfloat16, torch.float32)
+    out = out if layout == "bhsd" else out.transpose(1, 2)
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("missing", ["q_scale", "k_scale", "v_scale"])
+def test_a_scale_that_is_left_out_is_1(missing):
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in qkv(2, 4, 2, 9, 11, 16))
+    given: dict[str, Any] = dict(zip(("q_scale", "k_scale", "v_scale"), scales(2, 2), strict=True))
+    with_ones = reference_attention(q, k, v, **(given | {missing: torch.ones(2, 2)}))
+    given.pop(missing)
+    without = reference_attention(q, k, v, **given)
+    assert all(map(torch.equal, without, with_ones))
