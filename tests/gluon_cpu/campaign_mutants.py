@@ -173,6 +173,10 @@ EXPLAINED: tuple[Explanation, ...] = (
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
     ),
     Explanation(
+        rf"{ON_BLACKWELL} \| delete: cluster_barrier #\d+ kernel at kernel\.py:\d+$",
+        "the compiler's own, at the end: after the kernel's last one no CTA touches another's memory",
+    ),
+    Explanation(
         rf"{ON_BLACKWELL} \| delete: wait_barrier .* {HELD_FIRST}",
         "passes at once, as nobody has filled the slot before: it is there for the slot that it returns",
     ),
