@@ -107,8 +107,13 @@ def compile_table(notes: Notes) -> None:
         )
 
         def note(name: str, outcome: Outcome) -> None:
-            found = Path(folder, name.partition(":")[0])
-            notes.put(name, json.loads(found.read_text()) if outcome.verdict == "passed" else outcome.text[-2000:])
+            if outcome.verdict != "passed":
+                notes.put(name, outcome.text[-2000:])
+                return
+            found = json.loads(Path(folder, name.partition(":")[0]).read_text())
+            notes.put(name, found)
+            if any(loop["spills"] for loop in found.get("loops", [])):
+                notes.say(f"spills in a steady loop: {name}")
 
         settle(notes, apart, names, note)
 
