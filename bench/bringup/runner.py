@@ -77,7 +77,7 @@ def run_steps(steps: Sequence[Step], reference: str, done: Callable[[list[Result
         verdicts = {result.name: result for result in results}
         missing = [verdicts[name] for name in step.needs if name in verdicts and verdicts[name].verdict != "passed"]
         if missing:
-            why = "; ".join(f"needs {r.name!r}, which {was(r)}" for r in missing)
+            why = "; ".join(dict.fromkeys(map(reason_of, missing)))
             results.append(Result(name=step.name, verdict="skipped", reason=why))
         else:
             results.append(run_apart(step, reference))
@@ -85,8 +85,9 @@ def run_steps(steps: Sequence[Step], reference: str, done: Callable[[list[Result
     return results
 
 
-def was(result: Result) -> str:
-    return f"was skipped: {result.reason}" if result.verdict == "skipped" else "failed"
+def reason_of(missing: Result) -> str:
+    """Why what needs this result is skipped. A skipped one has the reason already."""
+    return missing.reason if missing.verdict == "skipped" else f"needs {missing.name!r}, which failed"
 
 
 def run_apart(step: Step, reference: str) -> Result:

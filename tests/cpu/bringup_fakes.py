@@ -56,6 +56,7 @@ FAKES = [
     Step(name="crashes", run=crashes, seconds=60),
     Step(name="needs a failed one", run=passes, seconds=60, needs=["passes", "fails"]),
     Step(name="needs a skipped one", run=passes, seconds=60, needs=["skips"]),
+    Step(name="needs what needs a failed one", run=passes, seconds=60, needs=["passes", "needs a failed one"]),
     Step(name="needs a passed one", run=passes, seconds=60, needs=["passes"], env={"GIVEN": "yes"}),
     Step(name="leaves a process behind", run=leaves_a_process_behind, seconds=60),
 ]
