@@ -41,7 +41,7 @@ DTYPE_LABELS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 FP8_SHIFT = 2.0**8  # what the kernels multiply P with, where it is in e4m3
 EXECUTION_COLUMNS = "for      dtype  mask    CTAs  error of O  plain torch  of LSE   schedules  findings  seconds"
 KERNEL_COLUMNS = (
-    "for      head dim  mask    CTAs  tile        registers       smem KB  instr  products  TMA ld/st  "
+    "for      head dim  mask    CTAs  tile        registers           smem KB  instr  products  TMA ld/st  "
     "spills: loop  other"
 )
 
@@ -148,7 +148,7 @@ def describe(row: Row, arch: int) -> str:
     size, tma = f"{tile.block_m:>4} x {tile.block_n}", f"{found.tma_loads}/{found.tma_stores}"
     return (
         f"{architecture(arch):<8} {row.padded_head_dim:<9} {mask(row.causal):<7} {tile.num_ctas:<5} {size:<11} "
-        f"{'+'.join(map(str, registers)):<15} {found.smem_bytes / 1024:<8.1f} {found.instructions:<6} "
+        f"{'+'.join(map(str, registers)):<19} {found.smem_bytes / 1024:<8.1f} {found.instructions:<6} "
         f"{found.products:<9} {tma:<10} {in_loops:<13} {found.spills - in_loops}"
     )
 
