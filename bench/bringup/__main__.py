@@ -15,6 +15,8 @@ REFERENCE = "bench.bringup.steps:STEPS"
 
 
 def main() -> None:
+    # Triton 3.9's bindings leak a few objects and say so on exit in thirty lines.
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
     parser = argparse.ArgumentParser(prog="python -m bench.bringup", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(".out/bringup"), help="folder of the report")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="names or patterns; the first two steps always run")
@@ -39,8 +41,6 @@ def main() -> None:
         sys.stdout.flush()
         report.write(args.out, results, planned)
 
-    # Triton 3.9's bindings leak a few objects and say so on exit in thirty lines.
-    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
     results = run_steps(steps, REFERENCE, done)
     print(f"\n{report.as_text(results, planned).splitlines()[-1]}")
     print(f"written: {args.out / 'report.json'} (to send back) and {args.out / 'report.txt'} (to read)")
