@@ -75,7 +75,7 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
         size, at = int(found[1]), found.span(1)
         for other in (size // 2, size * 2):
             yield f"bytes {size} -> {other}", [line[: at[0]] + str(other) + line[at[1] :]]
-    if op == "ttng.wait_barrier" and (found := re.search(r"wait_barrier [^,]+, (%[\w#]+)", line)):
+    if op == "ttng.wait_barrier" and (found := re.search(r"wait_barrier [^,]+, (%[\w.#]+)", line)):
         at = found.span(1)
         flipped = line[: at[0]] + "%flipped_by_mutant" + line[at[1] :]
         where = (re.search(r" loc\(.*\)\s*$", line) or [""])[0]
