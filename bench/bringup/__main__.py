@@ -9,7 +9,11 @@ from pathlib import Path
 
 from . import report
 from .runner import Result, run_steps
-from .steps import STEPS
+
+try:
+    from .steps import STEPS
+except ModuleNotFoundError as missing:  # a host that brings its own Python may lack what the tests need
+    sys.exit(f"bring-up: expected the Python package {missing.name!r} beside torch and Triton; install it")
 
 REFERENCE = "bench.bringup.steps:STEPS"
 
