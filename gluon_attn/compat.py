@@ -91,7 +91,7 @@ def disassemble(kernel: CompiledKernel) -> str:
 
 
 def assembler_version() -> str:
-    """The release of the assembler (ptxas) that Triton assembles Hopper kernels with."""
+    """The release of the assembler (ptxas) that Triton assembles kernels with."""
     version = subprocess.run(
         [knobs.nvidia.ptxas_blackwell.path, "--version"], capture_output=True, text=True, check=True
     )

@@ -31,7 +31,7 @@ class Wires:
     statistics_read: correction -> mma, one lane each: they have been read, and the scores may be overwritten.
     results:    correction -> store; 2 slots of O in the tensors' dtype, for lanes 0 and 1 in turn; freed by store.
     turns:      softmax lane 0 <-> lane 1: who may use the exponential unit (if exp_turns).
-    items:      load of the lead CTA -> every role of every CTA; 2 slots; freed by each (if dynamic).
+    items:      load of CTA 0 -> every role of every CTA; 2 slots; freed by each (if dynamic).
     """
 
     queries: SharedMemoryChannel
