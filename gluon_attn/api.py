@@ -12,7 +12,7 @@ from .launch import Launch
 from .plan import Plan
 from .problem import FP8_DTYPES, SCALES, Problem, check_addresses, check_no_overlap, output_dtype
 from .tile import TileConfig
-from .tuning import pick_tile, require_fits, require_supported
+from .tuning import pick_tile, require_ctas, require_fits, require_supported
 
 if TYPE_CHECKING:
     from .cpu import CpuLaunch
@@ -77,13 +77,15 @@ def attention(
             others and the base address multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
         causal: query i sees keys j <= i + Sk - Sq, aligned to the BOTTOM RIGHT as in flash-attention. (`is_causal` of
             torch's scaled_dot_product_attention is aligned to the top left: they differ where Sq != Sk.)
-        scale: finite and positive; default 1/sqrt(D).
+        scale: finite and positive; default 1/sqrt(D). Scores times scale are fp32: beyond 1e5 their differences, and
+            with them O, lose digits, and beyond 1e9 there are NaN, as in other kernels of this method.
         layout: "bhsd" or "bshd".
         return_lse: also return the log-sum-exp of the scores of each row.
         out: where to put O: shape and dtype of q (of fp8 inputs: bfloat16), sharing no memory with q, k, v. Default: a
             new tensor like q.
         q_scale, k_scale, v_scale: for fp8 inputs, what they are multiplied with: (B, Hkv) fp32, contiguous. Default 1.
-            q_scale too is by KV head: one for all query heads that share it.
+            q_scale too is by KV head: one for all query heads that share it. Those of q and k must not be negative,
+            which is not checked: they are on the card.
         num_ctas: 1, 2 or (Blackwell) 4 CTAs to a cluster; default: as the tuning table has it.
         tile: a TileConfig instead of the tuning table's.
         device: a Device to choose for; default: q's own card. With CPU tensors, Device.hopper() or Device.blackwell()
@@ -160,8 +162,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scal
                 )
     if q.numel() and k.numel():  # an empty tensor has no address
         check_addresses(q=q, k=k, v=v, **outputs)
-        if out is not None:
-            check_no_overlap(out, q=q, k=k, v=v)
+    if out is not None:
+        check_no_overlap(out, q=q, k=k, v=v)
 
 
 def prepare(
@@ -189,16 +191,22 @@ def prepare(
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device: expected a gluon_attn Device or None, got {type(device).__name__}; leave it out")
     check_call(q, k, v, out, scales)
-    if device is None or q.device.type != "cpu":
-        Device.of(q.device).require_supported()  # whatever device is planned for, it runs on this one
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
+    if q.device.type != "cpu" and device is not None:
+        own = Device.of(q.device)  # whatever device is planned for, it runs on this one
+        if own.arch != device.arch:
+            raise ValueError(
+                f"device: expected one of compute capability {own.capability}, as {own.name}, where q is, got "
+                f"{device.name} {device.capability}; leave it out, or move q, k and v to the CPU to execute it there"
+            )
     require_supported(problem, chosen)
+    require_ctas(num_ctas, chosen)
+    if tile is not None:
+        require_fits(tile, problem, chosen)
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
-    chosen_tile = pick_tile(problem, chosen, num_ctas) if tile is None else tile
-    require_fits(chosen_tile, problem, chosen)
-    plan = Plan.of(problem, chosen_tile, chosen)
+    plan = Plan.of(problem, pick_tile(problem, chosen, num_ctas) if tile is None else tile, chosen)
     if q.device.type == "cpu":
         from .cpu import CpuLaunch
 

@@ -33,6 +33,11 @@ class Plan:
     def of(problem: Problem, tile: TileConfig, device: Device) -> "Plan":
         """Raises ValueError for more row blocks than the kernel can count."""
         clusters = device.sm_count // tile.num_ctas
+        if clusters == 0:
+            raise ValueError(
+                f"device: expected at least {tile.num_ctas} processors for a cluster of as many CTAs, got "
+                f"{device.sm_count}; give num_ctas=1"
+            )
         row_blocks, heads = -(-problem.q_len // tile.block_m), problem.batch * problem.heads
         if heads * row_blocks >= 2**31 - clusters:
             raise ValueError(

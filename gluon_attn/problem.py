@@ -13,7 +13,7 @@ DTYPES = (torch.float16, torch.bfloat16, *FP8_DTYPES)
 SCALES = ("q_scale", "k_scale", "v_scale")
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16
-# The kernel multiplies by scale · log2(e) in fp32, where that must be neither zero, nor infinite, nor imprecise.
+# The kernel multiplies by scale · log2(e) in fp32, where that must be a normal number.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 
 
@@ -214,7 +214,8 @@ def check_addresses(**tensors: Tensor) -> None:
         if t.data_ptr() % TMA_ALIGNMENT_BYTES:
             raise ValueError(
                 f"{name}: expected a base address that is a multiple of {TMA_ALIGNMENT_BYTES} bytes, "
-                f"got {t.data_ptr():#x}; slice at a multiple of 8 elements, or .clone() it: nothing is copied silently"
+                f"got {t.data_ptr():#x}; slice at a multiple of {TMA_ALIGNMENT_BYTES // t.element_size()} elements, or "
+                ".clone() it: nothing is copied silently"
             )
 
 

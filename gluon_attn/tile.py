@@ -42,6 +42,8 @@ class TileConfig:
         raise NotImplementedError
 
     def __post_init__(self) -> None:
+        if type(self) is TileConfig:
+            raise TypeError("TileConfig: expected a HopperTile or a BlackwellTile, got their base class")
         if self.block_n not in (64, 128):
             raise ValueError(f"{self.block_n=} must be 64 or 128")
         if self.kv_slots < 1:
@@ -185,6 +187,8 @@ class BlackwellTile(TileConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.kv_slots < 2:
+            raise ValueError(f"{self.kv_slots=} must be at least 2: the products hold a block of V and the next of K")
         if self.cga_layout not in ((), ((1, 0),), ((1, 0), (2, 0))):
             raise ValueError(
                 f"{self.cga_layout=} must be () for one CTA, ((1, 0),) for two or ((1, 0), (2, 0)) for four, sharded "

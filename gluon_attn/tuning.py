@@ -153,6 +153,7 @@ def pick_tile(problem: Problem, device: Device, num_ctas: int | None = None) -> 
     Raises NotImplementedError if there is no kernel for such a problem on the device, ValueError if no row fits it.
     """
     require_supported(problem, device)
+    require_ctas(num_ctas, device)
     for row in TABLE:
         needed = row.tile.smem_bytes(row.padded_head_dim, row.element_bytes)
         if row.fits(problem, device, num_ctas) and needed <= device.smem_bytes:
@@ -172,8 +173,15 @@ def require_supported(problem: Problem, device: Device) -> None:
         )
 
 
+def require_ctas(num_ctas: int | None, device: Device) -> None:
+    """ValueError for a number of CTAs that the device's kernel does not have."""
+    possible = (1, 2) if device.arch == 90 else (1, 2, 4)
+    if num_ctas is not None and num_ctas not in possible:
+        raise ValueError(f"num_ctas: expected one of {possible} for {device.name}, got {num_ctas}")
+
+
 def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
-    """ValueError unless the tile is for the device, and takes no more shared and tensor memory than it has."""
+    """ValueError unless the tile is for the device and the problem's dtype, and takes no more memory than there is."""
     require_supported(problem, device)
     if device.arch not in tile.archs:
         if isinstance(tile, BlackwellTile) and device.arch != 90:
@@ -184,6 +192,11 @@ def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
         raise ValueError(f"tile: expected a {kind} for {device.name}, got a {type(tile).__name__}")
     if isinstance(tile, HopperTile):
         require_fits_dtype(tile, problem)
+    elif isinstance(tile, BlackwellTile) and tile.early_p and tile.block_n == 64 and problem.dtype in FP8_DTYPES:
+        raise ValueError(
+            f"tile: expected block_n=128 with early_p for {problem.dtype}, got 64: a quarter of P would be less than "
+            "the tensor cores multiply"
+        )
     if isinstance(tile, BlackwellTile) and tile.rescale_threshold > 0 and problem.dtype in FP8_DTYPES:
         raise ValueError(
             f"tile: expected rescale_threshold=0 for {problem.dtype}, in which P beyond its scale would overflow, got "

@@ -193,6 +193,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "block_n 32": ({"block_n": 32}, "self.block_n=32 must be 64 or 128"),
     "block_n 256": ({"block_n": 256}, "self.block_n=256 must be 64 or 128"),
     "no K/V slot": ({"kv_slots": 0}, "self.kv_slots=0 must be at least 1"),
+    "one K/V slot": ({"kv_slots": 1}, "self.kv_slots=1 must be at least 2"),
     "softmax registers 100": ({"softmax_registers": 100}, "self.softmax_registers=100 must be a multiple of 8"),
     "softmax registers 264": ({"softmax_registers": 264}, "self.softmax_registers=264 must be a multiple of 8"),
     "load registers 16": ({"load_registers": 16}, "self.load_registers=16 must be a multiple of 8"),

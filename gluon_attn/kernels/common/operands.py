@@ -7,6 +7,9 @@ from gluon_attn.compat import aggregate, constexpr_function, gl, jit, tma_descri
 FP8_SHIFT_LOG2 = gl.constexpr(8.0)
 
 
+SMALLEST_SCALE_LOG2 = gl.constexpr(1e-37)  # a normal number
+
+
 @constexpr_function
 def probability_dtype(dtype):
     """What P is rounded to, for values of `dtype`: of the two fp8 types the one with the smaller relative error."""
@@ -56,8 +59,13 @@ class Operands:
 
     @jit
     def score_scale(self, q_scales, k_scales, tile):
-        """What a tile's raw scores are multiplied with before exp2."""
+        """What a tile's raw scores are multiplied with before exp2.
+
+        Positive: the largest raw score is to be the largest after it too, and 0 times a masked score, -inf, is NaN. A
+        head that is quantised by its largest number has a scale of 0 if it is all zeros.
+        """
         if q_scales is None:
             return self.scale_log2
         else:
-            return self.scale_log2 * self.scale_of(q_scales, tile) * self.scale_of(k_scales, tile)
+            scale_log2 = self.scale_log2 * self.scale_of(q_scales, tile) * self.scale_of(k_scales, tile)
+            return gl.maximum(scale_log2, SMALLEST_SCALE_LOG2)
