@@ -27,8 +27,8 @@ import gluon_cpu
 from gluon_attn.device import Device
 from gluon_attn.kernels.blackwell import kernel as blackwell_kernel
 from gluon_attn.kernels.hopper import kernel as hopper_kernel
-from gluon_attn.tile import BlackwellTile
-from gluon_attn.tuning import blackwell_tile
+from gluon_attn.tile import BlackwellTile, TileConfig
+from gluon_attn.tuning import blackwell_tile, hopper_tile
 from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate
@@ -43,18 +43,17 @@ POLICIES = ("random", "late", "early", "pct", "starve")
 class Kernel:
     """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, tile after tile.
 
-    tile: of a Blackwell kernel; default: the tuning table's for an H200.
+    The tile is not the tuning table's, which changes: the lengths are chosen for it.
     """
 
     head_dim: int
-    num_ctas: int
     causal: bool
     lengths: tuple[tuple[int, int], ...]
-    tile: BlackwellTile | None = None
+    tile: TileConfig
 
     def runs(self) -> list[Run]:
-        device = Device.hopper() if self.tile is None else Device.blackwell()
-        options: dict[str, Any] = {"causal": self.causal, "num_ctas": self.num_ctas, "device": device}
+        device = Device.blackwell() if isinstance(self.tile, BlackwellTile) else Device.hopper()
+        options: dict[str, Any] = {"causal": self.causal, "device": device}
         inputs = (normal_qkv(q_len=q, kv_len=kv, head_dim=self.head_dim) for q, kv in self.lengths)
         return [Run(*qkv, **options, tile=self.tile, programs=1) for qkv in inputs]
 
@@ -68,24 +67,35 @@ class Kernel:
 BLACKWELL_LENGTHS = ((700, 600), (520, 100), (600, 250))
 KERNELS: dict[str, Kernel] = {
     "two CTAs, turns": Kernel(
-        head_dim=64, num_ctas=2, causal=True, lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446))
+        head_dim=64,
+        causal=True,
+        lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
+        tile=hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2),
     ),
     "one CTA, turns": Kernel(
         head_dim=64,
-        num_ctas=1,
         causal=True,
         lengths=((580, 649), (800, 100), (400, 517), (384, 387), (400, 416), (400, 420)),
+        tile=hopper_tile(3, 128, 2, 2, 160, take_turns=True),
     ),
-    "one CTA, no turns": Kernel(head_dim=128, num_ctas=1, causal=False, lengths=((390, 650), (500, 100), (600, 200))),
+    "one CTA, no turns": Kernel(
+        head_dim=128,
+        causal=False,
+        lengths=((390, 650), (500, 100), (600, 200)),
+        tile=hopper_tile(2, 128, 2, 2, 240, take_turns=False),
+    ),
     "two CTAs, O staged in Q": Kernel(
-        head_dim=256, num_ctas=2, causal=False, lengths=((500, 330), (800, 60), (800, 100))
+        head_dim=256,
+        causal=False,
+        lengths=((500, 330), (800, 60), (800, 100)),
+        tile=hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2),
     ),
     **{
         f"Blackwell, {name}": Kernel(
             head_dim=64,
-            num_ctas=num_ctas,
             causal=True,
-            lengths=tuple((q * num_ctas, kv) for q, kv in BLACKWELL_LENGTHS),
+            # The last is one tile, of whose lane 0 every block needs a mask.
+            lengths=(*((q * num_ctas, kv) for q, kv in BLACKWELL_LENGTHS), (256 * num_ctas, 275 * num_ctas)),
             tile=blackwell_tile(slots, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
         )
         for name, num_ctas, slots in (("one CTA", 1, 3), ("two CTAs", 2, 3), ("four CTAs", 4, 3))
