@@ -61,10 +61,10 @@ bench: $(BENCH_READY) ## Run the benchmarks (needs a Hopper card)
 blackwell-bringup: $(TEST_READY) ## Try everything on a new card, safest first, and write one report; without a card, what can be
 	@$(PY) -m bench.bringup $(ARGS)
 
-explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (20 min)
+explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (hours; ARGS="--only ...")
 	@$(PY) -m tests.gluon_cpu.campaign_silent $(ARGS)
 
-mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (10 min)
+mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (30 min)
 	@$(PY) -m tests.gluon_cpu.campaign_mutants $(ARGS)
 
 prove: $(TEST_READY) ## Prove the Blackwell kernels free of deadlocks and races, where no record of it holds (hours)
