@@ -129,7 +129,7 @@ def check(
 
     O may be off by twice what plain PyTorch in the same dtype is, plus one unit in the last place at the largest |O|.
     Of fp8 inputs the products are those of the numbers they stand for, times their scales, and plain PyTorch is
-    attention in fp32 with nothing but the probabilities rounded to that dtype: see `plain_fp8`.
+    attention in fp32 with nothing but the probabilities rounded to e4m3: see `plain_fp8`.
 
     LSE is fp32, whatever the inputs' dtype, so twice the error of plain PyTorch in fp32, plus 2^-16 of the largest
     |LSE| (at least 1): products on the tensor cores are summed with truncation, up to 16 steps for D = 256, each off
@@ -143,11 +143,10 @@ def check(
     torch.backends.cuda.matmul.allow_tf32 = False
     options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout}
     if q.dtype in FP8:
-        dtype = q.dtype
         kv_heads = k.shape[1] if layout == "bhsd" else k.shape[2]
         by = [*scales, None, None, None][:3]
         q, k, v = (stands_for(t, s, kv_heads, layout) for t, s in zip((q, k, v), by, strict=True))
-        plain = plain_fp8(q, k, v, dtype, **options)
+        plain = plain_fp8(q, k, v, **options)
     else:
         plain, _ = reference_attention(q, k, v, **options)
     want, want_lse = reference_attention(q.double(), k.double(), v.double(), **options)
@@ -183,10 +182,8 @@ def stands_for(t: Tensor, scale: Tensor | None, kv_heads: int, layout: str) -> T
     return t if layout == "bhsd" else t.transpose(1, 2)
 
 
-def plain_fp8(
-    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, causal: bool, scale: float | None, layout: str
-) -> Tensor:
-    """Attention in fp32 of what fp8 inputs stand for, the probabilities rounded to `dtype`, O rounded to bf16.
+def plain_fp8(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, layout: str) -> Tensor:
+    """Attention in fp32 of what fp8 inputs stand for, the probabilities rounded to e4m3, O rounded to bf16.
 
     They are rounded times 2^8, as any kernel with fp8 products must: e4m3 has no normal number below 2^-6.
     """
@@ -198,7 +195,7 @@ def plain_fp8(
         scores = scores.masked_fill(hidden, float("-inf"))
     largest_scores = scores.amax(-1, keepdim=True)
     p = (scores - largest_scores.masked_fill(largest_scores == float("-inf"), 0.0)).exp() * 2.0**8
-    out = p.to(dtype).float() @ v / p.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    out = p.to(torch.float8_e4m3fn).float() @ v / p.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return (out if layout == "bhsd" else out.transpose(1, 2)).to(torch.bfloat16)
 
 
