@@ -171,7 +171,12 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
         NotImplementedError,
         r"^q: head_dim 256 on a Blackwell card .*at most 128",
     ),
-    "four CTAs on Hopper": (HOPPER, {"num_ctas": 4}, ValueError, r"^num_ctas: expected one of .1, 2. for NVIDIA H200, got 4"),
+    "four CTAs on Hopper": (
+        HOPPER,
+        {"num_ctas": 4},
+        ValueError,
+        r"^num_ctas: expected one of .1, 2. for NVIDIA H200, got 4",
+    ),
     "a Hopper tile on Blackwell": (
         BLACKWELL,
         {"tile": a_tile()},
