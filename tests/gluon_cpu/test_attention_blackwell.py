@@ -64,8 +64,10 @@ CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
         (LENGTHS | HEADS | WIDE | FP16 | FP8, 1, (False, True)),
         (LENGTHS | HEADS, 2, (False, True)),
         (WIDE, 2, (True,)),
+        ({"D=128": WIDE["D=128"]}, 2, (False,)),  # what the table picks first there
         ({name: FP8[name] for name in ("e4m3", "e4m3, GQA")}, 2, (False,)),
         ({name: (LENGTHS | HEADS)[name] for name in ("odd lengths", "more queries than keys", "GQA")}, 4, (True,)),
+        ({"D=128": WIDE["D=128"], "e4m3": FP8["e4m3"]}, 4, (True,)),
     )
     for (name, row), causal in itertools.product(rows.items(), masks)
 }
@@ -342,10 +344,10 @@ def test_a_rescale_is_skipped_below_the_threshold():
     checked(Run(*inputs, causal=False, device=B200, tile=THRESHOLD, programs=1), "threshold 8")
 
 
-def test_every_row_of_the_table_is_executed_somewhere():
-    """The campaign over schedules runs them all; here, each head dim, mask, element size and number of CTAs is met in
-    some test above, though four CTAs with one kernel only."""
+def test_nearly_every_row_of_the_table_is_executed():
+    """The campaign over schedules runs them all. Here, each head dim, mask and number of CTAs is met in a test above,
+    but for four CTAs without a mask, which take the compiler half a minute each."""
     executed = {(64 if row.get("head_dim", 64) <= 64 else 128, causal, n) for row, causal, n in CASES.values()}
     wanted = {(r.padded_head_dim, r.causal, r.tile.num_ctas) for r in BLACKWELL}
     assert executed <= wanted
-    assert wanted - executed == {(128, False, 2), (64, False, 4), (128, False, 4), (128, True, 4)}
+    assert wanted - executed == {(64, False, 4), (128, False, 4)}
