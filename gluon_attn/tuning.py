@@ -96,6 +96,7 @@ def hopper_fp8_rows() -> tuple[Row, ...]:
 
 
 HOPPER: tuple[Row, ...] = (
+    *hopper_fp8_rows(),
     Row(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=True)),
     Row(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=True)),
     Row(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=True, num_ctas=2)),
@@ -142,7 +143,6 @@ def blackwell_rows() -> tuple[Row, ...]:
 
 
 BLACKWELL = blackwell_rows()
-HOPPER += hopper_fp8_rows()
 TABLE = HOPPER + BLACKWELL
 
 

@@ -1,4 +1,5 @@
-"""The two roles of the Hopper kernel: one warp loads; each softmax warpgroup takes its query rows from QKᵀ to O."""
+"""Two roles of the Hopper kernel: one warp loads; each softmax warpgroup takes its query rows from QKᵀ to O. In fp8
+there is a third, see transpose.py."""
 
 from channels import tma
 from gluon_attn.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
