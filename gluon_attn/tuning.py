@@ -96,7 +96,6 @@ def hopper_fp8_rows() -> tuple[Row, ...]:
 
 
 HOPPER: tuple[Row, ...] = (
-    *hopper_fp8_rows(),
     Row(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=True)),
     Row(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=True)),
     Row(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=True, num_ctas=2)),
@@ -109,6 +108,7 @@ HOPPER: tuple[Row, ...] = (
     Row(256, True, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True)),
     Row(256, False, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2)),
     Row(256, True, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2)),
+    *hopper_fp8_rows(),
 )
 
 
