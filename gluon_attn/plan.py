@@ -48,12 +48,12 @@ class Plan:
         # two differ much and there is no program for every block anyway; unless that is left to the order of items.
         lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
         uneven = problem.causal and heaviest >= 2 * lightest
-        pairs = uneven and heads * row_blocks > clusters and not tile.longest_first and not tile.dynamic
+        pairs = uneven and heads * row_blocks > clusters and not tile.longest_first and not tile.one_program_per_item
         items = heads * -(-row_blocks // (2 if pairs else 1))
         return Plan(
             problem=problem,
             tile=tile,
-            programs=items if tile.dynamic else min(clusters, items),
+            programs=items if tile.one_program_per_item else min(clusters, items),
             blocks_per_item=2 if pairs else 1,
             heads_per_group=heads_in_l2(problem, device),
             scale_log2=problem.scale * math.log2(math.e),

@@ -1,5 +1,6 @@
 """Tile configurations: how a kernel is cut, one class for each architecture. Frozen, and they check themselves."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,14 +33,14 @@ class TileConfig:
     longest_first: bool = False
 
     @property
-    def dynamic(self) -> bool:
-        """Whether programs take their items from the hardware: then there is one for every item."""
+    def one_program_per_item(self) -> bool:
+        """Whether the grid has a program for every item, of which the hardware starts those it has room for."""
         return False
 
     @property
+    @abstractmethod
     def archs(self) -> tuple[int, ...]:
         """The architectures it is for: 90, 100, 103."""
-        raise NotImplementedError
 
     def __post_init__(self) -> None:
         if type(self) is TileConfig:
@@ -57,17 +58,17 @@ class TileConfig:
         return 2 ** len(self.cga_layout)
 
     @property
+    @abstractmethod
     def block_m(self) -> int:
         """Query rows of a tile, over all CTAs of the cluster."""
-        raise NotImplementedError
 
+    @abstractmethod
     def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
         """Shared memory of a CTA for a padded head dim (64, 128 or 256), with barriers and the compiler's own use."""
-        raise NotImplementedError
 
+    @abstractmethod
     def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:
         """(rows, CGA layout) of the tiles in which that tensor is copied."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +211,10 @@ class BlackwellTile(TileConfig):
                 f"{self.softmax_registers=} and {self.load_registers=} must leave the correction role 24 to 256 "
                 f"registers, they leave {self.correction_registers}"
             )
+
+    @property
+    def one_program_per_item(self) -> bool:
+        return self.dynamic
 
     @property
     def rows_per_lane(self) -> int:
