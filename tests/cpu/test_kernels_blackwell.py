@@ -51,7 +51,7 @@ def job(row: Row) -> Job:
 
 def name_of(row: Row) -> str:
     kind = f"{8 * row.element_bytes} bits, {'causal' if row.causal else 'full'}"
-    dynamic = ", dynamic" if row.tile.dynamic else ""
+    dynamic = ", dynamic" if row.tile.one_program_per_item else ""
     return f"D={row.padded_head_dim}, {row.tile.num_ctas} CTAs, {kind}, sm_{row.tile.archs[0]}{dynamic}"
 
 
