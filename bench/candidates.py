@@ -13,17 +13,15 @@ def both(*args: int, **options: Any) -> list[TileConfig]:
 # By (padded head dim, bytes of an element). The arguments are those of `hopper_tile`.
 CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
     (64, 2): [
-        *both(3, 128, 2, 2, 160, take_turns=True),
-        *both(3, 128, 2, 2, 160, take_turns=False),
-        *both(3, 64, 2, 4, 160, take_turns=True),
         *both(4, 64, 2, 4, 112, take_turns=True),
         *both(4, 64, 2, 4, 112, take_turns=False),
-        *both(2, 128, 2, 2, 240, take_turns=True),
+        *both(3, 128, 2, 2, 160, take_turns=True),
+        *both(3, 128, 2, 2, 160, take_turns=False),
     ],
     (128, 2): [
         *both(2, 128, 2, 2, 240, take_turns=True),
         *both(2, 128, 2, 2, 240, take_turns=False),
-        *both(2, 128, 1, 2, 240, take_turns=False),
+        *both(2, 128, 1, 2, 240, take_turns=True),
         *both(2, 128, 1, 3, 240, take_turns=True, stage_in_queries=True),
     ],
     (256, 2): [
@@ -32,8 +30,8 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
     ],
     (64, 1): [
         *both(3, 128, 2, 2, 152, take_turns=False, transpose=(2, 56)),
-        *both(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56)),
-        *both(2, 128, 2, 4, 216, take_turns=True, transpose=(4, 56)),
+        *both(3, 128, 2, 2, 152, take_turns=True, transpose=(2, 56)),
+        *both(2, 128, 2, 4, 216, take_turns=False, transpose=(4, 56)),
     ],
     (128, 1): [
         *both(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56)),
@@ -43,6 +41,7 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
     ],
     (256, 1): [
         *both(2, 64, 1, 2, 208, take_turns=False, transpose=(2, 88)),
+        *both(2, 64, 1, 2, 208, take_turns=True, transpose=(2, 88)),
     ],
 }
 

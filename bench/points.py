@@ -108,7 +108,7 @@ SETS: dict[str, list[Point]] = {
     "fp16": sweep("fp16", (64, 128)),
     "e4m3": sweep("e4m3", (64, 128)),
     "e5m2": sweep("e5m2", (64, 128)),
-    "d256": sweep("bf16", (256,)),
+    "d256": sweep("bf16", (256,)) + sweep("e4m3", (256,)),
     "variants": variants(),
     "small": small(),
 }

@@ -1,6 +1,7 @@
 """Timing of several calls against each other on one card."""
 
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,13 +29,16 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time every call in turn, round after round, so that clocks and temperature drift for all of them alike.
 
-    Each run starts with a cold L2 cache and is timed by CUDA events. In each round `warmup` runs precede the timed
-    ones: 9 rounds make 36 warm-up and 135 timed runs.
+    The order is shuffled in each round (seed 0): what ran just before sets the clock that a power-limited card begins
+    with. Each run starts with a cold L2 cache and is timed by CUDA events. In each round `warmup` runs precede the
+    timed ones: 9 rounds make 36 warm-up and 135 timed runs.
     """
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
+    shuffled = random.Random(0)
     for _ in range(rounds):
-        for name, call in calls.items():
+        for name in shuffled.sample(list(calls), len(calls)):
+            call = calls[name]
             for _ in range(warmup):
                 call()
             events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]

@@ -23,7 +23,6 @@ class Loop:
     products: product instructions. exp2: exponentials. tensor_memory_loads: Blackwell's.
     spills: stores to and loads from local memory.
     waits: Hopper's, for products; as many as the source has, or the assembler has serialised the products.
-    hidden_exp2: exp2 instructions before the last wait, that is, beside the product waited for.
     """
 
     instructions: int
@@ -31,7 +30,6 @@ class Loop:
     waits: int
     spills: int
     exp2: int
-    hidden_exp2: int
     tensor_memory_loads: int
 
 
@@ -101,13 +99,11 @@ def steady_loops(code: list[str], labels: dict[str, int]) -> tuple[Loop, ...]:
 
 
 def loop_of(body: list[str]) -> Loop:
-    waits = [i for i, line in enumerate(body) if line.startswith("WARPGROUP.DEPBAR")]
     return Loop(
         instructions=len(body),
         products=count(body, *PRODUCTS),
-        waits=len(waits),
+        waits=count(body, "WARPGROUP.DEPBAR"),
         spills=count(body, "STL", "LDL"),
         exp2=count(body, *EXP2),
-        hidden_exp2=count(body[: waits[-1]], *EXP2) if waits else 0,
         tensor_memory_loads=count(body, *TENSOR_MEMORY_LOADS),
     )

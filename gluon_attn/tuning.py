@@ -16,7 +16,8 @@ class Row:
     """A choice of tile for the problems it fits, on the architectures that the tile is for.
 
     element_bytes: of q, k and v. min_kv_len: from how many keys on. result_file (under bench/results/), card, date:
-    where it was measured to be the fastest of those tried; None for a row that waits for its measurement.
+    where it was measured to be the fastest of those tried, or within the noise of it and simpler; None for a row that
+    waits for its measurement.
     """
 
     padded_head_dim: int
@@ -78,36 +79,46 @@ def blackwell_tile(kv_slots: int, softmax_registers: int, *, num_ctas: int = 1, 
     )
 
 
-def hopper_fp8_rows() -> tuple[Row, ...]:
-    tiles = {
-        64: {"softmax_roles": 3, "block_n": 128, "query_slots": 2, "softmax_registers": 152, "transpose": (2, 56)},
-        128: {"softmax_roles": 2, "block_n": 128, "query_slots": 2, "softmax_registers": 216, "transpose": (4, 56)},
-        256: {"softmax_roles": 2, "block_n": 64, "query_slots": 1, "softmax_registers": 208, "transpose": (2, 88)},
-    }
-    return tuple(
-        Row(
-            head_dim,
-            causal,
-            hopper_tile(**fields, kv_slots=2, take_turns=False, num_ctas=num_ctas),  # type: ignore[arg-type]
-            element_bytes=1,
-        )
-        for num_ctas, (head_dim, fields), causal in itertools.product((1, 2), tiles.items(), (False, True))
+def measured(head_dim: int, causal: bool, tile: TileConfig, **fields: Any) -> Row:
+    return Row(
+        head_dim, causal, tile, result_file="h200_candidates.json", card="NVIDIA H200", date="2026-11-20", **fields
     )
 
 
+def hopper_fp8_rows() -> tuple[Row, ...]:
+    fields = {"element_bytes": 1}
+    long = {"element_bytes": 1, "min_kv_len": 4096}
+    rows = [measured(64, True, hopper_tile(3, 128, 2, 2, 152, take_turns=False, transpose=(2, 56)), **long)]
+    for n in (1, 2):
+        few = hopper_tile(3, 128, 2, 2, 152, take_turns=True, transpose=(2, 56), num_ctas=n)
+        half = hopper_tile(2, 128, 2, 4, 216, take_turns=False, transpose=(4, 56), num_ctas=n)
+        whole = hopper_tile(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56), num_ctas=n)
+        wide = hopper_tile(2, 64, 1, 2, 208, take_turns=False, transpose=(2, 88), num_ctas=n)
+        rows += [measured(64, False, few, **fields), measured(64, True, half, **fields)]
+        rows += [measured(128, causal, whole, **fields) for causal in (False, True)]
+        rows += [measured(256, causal, wide, **fields) for causal in (False, True)]
+    return tuple(rows)
+
+
 HOPPER: tuple[Row, ...] = (
-    Row(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=True)),
-    Row(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=True)),
-    Row(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=True, num_ctas=2)),
-    Row(64, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2)),
-    Row(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=False)),
-    Row(128, True, hopper_tile(2, 128, 2, 2, 240, take_turns=False)),
-    Row(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=False, num_ctas=2)),
-    Row(128, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2)),
-    Row(256, False, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True)),
-    Row(256, True, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True)),
-    Row(256, False, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2)),
-    Row(256, True, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2)),
+    # From some length on, other tiles than those below gain: larger ones where few rows of a tile go unused, and two
+    # CTAs, where K and V come from L2 once for both.
+    measured(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=False), min_kv_len=8192),
+    measured(64, True, hopper_tile(3, 128, 2, 2, 160, take_turns=True), min_kv_len=8192),
+    measured(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2), min_kv_len=2048),
+    measured(128, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2), min_kv_len=4096),
+    measured(64, False, hopper_tile(4, 64, 2, 4, 112, take_turns=True)),
+    measured(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=False)),
+    measured(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=True)),
+    measured(128, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True)),
+    measured(256, False, hopper_tile(2, 64, 1, 2, 240, take_turns=True, stage_in_queries=True)),
+    measured(256, True, hopper_tile(2, 64, 1, 2, 240, take_turns=True, stage_in_queries=True)),
+    measured(64, False, hopper_tile(4, 64, 2, 4, 112, take_turns=True, num_ctas=2)),
+    measured(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=True, num_ctas=2)),
+    measured(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2)),
+    measured(128, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2)),
+    measured(256, False, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2)),
+    measured(256, True, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2)),
     *hopper_fp8_rows(),
 )
 

@@ -88,8 +88,14 @@ def test_the_table_is_among_the_candidates():
 def test_each_kernel_is_compiled_once():
     tiles: dict[Point, list[TileConfig]] = {p: [] for p in EVERY_POINT}
     jobs = command.jobs_of(EVERY_POINT, tiles, Device.hopper())
-    wanted = {(DTYPES[p.dtype], p.head_dim, p.causal) for p in EVERY_POINT}
-    assert len(jobs) == len(set(jobs)) == 2 * len(wanted)  # 1 and 2 CTAs of each
+    wanted = {
+        (DTYPES[p.dtype], p.head_dim, p.causal, row.tile)
+        for p in EVERY_POINT
+        for row in HOPPER
+        if (row.padded_head_dim, row.causal) == (p.head_dim, p.causal) and row.element_bytes == DTYPES[p.dtype].itemsize
+    }
+    assert len(jobs) == len(set(jobs))
+    assert set(jobs) == wanted  # every tile of the table for each
 
 
 def test_settled_samples_leave_out_the_start():

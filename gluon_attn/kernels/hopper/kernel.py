@@ -35,7 +35,7 @@ def attention_forward(
 
     operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2)
 
-    FP8: gl.constexpr = v_desc.dtype.primitive_bitwidth == 8
+    TRANSPOSERS: gl.constexpr = 1 if v_desc.dtype.primitive_bitwidth == 8 else 0
     gl.warp_specialize(
         [
             (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 0)),
@@ -43,10 +43,12 @@ def attention_forward(
             (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 2)),
             (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 3)),
         ][: TILE.softmax_roles]
-        + [(transpose, (wires, schedule, operands))][:FP8]
+        + [(transpose, (wires, schedule, operands))][:TRANSPOSERS]
         + [(load, (wires, schedule, operands))],
         # Warps; the first role runs in the warps that the kernel was launched with.
-        [4] * (TILE.softmax_roles - 1) + [TILE.transpose_warps][:FP8] + [1],
-        [TILE.softmax_registers] * (TILE.softmax_roles - 1) + [TILE.transpose_registers][:FP8] + [TILE.load_registers],
+        [4] * (TILE.softmax_roles - 1) + [TILE.transpose_warps][:TRANSPOSERS] + [1],
+        [TILE.softmax_registers] * (TILE.softmax_roles - 1)
+        + [TILE.transpose_registers][:TRANSPOSERS]
+        + [TILE.load_registers],
     )
     wires.close()

@@ -26,12 +26,17 @@ def first_probabilities(scores, scale_log2, SHIFT_LOG2: gl.constexpr):
 
 
 @jit
-def next_probabilities(scores, stats, scale_log2, SHIFT_LOG2: gl.constexpr, MASKED: gl.constexpr):
-    """Of a further block: (probabilities [M, N] fp32, RowStats, the factor [M] for what was accumulated before)."""
+def next_maximum(scores, stats, scale_log2, MASKED: gl.constexpr):
+    """With a further block: (row maxima [M], the factor [M] for what was accumulated before)."""
     row_max = gl.maximum(stats.max, gl.max(scores, axis=1))
-    alpha = gl.exp2((stats.max - finite(row_max, MASKED)) * scale_log2)
+    return row_max, gl.exp2((stats.max - finite(row_max, MASKED)) * scale_log2)
+
+
+@jit
+def next_probabilities(scores, stats, row_max, alpha, scale_log2, SHIFT_LOG2: gl.constexpr, MASKED: gl.constexpr):
+    """Of a further block, `row_max` and `alpha` as from `next_maximum`: (probabilities [M, N] fp32, RowStats)."""
     p = probabilities(scores, row_max, scale_log2, SHIFT_LOG2, MASKED)
-    return p, RowStats(row_max, rescale_sums(stats.sum, alpha) + thread_sums(p)), alpha
+    return p, RowStats(row_max, rescale_sums(stats.sum, alpha) + thread_sums(p))
 
 
 @jit

@@ -7,7 +7,7 @@ from gluon_attn.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
 from ..common.operands import probability_dtype, shift_log2, unshift
 from ..common.turns import turn_of
 from .layouts import accumulator_layout, left_operand_layout
-from .online_softmax import first_probabilities, next_probabilities, normalise
+from .online_softmax import first_probabilities, next_maximum, next_probabilities, normalise
 from .packing import pack, unpack
 from .wires import Blocks
 
@@ -95,7 +95,8 @@ def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
 
 @jit
 def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.constexpr, MASKED: gl.constexpr):
-    """One step: the softmax of this block beside the product P V of the block before. Returns what it updates."""
+    """One step: the scores of this block and the product P V of the block before, then the softmax, which runs beside
+    the products of the other roles. Returns what it updates."""
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
@@ -108,17 +109,14 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
     k.release()
     if MASKED:
         scores = rows.mask(scores, block)
-    p_next, stats, alpha = next_probabilities(scores, stats, scale_log2, shift_log2(q.dtype), MASKED)
-    # The slot of v is ours still, so this passes at once. It is here for its branch: across one, the assembler does not
-    # move the softmax, which it would else put behind the wait for the product that it is to overlap with.
-    blocks.values.acquire()
-    acc, _, p_next = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left), p_next])
+    row_max, alpha = next_maximum(scores, stats, scale_log2, MASKED)
+    # Before the exponentials, not after: once PV is done, P of this block can take the registers of P of the last one,
+    # and what it waits for here is short, as the other roles' softmax leaves the tensor cores to it.
+    acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
-    # Not before the wait: P's registers would then not be the ones that the product is reading, and a copy between
-    # the products would make the assembler serialise them.
-    p_next = pack(p_next, probability_dtype(q.dtype))
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return p_next, acc, stats, Blocks(keys, values, turn)
+    p, stats = next_probabilities(scores, stats, row_max, alpha, scale_log2, shift_log2(q.dtype), MASKED)
+    return pack(p, probability_dtype(q.dtype)), acc, stats, Blocks(keys, values, turn)
 
 
 @jit
