@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import POLICIES, Finding, check
+from .front import MODES
 
 MISTAKE = 2
 
@@ -45,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     c.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     c.add_argument("--seed", type=int, default=0, help="first seed; to replay, with --schedules 1 and one policy")
     c.add_argument("--target", default="sm_90a", help="sm_90a, sm_100a or sm_103a")
+    c.add_argument("--mode", choices=MODES, help="default: fast for one CTA, but for the last schedule")
     c.add_argument("--trace", help="write a Chrome trace of the last launch to this file")
     options = parser.parse_args(arguments)
     try:
@@ -52,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit2 as mistake:
         print(mistake, file=sys.stderr)
         return MISTAKE
-    extra = {"trace": options.trace} if options.trace else {}
+    extra = {name: value for name in ("mode", "trace") if (value := getattr(options, name))}
     try:
         check(function, options.schedules, options.policies, seed=options.seed, target=options.target, **extra)
     except Finding:

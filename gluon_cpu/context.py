@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .defaults import DEFAULT_SCHEDULE, RUNNING
+from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, RUNNING
 from .findings import Finding
 from .launch import Report, launch
 from .ops.mbarrier import plural
@@ -17,8 +17,8 @@ from .schedule import POLICIES, Schedule
 def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
     """Ordinary `kernel[grid](...)` calls of Gluon kernels within run on the machine; yields the list of their reports.
 
-    options: those of `launch`. What a call gives itself (num_warps, num_ctas) counts before them. A `schedule` holds
-    for calls of `launch` within that give none as well.
+    options: those of `launch`. What a call gives itself (num_warps, num_ctas) counts before them. `schedule` and
+    `mode` hold for calls of `launch` within that give none as well.
     """
     from .compat import GluonJITFunction
     from .hooks import stand_in_driver
@@ -39,12 +39,14 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
     previous = GluonJITFunction.__dict__.get("run")
     GluonJITFunction.run = run
     token = DEFAULT_SCHEDULE.set(options.get("schedule") or DEFAULT_SCHEDULE.get())
+    mode_token = DEFAULT_MODE.set(options.get("mode") or DEFAULT_MODE.get())
     running_token = RUNNING.set(True)
     try:
         with stand_in_driver(target):
             yield reports
     finally:
         RUNNING.reset(running_token)
+        DEFAULT_MODE.reset(mode_token)
         DEFAULT_SCHEDULE.reset(token)
         if previous is None:
             del GluonJITFunction.run
@@ -57,10 +59,18 @@ def running() -> bool:
     return RUNNING.get()
 
 
-def schedules_of(count: int, policies: Sequence[str] | None = None, seed: int = 0) -> list[Schedule]:
-    """`count` schedules, the policies in turn, each with seeds from `seed` on."""
+def plan(count: int, policies: Sequence[str] | None, seed: int, **options: Any) -> list[dict[str, Any]]:
+    """What to give `machine` for each of `count` runs: the policies in turn, each with seeds from `seed` on.
+
+    The last of several runs is in lowered mode, unless a mode is given. Else kernels of one CTA would run in fast mode
+    alone, which shows nothing of what the compiler does with memory and fences. Most of that shows under any schedule,
+    so one run will do; as the last one it keeps nobody waiting, who looks for a bug, for a second compilation.
+    """
     names = POLICIES if policies is None else policies
-    return [Schedule(names[i % len(names)], seed + i // len(names)) for i in range(count)]
+    runs = [options | {"schedule": Schedule(names[i % len(names)], seed + i // len(names))} for i in range(count)]
+    if count > 1:
+        runs[-1] = {"mode": "lowered"} | runs[-1]
+    return runs
 
 
 @dataclass
@@ -98,16 +108,17 @@ def check(
 ) -> CheckResult:
     """Call `fn` under `machine`, once per schedule, the policies in turn; raises the first finding.
 
+    The last of several schedules runs in lowered mode, unless a mode is given.
     Before that it prints the finding with the policy and the seed that replay it: `schedule=Schedule(policy, seed)`.
     """
     start = time.perf_counter()
-    for i, schedule in enumerate(schedules_of(schedules, policies, seed)):
+    for i, chosen in enumerate(plan(schedules, policies, seed, **options)):
         try:
-            with machine(target, **{**options, "schedule": schedule}):
+            with machine(target, **chosen):
                 fn()
         except Finding as finding:
             if not quiet:
-                print(CheckResult(i + 1, finding, schedule, time.perf_counter() - start))
+                print(CheckResult(i + 1, finding, chosen["schedule"], time.perf_counter() - start))
             raise
     result = CheckResult(schedules, None, None, time.perf_counter() - start)
     if not quiet:

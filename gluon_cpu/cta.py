@@ -55,7 +55,7 @@ class Cta:
             if info.offset <= offset < info.offset + info.bytes:
                 count = info.bytes // info.stride if info.stride else 1
                 return report.slot_name(info.name, info.offset, offset, info.stride, count)
-        return f"shared memory at byte {offset}"
+        return f"byte {offset}"
 
     def place(self, offset: int) -> str:
         return f"{self.name_at(offset)}, shared memory of CTA {self.number}"

@@ -6,10 +6,12 @@ from typing import Any
 class Finding(Exception):
     """A defect of the kernel, as opposed to one of the machine.
 
-    `schedule` replays it: pass it to `launch` or `machine`. `sites` are the places involved, the offending one first.
+    `schedule` replays it: pass it to `launch` or `machine`, together with `mode` where there is one. `sites` are the
+    places involved, the offending one first.
     """
 
     schedule: Any = None
+    mode: str | None = None  # where it is not what the launch takes by itself
     kernel: str = ""
 
     def __init__(self, message: str, sites: tuple[Any, ...] = ()) -> None:
@@ -22,7 +24,7 @@ class Finding(Exception):
         if self.kernel:
             tail += f"\n  kernel: {self.kernel}"
         if self.schedule is not None:
-            tail += f"\n  replay: schedule={self.schedule!r}"
+            tail += f"\n  replay: schedule={self.schedule!r}" + (f", mode={self.mode!r}" if self.mode else "")
         return f"{self.message}{tail}"
 
 

@@ -126,7 +126,8 @@ class Emitter:
         self.tmem_bump = 0
         self.threads = 32 * int_attr(module.attrs.get("ttg.num-warps", "4"))
         self.roles: list[Role] = []
-        self.functions: dict[str, str] = {}
+        self.functions: dict[tuple[str, int], str] = {}
+        self.frame = 0  # where the shared memory of the function at hand starts; its own offsets count from there
         self.pending_functions: list[Callable[[], None]] = []
         self.yield_targets: list[list[str]] = []
         self.local_constants: set[str] = set()
@@ -243,8 +244,14 @@ class Emitter:
         if handler is None:
             raise unsupported(op)
         previous, self.site = self.site, op.site
+        # The result of an atomic is handed to the other warps once it is there: after what the atomic waits for.
+        late = op.name.startswith("tt.atomic_")
         try:
+            if not late:
+                self.scratch(op)
             handler(self, op)
+            if late:
+                self.scratch(op)
         except Unsupported:
             raise
         except NotImplementedError as e:
@@ -253,15 +260,36 @@ class Emitter:
             raise unsupported(op, f"{type(e).__name__}: {e}") from e
         self.site = previous
 
+    def scratch_bytes(self, op: Op) -> tuple[int, int] | None:
+        """(offset, size) of the shared memory that the compiler takes for its own use in an operation.
+
+        A call has it too, for all that the callee takes: the operations in there say so themselves.
+        """
+        if "allocation.size" not in op.attrs or op.name == "tt.call":
+            return None
+        return self.frame + int_attr(op.attrs["allocation.offset"]), int_attr(op.attrs["allocation.size"])
+
+    def scratch(self, op: Op) -> None:
+        taken = self.scratch_bytes(op)
+        if taken is None:
+            return
+        name = op.name.split(".")[1]
+        what = f"captures of {name}" if name == "warp_specialize" else f"scratch of {name}"
+        info = self.info(op, what, offset=taken[0], bytes=taken[1])
+        self.infos[-1].site = Site(op.site.own, op.site.name)  # of gl.sum(...) that line, not the one inside of Triton
+        self.emit(f"A.scratch({info})")
+
     def region_inline(self, region: Region) -> None:
         before = len(self.lines)
         self.block(region.blocks[0])
         if len(self.lines) == before:
             self.emit("pass")
 
-    def function(self, python_name: str, args: list[str], types: list[Type], region: Region, site: Site) -> None:
+    def function(
+        self, python_name: str, args: list[str], types: list[Type], region: Region, site: Site, frame: int = 0
+    ) -> None:
         """A generator function for a role, the kernel, or a function that is not inlined."""
-        threads = self.threads
+        threads, outer_frame, self.frame = self.threads, self.frame, frame
         if region.num_warps:
             self.threads = 32 * region.num_warps
         outer = self.env, self.used_names, self.indent, self.site, self.lines, self.sites
@@ -286,7 +314,7 @@ class Emitter:
         head += [f"    {k} = K[{k[1:]}]" for k in used]
         head.append("    if False: yield")
         self.env, self.used_names, self.indent, self.site, self.lines, self.sites = outer
-        self.threads = threads
+        self.threads, self.frame = threads, outer_frame
         self.finished_functions.append((head + body, [site] * len(head) + body_sites))
 
     finished_functions: list[tuple[list[str], list[Site]]]
@@ -297,7 +325,9 @@ class Emitter:
 
     def exchange(self, op: Op, value: str, source: Shard, target: Shard) -> str:
         """Code for this CTA's part of a tensor of which each CTA gives its own."""
-        info = self.info(op, "exchange between CTAs", source_shard=source, target_shard=target)
+        info = self.info(
+            op, "exchange between CTAs", source_shard=source, target_shard=target, scratch=self.scratch_bytes(op)
+        )
         got = self.fresh("parts")
         self.emit("yield")
         self.emit(f"A.give({info}, {value})")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import findings
-from .defaults import DEFAULT_SCHEDULE
+from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE
 from .front import MODES, Compiled, arch_of, backend_for, compile_source
 from .global_memory import Descriptor, GlobalBuffer, merge_runs, strided_runs
 from .ir.types import Scalar, TensorDesc
@@ -259,7 +259,7 @@ def launch(
     Raises a `Finding` if the kernel has a defect.
     """
     schedule = schedule or DEFAULT_SCHEDULE.get() or Schedule()
-    mode = mode or ("fast" if num_ctas == 1 else "lowered")
+    mode = mode or DEFAULT_MODE.get() or ("fast" if num_ctas == 1 else "lowered")
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
     if mode == "fast" and num_ctas > 1:

@@ -84,6 +84,7 @@ class Machine:
 
     def seal(self, finding: findings.Finding) -> None:
         finding.schedule = self.schedule
+        finding.mode = "lowered" if self.compiled.generated.lowered and self.num_ctas == 1 else None
         finding.kernel = self.compiled.name
 
     def start(self, number: int, arguments: tuple[Any, ...]) -> None:

@@ -24,7 +24,10 @@ class Bytes:
         whole = np.empty((size + 15) // 16 + 1, np.complex128)
         self.size = size
         self.views: dict[int, Any] = {width: whole.view(dtype) for width, dtype in RAW.items()}
-        self.views[1][:] = 0xFF  # NaN in every float format
+        self.poison(0, self.views[1].size)
+
+    def poison(self, start: int, size: int) -> None:
+        self.views[1][start : start + size] = 0xFF  # NaN in every float format
 
 
 def runs_of(offsets: Any, element_bytes: int) -> tuple[tuple[int, int], ...]:

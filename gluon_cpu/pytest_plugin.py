@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gluon_cpu import Schedule, machine
-from gluon_cpu.context import schedules_of
+from gluon_cpu.context import plan
 
 DEFAULT_SCHEDULES = 10
 
@@ -32,15 +32,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("gluon_schedules")
     options: dict[str, Any] = dict(marker.kwargs) if marker else {}
     count = int(marker.args[0]) if marker and marker.args else int(options.pop("n", DEFAULT_SCHEDULES))
-    chosen = schedules_of(count, options.pop("policies", None), options.pop("seed", 0))
-    metafunc.parametrize(
-        "gluon_machine", [(s, options) for s in chosen], indirect=True, ids=[f"{s.policy}-{s.seed}" for s in chosen]
-    )
+    runs = plan(count, options.pop("policies", None), options.pop("seed", 0), **options)
+    names = [f"{run['schedule'].policy}-{run['schedule'].seed}" + f"-{run.get('mode', '')}".rstrip("-") for run in runs]
+    metafunc.parametrize("gluon_machine", runs, indirect=True, ids=names)
 
 
 @pytest.fixture
 def gluon_machine(request: pytest.FixtureRequest) -> Iterator[Schedule]:
     """Ordinary launches of Gluon kernels run on the CPU machine, under this test's schedule (the fixture's value)."""
-    schedule, options = request.param
-    with machine(**options, schedule=schedule):
-        yield schedule
+    with machine(**request.param):
+        yield request.param["schedule"]

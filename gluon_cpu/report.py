@@ -84,8 +84,8 @@ def barrier_as_data(conflict: Conflict, barrier: str) -> findings.Finding:
         f"the memory of {barrier} is used for data, but the barrier was never invalidated:\n"
         f"  initialised by {conflict.earlier.who}\n    at {conflict.earlier.info.site.where}\n"
         f"  data: {describe(conflict.later)}\n"
-        "  After a buffer's last use the compiler may give its bytes to another: call mbarrier.invalidate after the "
-        "last use of the barrier.",
+        "  After a buffer's last use the compiler may give its bytes to another, or use them itself: call "
+        "mbarrier.invalidate after the last use of the barrier.",
         (conflict.later.info.site, conflict.earlier.info.site),
     )
 

@@ -2,7 +2,7 @@
 
 from ..generate import Emitter, Role, Value, handles, role_name, unsupported
 from ..ir.parse import Op, Region
-from ..ir.text import matching, split_top
+from ..ir.text import int_attr, matching, split_top
 from ..ir.types import Tensor, Type
 
 
@@ -138,16 +138,19 @@ def call(e: Emitter, op: Op) -> None:
     start = op.body.index("@") + 1
     callee = op.body[start : op.body.index("(", start)].strip('"')
     function = e.module.functions[callee]
-    if callee not in e.functions:
-        name = e.functions[callee] = f"call_{len(e.functions)}"
+    # One copy for each place that the compiler gives the callee's shared memory; in fast mode one for each call, as
+    # every buffer there has its own place.
+    frame = e.frame + int_attr(op.attrs.get("allocation.offset", "0")) if e.lowered else len(e.functions)
+    if (callee, frame) not in e.functions:
+        python_name = e.functions[callee, frame] = f"call_{len(e.functions)}"
 
-        def build(name: str = name) -> None:
-            e.function(name, function.args, function.arg_types, function.body, function.site)
+        def build() -> None:
+            e.function(python_name, function.args, function.arg_types, function.body, function.site, frame)
 
         e.pending_functions.append(build)
     arguments = [e.full(e.use(v)) for v in op.operands]
     out = e.fresh("returned")
-    e.emit(f"{out} = yield from {e.functions[callee]}({', '.join(['A', 'K', *arguments])})")
+    e.emit(f"{out} = yield from {e.functions[callee, frame]}({', '.join(['A', 'K', *arguments])})")
     for i, (name, t) in enumerate(zip(op.results, op.result_types, strict=True)):
         e.set(name, f"{out}[{i}]", t, e.local(t), array=isinstance(t, Tensor))
 
@@ -172,9 +175,9 @@ def warp_specialize(e: Emitter, op: Op) -> None:
         arguments = [e.full(v) for v in captures]
         starts.append((number, name, arguments))
 
-        def build(name: str = name, region: Region = region) -> None:
+        def build(name: str = name, region: Region = region, frame: int = e.frame) -> None:
             block = region.blocks[0]
-            e.function(name, block.args, block.arg_types, region, op.site)
+            e.function(name, block.args, block.arg_types, region, op.site, frame)
 
         e.pending_functions.append(build)
         assert len(block.args) == len(captures)

@@ -4,7 +4,7 @@ import math
 
 from ..generate import Emitter, handles, unsupported
 from ..ir.layouts import layout_rank, shared_buffer
-from ..ir.locations import buffer_name, in_triton
+from ..ir.locations import buffer_name
 from ..ir.parse import Op
 from ..ir.text import int_array, int_attr
 from ..ir.types import MemDesc, Type
@@ -37,7 +37,7 @@ def local_alloc(e: Emitter, op: Op) -> None:
     m = memdesc(op, (op.result_types or op.operand_types)[-1])
     size, stride = buffer_bytes(e, m)
     if "allocation.offset" in op.attrs:
-        offset = int_attr(op.attrs["allocation.offset"])
+        offset = e.frame + int_attr(op.attrs["allocation.offset"])
     else:
         alignment = 1024 if size >= 512 else 16
         offset = (e.bump + alignment - 1) // alignment * alignment
@@ -60,8 +60,7 @@ def unique_name(e: Emitter, name: str, op: Op) -> str:
     e.allocation_names[name] = count + 1
     if not count:
         return name
-    own = [f for f in op.site.frames if not in_triton(f.file)]
-    return f"{name} (line {own[0].line if own else 0})"
+    return f"{name} (line {op.site.own[0].line if op.site.own else 0})"
 
 
 @handles("ttg.local_dealloc")
@@ -158,14 +157,19 @@ def local_store(e: Emitter, op: Op) -> None:
     e.emit(f"A.local_store({info}, {target.code}, {e.full(data)})")
 
 
+def require_one_cta(e: Emitter, op: Op, m: MemDesc) -> None:
+    """That every CTA has all of the buffer: indices are not followed into those of the others."""
+    if shared_buffer(m, e.num_ctas).shard.cta_bits:
+        raise unsupported(op, "across CTAs")
+
+
 @handles("ttg.local_gather")
 def local_gather(e: Emitter, op: Op) -> None:
     source, index = (e.use(op.operands[i]) for i in (0, 1))
     m = memdesc(op, source.type)
     kind = op.result_types[0]
     info = e.info(op, "local gather", pattern=view_pattern(e, m))
-    if shared_buffer(m, e.num_ctas).shard.cta_bits:
-        raise unsupported(op, "across CTAs")
+    require_one_cta(e, op, m)
     e.emit("yield")
     code = f"A.local_gather({info}, {source.code}, {e.full(index)}, {int_attr(op.attrs['axis'])})"
     e.set(op.results[0], code, kind, e.local(kind), array=True)
@@ -176,8 +180,7 @@ def local_scatter(e: Emitter, op: Op) -> None:
     """`%memory[%indices], %values`"""
     target, index, data = e.operands(op)
     m = memdesc(op, target.type)
-    if shared_buffer(m, e.num_ctas).shard.cta_bits:
-        raise unsupported(op, "across CTAs")
+    require_one_cta(e, op, m)
     info = e.info(op, "local scatter", pattern=view_pattern(e, m))
     e.emit("yield")
     axis = int_attr(op.attrs["axis"])
@@ -189,8 +192,9 @@ def local_atomic_scatter(e: Emitter, op: Op) -> None:
     """`add, %memory[%indices], %values`: the old values come back."""
     target, index, data = (e.use(v) for v in op.operands[:3])
     m = memdesc(op, target.type)
-    if shared_buffer(m, e.num_ctas).shard.cta_bits or len(op.operands) > 4:
-        raise unsupported(op, "across CTAs")
+    if len(op.operands) > 4:
+        raise unsupported(op)
+    require_one_cta(e, op, m)
     kind = op.body.split(",")[0].strip()
     info = e.info(op, f"atomic {kind}", pattern=view_pattern(e, m), kind=kind)
     mask = f", {e.full(e.use(op.operands[3]))}" if len(op.operands) == 4 else ""

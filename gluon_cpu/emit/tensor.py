@@ -118,11 +118,12 @@ def transpose(e: Emitter, op: Op) -> None:
     e.set(op.results[0], f"{v.code}.transpose({tuple(order)})", kind, shape, array=True)
 
 
-@handles("tt.join")
+@handles("tt.join", "tt.cat")
 def join(e: Emitter, op: Op) -> None:
-    a, b = e.operands(op)
+    a, b = (e.full(v) for v in e.operands(op))
     kind = result_tensor(op)
-    e.set(op.results[0], f"np.stack(({e.full(a)}, {e.full(b)}), -1)", kind, e.local(kind), array=True)
+    code = f"np.stack(({a}, {b}), -1)" if op.name == "tt.join" else f"np.concatenate(({a}, {b}))"
+    e.set(op.results[0], code, kind, e.local(kind), array=True)
 
 
 @handles("tt.split")
@@ -131,13 +132,6 @@ def split(e: Emitter, op: Op) -> None:
     code = e.full(v)
     for i, r in enumerate(op.results):
         e.set(r, f"{code}[..., {i}]", kind, e.local(kind), array=True)
-
-
-@handles("tt.cat")
-def cat(e: Emitter, op: Op) -> None:
-    a, b = e.operands(op)
-    kind = result_tensor(op)
-    e.set(op.results[0], f"np.concatenate(({e.full(a)}, {e.full(b)}))", kind, e.local(kind), array=True)
 
 
 @handles("tt.gather")

@@ -51,6 +51,11 @@ class Site:
         return linecache.getline(self.frames[0].file, self.frames[0].line).strip() if self.frames else ""
 
     @property
+    def own(self) -> tuple[Frame, ...]:
+        """The frames that are not in Triton's own library."""
+        return tuple(f for f in self.frames if "/triton/" not in f.file)
+
+    @property
     def key(self) -> tuple[str, int]:
         return (self.frames[0].file, self.frames[0].line) if self.frames else ("", 0)
 
@@ -92,6 +97,23 @@ def is_definition(frame: Frame) -> bool:
     return bool(name) and frame.line <= line
 
 
+def at_call(site: Site, called: str) -> Site:
+    """The line of a call for which the frontend gives but the `def` around it; as given, if there are several calls."""
+    if not site.frames or not is_definition(site.frames[0]):
+        return site
+    file = site.frames[0].file
+    lines = lines_of_calls(file, function_at(file, site.frames[0].line)[1], called)
+    return Site((Frame(file, lines[0]), *site.frames[1:]), site.name) if len(lines) == 1 else site
+
+
+@functools.lru_cache(maxsize=256)
+def lines_of_calls(file: str, definition: int, called: str) -> list[int]:
+    tree = ast.parse("".join(linecache.getlines(file)))
+    function = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.lineno == definition)
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+    return [n.lineno for n in calls if ast.unparse(n.func).split(".")[-1] == called]
+
+
 @functools.lru_cache(maxsize=4096)
 def assigned_name(file: str, line: int, column: int) -> str:
     """The variable that the expression at a place is assigned to, '' if it is no simple assignment."""
@@ -118,15 +140,10 @@ def target_name(target: ast.expr, value: ast.expr, line: int, column: int) -> st
     return ""
 
 
-def in_triton(file: str) -> bool:
-    return "/triton/" in file
-
-
 def buffer_name(site: Site) -> str:
     """What the kernel calls a buffer: the variables assigned along the chain of calls, as in `queries.tiles`."""
     names: list[str] = []
-    own = [f for f in site.frames if not in_triton(f.file)]
-    for frame in reversed(own):
+    for frame in reversed(site.own):
         name = "" if is_definition(frame) else assigned_name(frame.file, frame.line, frame.column)
         if name and (not names or names[-1] != name):
             names.append(name)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from .locations import NOWHERE, LocationTable, Site
+from .locations import NOWHERE, LocationTable, Site, at_call
 from .text import (
     matching,
     parse_dict,
@@ -268,6 +268,7 @@ class Parser:
             op = self.simple(name, results, whole.replace(" attributes ", " "), site, text)
         op.regions = regions
         if name == "ttg.warp_specialize":
+            op.site = at_call(site, "warp_specialize")
             op.operands = VALUE.findall(header[: matching(header, header.index("(")) + 1])
         return op
 

@@ -91,4 +91,14 @@ class ClusterOps(AgentBase):
         if m.round == self.exchange_round:
             return m
         join(self.clk, m.done)
+        if info.scratch is not None and self.cta.checks:
+            self.read_scratch(info)
         return m.results
+
+    def read_scratch(self, info: Any) -> None:
+        """The values lie in each CTA's scratch: it must stay as it is until the others have read theirs."""
+        start, size = info.scratch
+        for cta in self.cluster.ctas:
+            if cta is not self.cta:
+                cta.shadow_read(((start, start + size),), 0, self.clk, self.access(info))
+                cta.touched[self.slot] = (self.t, self.who, info)

@@ -31,6 +31,13 @@ class SharedOps(AgentBase):
             self.local_store(info, info.offset, data)
         return int(info.offset)
 
+    def scratch(self, info: Any) -> None:
+        """Memory that the compiler takes for its own use in an operation: what is written there is read at once."""
+        cta = self.cta
+        if cta.checks:
+            cta.shadow_write(((info.offset, info.offset + info.bytes),), 0, self.clk, self.access(info))
+        cta.memory.poison(info.offset, info.bytes)
+
     def local_load(self, info: Any, m: int) -> Any:
         self.at = info
         cta = self.cta

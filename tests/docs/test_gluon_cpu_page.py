@@ -82,7 +82,7 @@ def printed(block: Block, folder: Path) -> str:
     with examples(folder), contextlib.redirect_stdout(io.StringIO()) as out:
         run = importlib.import_module(block.name).run
         with contextlib.suppress(gluon_cpu.Finding):
-            gluon_cpu.check(run, schedules=50)
+            gluon_cpu.check(run)
     return out.getvalue()
 
 

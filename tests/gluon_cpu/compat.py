@@ -24,6 +24,7 @@ tma = gl.nvidia.hopper.tma
 warpgroup_mma = gl.nvidia.hopper.warpgroup_mma
 warpgroup_mma_wait = gl.nvidia.hopper.warpgroup_mma_wait
 
+async_store = gl.nvidia.hopper.async_store
 async_copy = gl.nvidia.ampere.async_copy
 blackwell = gl.nvidia.blackwell
 clc = gl.nvidia.blackwell.clc
@@ -43,6 +44,7 @@ __all__ = [
     "aggregate",
     "allocate_tensor_memory",
     "async_copy",
+    "async_store",
     "blackwell",
     "clc",
     "cluster",

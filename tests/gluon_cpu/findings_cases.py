@@ -70,8 +70,9 @@ class Case:
     grid: tuple[int, ...] = (1,)
     always: bool = True
 
-    def launch(self, schedule: Any, meta: dict[str, Any]) -> None:
-        gluon_cpu.launch(self.kernel, self.grid, *self.arguments(), schedule=schedule, **meta, **self.options)
+    def launch(self, schedule: Any, meta: dict[str, Any], mode: str | None = None) -> None:
+        options = {"schedule": schedule, "mode": mode, **self.options}
+        gluon_cpu.launch(self.kernel, self.grid, *self.arguments(), **meta, **options)
 
 
 BLACKWELL = {"target": "sm_100a"}
@@ -139,6 +140,33 @@ CASES = {
         lines=("multicast", "peer reads its slot"),
         words=("CTA 1", "tile"),
         options=PAIR,
+    ),
+    "an asynchronous store read before its wait": Case(
+        kernel=hopper.store_to_one_peer,
+        arguments=lambda: (ints(64, 32),),
+        finding=RACE,
+        lines=("store into a peer", "read of a store from a peer"),
+        words=("tile",),
+        options={"num_ctas": 4},
+    ),
+    # Memory that the compiler takes for its own use: only lowered mode knows
+    "roles started over a barrier that has not ended": Case(
+        kernel=hopper.captures_over_a_barrier,
+        arguments=lambda: (ints(1),),
+        finding=MISUSE,
+        lines=("captures of the roles",),
+        words=("barrier first", "never invalidated", "captures of warp_specialize"),
+        always=False,
+    ),
+    "a sum over a tile that a store still reads": Case(
+        kernel=hopper.scratch_over_a_store,
+        arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]), small_integers(128), poisoned(1)),
+        finding=gluon_cpu.ReuseRace,
+        lines=("store of a tile used no more", "sum over the warps"),
+        words=("tile", "scratch of reduce", "store_wait"),
+        bug={"HOW": "reduce", "BUG": True},
+        right={"HOW": "reduce", "BUG": False},
+        always=False,
     ),
     # Stores
     "a tile reused while a store reads it": Case(

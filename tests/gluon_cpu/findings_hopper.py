@@ -2,6 +2,7 @@
 
 from tests.gluon_cpu.compat import (
     async_copy,
+    async_store,
     cluster,
     fence_async_shared,
     gl,
@@ -13,6 +14,7 @@ from tests.gluon_cpu.compat import (
 )
 from tests.gluon_cpu.support import MATRIX, MATRIX_COPIES, PLAIN, ROW, ROW_1, load_matrix, new_barrier, store_matrix
 
+COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 
 
@@ -241,6 +243,58 @@ def copy_not_awaited(x_ptr, out_ptr, BUG: gl.constexpr):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Memory that the compiler takes for its own use
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def signals(ready):
+    mbarrier.arrive(ready)
+
+
+@jit
+def waits(out_ptr, ready):
+    mbarrier.wait(ready, 0)
+    gl.store(out_ptr, 1)
+
+
+@jit
+def captures_over_a_barrier(out_ptr, BUG: gl.constexpr):
+    first = new_barrier(1)
+    gl.barrier()
+    mbarrier.arrive(first)
+    mbarrier.wait(first, 0)
+    if not BUG:
+        mbarrier.invalidate(first)
+    ready = new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize([(waits, (out_ptr, ready)), (signals, (ready,))], [1])  # <- captures of the roles
+
+
+@jit
+def scratch_over_a_store(desc, x_ptr, out_ptr, HOW: gl.constexpr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout, gl.full([32, 32], 1.0, gl.float32, MATRIX))
+    fence_async_shared()
+    tma.async_store(desc, [0, 0], tile)  # <- store of a tile used no more
+    if not BUG:
+        tma.store_wait(0)
+    if HOW == "reduce":
+        gl.store(out_ptr, gl.sum(gl.load(x_ptr + gl.arange(0, 128, ROW)), 0))  # <- sum over the warps
+    elif HOW == "convert_layout":
+        x = gl.arange(0, 32, gl.SliceLayout(1, MATRIX))[:, None] + gl.arange(0, 32, gl.SliceLayout(0, MATRIX))[None, :]
+        store_matrix(out_ptr, gl.convert_layout(x, COLUMNS).to(gl.float32))
+    elif HOW == "gather":
+        x = gl.load(x_ptr + gl.arange(0, 128, ROW))
+        gl.store(out_ptr + gl.arange(0, 128, ROW), gl.gather(x, 127 - gl.arange(0, 128, ROW), axis=0))
+    elif HOW == "histogram":
+        counts = gl.histogram(gl.arange(0, 128, ROW) % 4, 128, layout=ROW)
+        gl.store(out_ptr + gl.arange(0, 128, ROW), counts.to(gl.float32))
+    else:
+        gl.store(out_ptr, gl.atomic_add(x_ptr, 1.0) + 1.0)
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Warpgroup products
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -255,6 +309,7 @@ def operands(a_desc, b_desc):
     tma.async_load(a_desc, [0, 0], loaded, a)
     tma.async_load(b_desc, [0, 0], loaded, b)
     mbarrier.wait(loaded, 0)
+    mbarrier.invalidate(loaded)  # its bytes go to others from here on
     return a, b
 
 
@@ -362,6 +417,25 @@ def multicast_over_the_peer(desc, out_ptr, BUG: gl.constexpr):
         gl.store(out_ptr + step * 32 + gl.arange(0, 32, total.type.layout), total)
         if not BUG:
             cluster.barrier()
+    cluster.barrier()
+
+
+@jit
+def store_to_one_peer(out_ptr, BUG: gl.constexpr):
+    """Each of four CTAs fills one tile: CTA 1 that of CTA 2, CTA 2 that of CTA 1, the others their own."""
+    FROM: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], [[1, 0], [2, 0]])
+    TO: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], [[2, 0], [1, 0]])
+    THERE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[2, 0], [1, 0]])
+    x = gl.arange(0, 64, gl.SliceLayout(1, FROM))[:, None] * 32 + gl.arange(0, 32, gl.SliceLayout(0, FROM))[None, :]
+    tile = gl.allocate_shared_memory(gl.int32, [64, 32], THERE, gl.full([64, 32], 0, gl.int32, TO))
+    arrived = new_barrier(1)
+    cluster.barrier()
+    mbarrier.expect(arrived, tile.nbytes_per_cta)
+    async_store(tile, x, arrived)  # <- store into a peer
+    if not BUG:
+        mbarrier.wait(arrived, 0)
+    store_matrix(out_ptr, tile.load(TO))  # <- read of a store from a peer
+    mbarrier.wait(arrived, 0)
     cluster.barrier()
 
 

@@ -116,6 +116,35 @@ def test_check_stops_at_the_first_finding_and_says_how_to_replay_it(capsys):
         gluon_cpu.launch(hopper.no_wait, (1,), poisoned(128, dtype=torch.int32), BUG=True, schedule=schedule)
 
 
+@pytest.mark.parametrize("how", ["machine", "launch"])
+def test_the_last_of_several_schedules_is_in_lowered_mode(how, capsys):
+    """The compiler puts something in the bytes of a barrier that has not ended: in fast mode nothing shares bytes."""
+    out, kernel = poisoned(1, dtype=torch.int32), hopper.captures_over_a_barrier
+
+    def wrong() -> None:
+        if how == "machine":
+            kernel[(1,)](out, BUG=True)
+        else:
+            gluon_cpu.launch(kernel, (1,), out, BUG=True)
+
+    gluon_cpu.check(wrong, schedules=1)
+    gluon_cpu.check(wrong, schedules=3, mode="fast")
+    with pytest.raises(gluon_cpu.BarrierMisuse) as caught:
+        gluon_cpu.check(wrong, schedules=3)
+    assert caught.value.mode == "lowered"
+    assert capsys.readouterr().out.endswith(f"replay: schedule={caught.value.schedule!r}, mode='lowered'\n")
+    with pytest.raises(gluon_cpu.BarrierMisuse) as again:
+        gluon_cpu.launch(kernel, (1,), out, BUG=True, schedule=caught.value.schedule, mode=caught.value.mode)
+    assert str(again.value) == str(caught.value)
+
+
+def test_a_mode_that_goes_without_saying_is_not_said():
+    with pytest.raises(gluon_cpu.DataRace) as caught:
+        gluon_cpu.launch(hopper.store_to_one_peer, (1,), poisoned(64, 32, dtype=torch.int32), BUG=True, num_ctas=4)
+    assert caught.value.mode is None
+    assert "mode" not in str(caught.value)
+
+
 def test_checks_can_be_off():
     """Then a race goes unreported, and the numbers are those of the schedule."""
     out = poisoned(128, dtype=torch.int32)
@@ -368,6 +397,7 @@ def test_pytest_plugin(tmp_path):
     assert "writer" in printed
     assert "reader" in printed
     assert "seed" in printed, "how to replay it"
+    assert "test_right[late-1-lowered]" in printed, "the last of seven"
 
 
 def test_command_line(tmp_path):
@@ -378,6 +408,10 @@ def test_command_line(tmp_path):
     assert wrong.returncode == 1, printed
     for word in ("writer", "reader", "tile", "test_project.py:", "seed"):
         assert word in printed, printed
+    lowered = run_command(
+        tmp_path, "gluon_cpu", "check", "test_project.py::wrong", "--mode", "lowered", "--schedules", "1"
+    )
+    assert "mode='lowered'" in lowered.stdout
     missing = run_command(tmp_path, "gluon_cpu", "check", "test_project.py::nothing")
     assert missing.returncode not in (0, 1), "a mistake in the command is no finding"
     assert "nothing" in missing.stdout + missing.stderr

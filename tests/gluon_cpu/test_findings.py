@@ -42,7 +42,7 @@ def test_caught_under_some_schedule(case):
         gluon_cpu.check(run, schedules=50, quiet=True)
     check_message(case, caught.value)
     with pytest.raises(type(caught.value)):
-        case.launch(caught.value.schedule, case.bug)
+        case.launch(caught.value.schedule, case.bug, caught.value.mode)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -50,6 +50,15 @@ def test_caught_under_some_schedule(case):
 def test_right_twin_is_silent(case, policy):
     for seed in SEEDS:
         case.launch(gluon_cpu.Schedule(policy, seed=seed), case.right)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_lowered_mode_says_the_same(case):
+    case.launch(gluon_cpu.Schedule(), case.right, "lowered")
+    if case.always:
+        with pytest.raises(gluon_cpu.Finding) as caught:
+            case.launch(gluon_cpu.Schedule(), case.bug, "lowered")
+        check_message(case, caught.value)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

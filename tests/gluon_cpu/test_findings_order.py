@@ -242,9 +242,6 @@ def test_no_fence_of_gluon_covers_global_memory(mode):
 
 @jit
 def hand_over_between_programs(desc, flag_ptr, ptr, out_ptr, BY_TMA: gl.constexpr):
-    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
-    loaded = new_barrier(1)
-    gl.barrier()
     if gl.program_id(0) == 0:
         store_matrix(ptr, gl.full([32, 32], 3.0, gl.float32, MATRIX))
         gl.atomic_xchg(flag_ptr, 1, sem="release")
@@ -252,6 +249,9 @@ def hand_over_between_programs(desc, flag_ptr, ptr, out_ptr, BY_TMA: gl.constexp
         while gl.atomic_add(flag_ptr, 0, sem="acquire") == 0:
             pass
         if BY_TMA:
+            tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+            loaded = new_barrier(1)
+            gl.barrier()
             mbarrier.expect(loaded, 4096)
             tma.async_load(desc, [0, 0], loaded, tile)
             mbarrier.wait(loaded, 0)

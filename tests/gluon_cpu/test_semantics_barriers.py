@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.gluon_cpu.compat import cluster, gl, jit, mbarrier, tma
+from tests.gluon_cpu import findings_hopper as hopper
+from tests.gluon_cpu.compat import async_store, cluster, gl, jit, mbarrier, tma
 from tests.gluon_cpu.support import (
     MATRIX_COLUMN_HALVES,
     MATRIX_HALVES,
@@ -335,7 +336,7 @@ def store_to_peers(out_ptr):
     arrived = new_barrier(1)
     cluster.barrier()
     mbarrier.expect(arrived, tile.nbytes_per_cta)
-    gl.nvidia.hopper.async_store(tile, x, arrived)
+    async_store(tile, x, arrived)
     mbarrier.wait(arrived, 0)
     store_matrix(out_ptr, tile.load(MATRIX_COLUMN_HALVES))
     cluster.barrier()
@@ -345,6 +346,12 @@ def test_asynchronous_store_into_the_peer(launch):
     out = poisoned(32, 32, dtype=torch.int32)
     launch(store_to_peers, (1,), out, num_ctas=2)
     same(out, torch.arange(1024, dtype=torch.int32).reshape(32, 32))
+
+
+def test_asynchronous_store_into_one_peer(launch):
+    out = poisoned(64, 32, dtype=torch.int32)
+    launch(hopper.store_to_one_peer, (1,), out, BUG=False, num_ctas=4)
+    same(out, torch.arange(2048, dtype=torch.int32).reshape(64, 32))
 
 
 @jit
