@@ -184,11 +184,14 @@ EXPLAINED = {
     "an output row that no program writes: bug": GLOBAL_MEMORY,
     "reading shared memory that nobody wrote: bug": NOT_WRITTEN,
     "reading a tile of which half is written: bug": NOT_WRITTEN,
-    "a slot that does not exist: bug": Explained(
-        ("silent", "crash"), "ConSan knows buffers by their addresses; an address beyond all of them it does not check."
-    ),
     "a result used before its wait: bug": Explained(
         ("silent",), "ConSan follows a product's operands in shared memory; its result is in registers."
+    ),
+    "an asynchronous store into the peer": Explained(
+        ("found",),
+        "To ConSan such a store writes the whole tile in each CTA that it reaches. Here the two CTAs write rows of "
+        "both tiles, no byte twice: a race to ConSan. 'an asynchronous store read before its wait: right' has stores "
+        "that fill one tile each.",
     ),
     "a wait lapped by two phases: bug": ONE_SCHEDULE,
     "a barrier invalidated before the last arrival: bug": ONE_SCHEDULE,
