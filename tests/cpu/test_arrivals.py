@@ -17,7 +17,7 @@ from channels.arrivals import (
 )
 from gluon_attn.descriptors import block_and_layout
 from gluon_attn.tuning import blackwell_tile
-from tests.gluon_cpu.compat import tcgen05_mma_barrier_count
+from tests.compat import tcgen05_mma_barrier_count
 
 
 @pytest.mark.parametrize("roles", [1, 2, 3, 4])

@@ -4,7 +4,7 @@ One CTA, a pair, or two pairs that share keys and values by multicast. Queries a
 keys of a pair are split by rows and its values by columns, in one ring. P lies in the first half of the columns of S.
 """
 
-from tests.gluon_cpu.compat import (
+from tests.compat import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     cluster,

@@ -1,6 +1,6 @@
 """Kernels for Hopper with one bug each, switched on by BUG. A line that a report must name ends in a marker comment."""
 
-from tests.gluon_cpu.compat import (
+from tests.compat import (
     async_copy,
     async_store,
     cluster,

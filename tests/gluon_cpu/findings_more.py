@@ -1,6 +1,6 @@
 """Kernels with one bug each: barriers, memory, outputs, and Blackwell. As findings_hopper.py."""
 
-from tests.gluon_cpu.compat import (
+from tests.compat import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     gl,

@@ -1,6 +1,6 @@
 """Kernels for pairs of Blackwell CTAs with one bug each, switched on by BUG. As findings_hopper.py."""
 
-from tests.gluon_cpu.compat import (
+from tests.compat import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     cluster,

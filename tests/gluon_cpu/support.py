@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.gluon_cpu.compat import TensorDescriptor, gl, jit, mbarrier
+from tests.compat import TensorDescriptor, gl, jit, mbarrier
 
 # Layouts for four warps: 128 elements in a row; a matrix by rows.
 ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.gluon_cpu.compat import gl, jit
+from tests.compat import gl, jit
 from tests.gluon_cpu.support import ROW, ROW_1, ROW_HALVES, poisoned, same
 
 

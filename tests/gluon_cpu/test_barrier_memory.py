@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.gluon_cpu.compat import fence_async_shared, gl, jit, mbarrier, tma
+from tests.compat import fence_async_shared, gl, jit, mbarrier, tma
 from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, ROW_1, descriptor, new_barrier, poisoned, same
 
 POLICIES = ("random", "late", "early", "pct", "starve")

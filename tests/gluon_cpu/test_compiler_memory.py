@@ -10,7 +10,7 @@ import torch
 
 import gluon_cpu
 from gluon_cpu import front
-from tests.gluon_cpu.compat import (
+from tests.compat import (
     fence_async_shared,
     gl,
     jit,

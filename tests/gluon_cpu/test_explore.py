@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import gluon_cpu
+from tests.compat import gl, jit, mbarrier
 from tests.gluon_cpu import findings_hopper as hopper
-from tests.gluon_cpu.compat import gl, jit, mbarrier
 from tests.gluon_cpu.support import PLAIN, ROW, ROW_1, descriptor, new_barrier, normal, poisoned, same
 
 ROOT = Path(__file__).parents[2]

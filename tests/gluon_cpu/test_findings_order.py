@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.gluon_cpu.compat import async_copy, fence_async_shared, gl, jit, mbarrier, tma
+from tests.compat import async_copy, fence_async_shared, gl, jit, mbarrier, tma
 from tests.gluon_cpu.support import (
     MATRIX,
     PLAIN,

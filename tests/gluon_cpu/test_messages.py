@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gluon_cpu
+from tests.compat import gl, jit, mbarrier
 from tests.gluon_cpu import findings_more
-from tests.gluon_cpu.compat import gl, jit, mbarrier
 from tests.gluon_cpu.findings_cases import CASES
 from tests.gluon_cpu.support import new_barrier, poisoned
 

@@ -9,7 +9,7 @@ import torch
 import gluon_cpu
 from gluon_cpu.ir.tensor_memory import tensor_memory_offsets
 from gluon_cpu.ir.types import MemDesc, Scalar
-from tests.gluon_cpu.compat import (
+from tests.compat import (
     TensorDescriptor,
     TensorDescriptorIm2Col,
     cluster,

@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from tests.gluon_cpu.compat import gl, jit
+from tests.compat import gl, jit
 from tests.gluon_cpu.support import ROW, normal, poisoned, same
 
 N = 128

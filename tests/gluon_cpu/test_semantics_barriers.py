@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.compat import async_store, cluster, gl, jit, mbarrier, tma
 from tests.gluon_cpu import findings_hopper as hopper
-from tests.gluon_cpu.compat import async_store, cluster, gl, jit, mbarrier, tma
 from tests.gluon_cpu.support import (
     MATRIX_COLUMN_HALVES,
     MATRIX_HALVES,

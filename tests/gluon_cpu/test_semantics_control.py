@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.gluon_cpu.compat import aggregate, constexpr_function, gl, jit
+from tests.compat import aggregate, constexpr_function, gl, jit
 from tests.gluon_cpu.support import PLAIN, ROW, normal, poisoned, same, small_integers
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gluon_cpu.compat import gl, jit
+from tests.compat import gl, jit
 from tests.gluon_cpu.support import (
     MATRIX,
     MATRIX_COLUMN_HALVES,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.gluon_cpu.compat import (
+from tests.compat import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     clc,

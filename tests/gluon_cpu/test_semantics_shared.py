@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gluon_cpu.compat import async_copy, gl, jit, mbarrier
+from tests.compat import async_copy, gl, jit, mbarrier
 from tests.gluon_cpu.support import (
     MATRIX,
     MATRIX_COLUMN_HALVES,

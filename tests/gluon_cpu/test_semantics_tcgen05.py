@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gluon_cpu.compat import (
+from tests.compat import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     blackwell,

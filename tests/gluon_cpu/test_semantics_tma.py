@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.gluon_cpu.compat import cluster, fence_async_shared, gl, jit, mbarrier, tma, tma_blackwell
+from tests.compat import cluster, fence_async_shared, gl, jit, mbarrier, tma, tma_blackwell
 from tests.gluon_cpu.support import (
     MATRIX,
     MATRIX_COPIES,

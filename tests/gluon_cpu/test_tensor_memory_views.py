@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.gluon_cpu.compat import TensorMemoryLayout, allocate_tensor_memory, cluster, gl, jit, mbarrier
+from tests.compat import TensorMemoryLayout, allocate_tensor_memory, cluster, gl, jit, mbarrier
 from tests.gluon_cpu.support import addresses, load_matrix, new_barrier, poisoned, same, small_integers
 
 CLUSTERS = [(1, False), (2, False), (2, True), (4, False), (4, True)]

@@ -13,7 +13,7 @@ import pytest
 import gluon_cpu
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.front import build_text
-from tests.gluon_cpu.compat import TensorMemoryLayout, allocate_tensor_memory, gl, jit, mbarrier, tcgen05_commit
+from tests.compat import TensorMemoryLayout, allocate_tensor_memory, gl, jit, mbarrier, tcgen05_commit
 from tests.gluon_cpu.support import new_barrier, poisoned, store_matrix
 from tests.gluon_cpu.test_findings_blackwell import launch as launch_attention
 

@@ -11,7 +11,7 @@ import torch
 from proving.capture import capture
 from proving.equivalence import Equivalence, Operand, leave_barriers_valid
 from proving.launch import Launch
-from tests.proving.compat import (
+from tests.compat import (
     TensorDescriptor,
     TensorMemoryLayout,
     allocate_tensor_memory,

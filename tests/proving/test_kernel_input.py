@@ -8,8 +8,8 @@ import torch
 from proving.capture import capture
 from proving.kernel_input import kernel_input
 from proving.launch import Launch, Pointer, Scalar, TensorMap
+from tests.compat import gl, jit
 from tests.proving import kernels
-from tests.proving.compat import gl, jit
 
 PTX = """.visible .entry kernel(
 	.param .align 64 .b8 kernel_param_0[128],
