@@ -64,7 +64,7 @@ def plan(count: int, policies: Sequence[str] | None, seed: int, **options: Any) 
 
     The last of several runs is in lowered mode, unless a mode is given. Else kernels of one CTA would run in fast mode
     alone, which shows nothing of what the compiler does with memory and fences. Most of that shows under any schedule,
-    so one run will do; as the last one it keeps nobody waiting, who looks for a bug, for a second compilation.
+    so one run will do. It is the last one, so that a bug that shows anyway need not wait for a second compilation.
     """
     names = POLICIES if policies is None else policies
     runs = [options | {"schedule": Schedule(names[i % len(names)], seed + i // len(names))} for i in range(count)]

@@ -276,7 +276,7 @@ class Emitter:
         name = op.name.split(".")[1]
         what = f"captures of {name}" if name == "warp_specialize" else f"scratch of {name}"
         info = self.info(op, what, offset=taken[0], bytes=taken[1])
-        self.infos[-1].site = Site(op.site.own, op.site.name)  # of gl.sum(...) that line, not the one inside of Triton
+        self.infos[-1].site = Site(op.site.own, op.site.name)  # the line of gl.sum(...), not one inside of Triton
         self.emit(f"A.scratch({info})")
 
     def region_inline(self, region: Region) -> None:
