@@ -13,12 +13,15 @@ def both(*args: int, **options: Any) -> list[TileConfig]:
 # By (padded head dim, bytes of an element). The arguments are those of `hopper_tile`.
 CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
     (64, 2): [
+        *both(1, 128, 2, 2, 240, take_turns=False),
+        *both(2, 128, 2, 2, 240, take_turns=True),
         *both(4, 64, 2, 4, 112, take_turns=True),
         *both(4, 64, 2, 4, 112, take_turns=False),
         *both(3, 128, 2, 2, 160, take_turns=True),
         *both(3, 128, 2, 2, 160, take_turns=False),
     ],
     (128, 2): [
+        *both(1, 128, 2, 2, 240, take_turns=False),
         *both(2, 128, 2, 2, 240, take_turns=True),
         *both(2, 128, 2, 2, 240, take_turns=False),
         *both(2, 128, 1, 2, 240, take_turns=True),

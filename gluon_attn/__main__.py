@@ -134,8 +134,7 @@ def listed() -> list[tuple[Row, int]]:
         for row in BLACKWELL
         if (row.padded_head_dim, row.causal) == (128, False) and 100 in row.tile.archs and row.tile.num_ctas < 4
     ]
-    hopper = dict.fromkeys(replace(row, min_kv_len=1) for row in HOPPER)  # a tile may be in two rows
-    chosen = [(row, 90) for row in hopper] + [(row, 100) for row in blackwell]
+    chosen = [(row, 90) for row in HOPPER] + [(row, 100) for row in blackwell]
     return [(row, arch) for row, arch in chosen if row.element_bytes == 2]
 
 

@@ -15,6 +15,7 @@ SHARE_OF_L2 = 0.6
 class Plan:
     """A persistent grid of `programs` clusters that walks the row blocks of all heads, singly or in pairs.
 
+    items: what there is to do: row blocks, or pairs of them, of all heads.
     blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (see kernels/common/schedule.py).
     heads_per_group: how many heads' row blocks are computed in turn, if the tile is for longest_first.
     scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
@@ -24,6 +25,7 @@ class Plan:
     problem: Problem
     tile: TileConfig
     programs: int
+    items: int
     blocks_per_item: int
     heads_per_group: int
     scale_log2: float
@@ -54,6 +56,7 @@ class Plan:
             problem=problem,
             tile=tile,
             programs=items if tile.one_program_per_item else min(clusters, items),
+            items=items,
             blocks_per_item=2 if pairs else 1,
             heads_per_group=heads_in_l2(problem, device),
             scale_log2=problem.scale * math.log2(math.e),

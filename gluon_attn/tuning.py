@@ -1,10 +1,12 @@
 """Tile configurations: what can be chosen, what was measured, and the choice."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .device import Device
+from .plan import Plan
 from .problem import FP8_DTYPES, Problem
 from .tile import Bases, BlackwellTile, HopperTile, TileConfig
 
@@ -15,9 +17,10 @@ CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 class Row:
     """A choice of tile for the problems it fits, on the architectures that the tile is for.
 
-    element_bytes: of q, k and v. min_kv_len: from how many keys on. result_file (under bench/results/), card, date:
-    where it was measured to be the fastest of those tried, or within the noise of it and simpler; None for a row that
-    waits for its measurement.
+    element_bytes: of q, k and v. min_kv_len: from how many keys on. one_round: only if no program has more than one
+    item to do: with little work small tiles win, as more processors have some. result_file (under bench/results/),
+    card, date: where it was measured to be the fastest of those tried, or within the noise of it and simpler; None for
+    a row that waits for its measurement.
     """
 
     padded_head_dim: int
@@ -25,6 +28,7 @@ class Row:
     tile: TileConfig
     element_bytes: int = 2
     min_kv_len: int = 1
+    one_round: bool = False
     result_file: str | None = None
     card: str | None = None
     date: str | None = None
@@ -36,7 +40,13 @@ class Row:
             and device.arch in self.tile.archs
             and num_ctas in (None, self.tile.num_ctas)
             and problem.kv_len >= self.min_kv_len
+            and not (self.one_round and self.takes_rounds(problem, device))
         )
+
+    def takes_rounds(self, problem: Problem, device: Device) -> bool:
+        """Whether some program has more than one item to do."""
+        plan = Plan.of(problem, self.tile, device)
+        return plan.items > plan.programs
 
 
 def hopper_tile(
@@ -85,42 +95,35 @@ def measured(head_dim: int, causal: bool, tile: TileConfig, **fields: Any) -> Ro
     )
 
 
-def hopper_fp8_rows() -> tuple[Row, ...]:
-    fields = {"element_bytes": 1}
-    long = {"element_bytes": 1, "min_kv_len": 4096}
-    rows = [measured(64, True, hopper_tile(3, 128, 2, 2, 152, take_turns=False, transpose=(2, 56)), **long)]
+def hopper_rows() -> Iterator[Row]:
+    for causal in (False, True):
+        for head_dim in (64, 128):
+            yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 240, take_turns=False), one_round=True)
+        yield measured(64, causal, hopper_tile(2, 128, 2, 2, 240, take_turns=True), one_round=True)
+    # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used.
+    yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=False), min_kv_len=8192)
+    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, take_turns=True), min_kv_len=8192)
     for n in (1, 2):
-        few = hopper_tile(3, 128, 2, 2, 152, take_turns=True, transpose=(2, 56), num_ctas=n)
-        half = hopper_tile(2, 128, 2, 4, 216, take_turns=False, transpose=(4, 56), num_ctas=n)
-        whole = hopper_tile(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56), num_ctas=n)
-        wide = hopper_tile(2, 64, 1, 2, 208, take_turns=False, transpose=(2, 88), num_ctas=n)
-        rows += [measured(64, False, few, **fields), measured(64, True, half, **fields)]
-        rows += [measured(128, causal, whole, **fields) for causal in (False, True)]
-        rows += [measured(256, causal, wide, **fields) for causal in (False, True)]
-    return tuple(rows)
+        yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, take_turns=True, num_ctas=n))
+        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=n == 2, num_ctas=n))
+        for causal in (False, True):
+            yield measured(128, causal, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=n))
+            wide = hopper_tile(2, 64, 1, 2, 240, take_turns=n == 1, stage_in_queries=True, num_ctas=n)
+            yield measured(256, causal, wide)
 
-
-HOPPER: tuple[Row, ...] = (
-    # From some length on, other tiles than those below gain: larger ones where few rows of a tile go unused, and two
-    # CTAs, where K and V come from L2 once for both.
-    measured(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=False), min_kv_len=8192),
-    measured(64, True, hopper_tile(3, 128, 2, 2, 160, take_turns=True), min_kv_len=8192),
-    measured(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2), min_kv_len=2048),
-    measured(128, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2), min_kv_len=4096),
-    measured(64, False, hopper_tile(4, 64, 2, 4, 112, take_turns=True)),
-    measured(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=False)),
-    measured(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=True)),
-    measured(128, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True)),
-    measured(256, False, hopper_tile(2, 64, 1, 2, 240, take_turns=True, stage_in_queries=True)),
-    measured(256, True, hopper_tile(2, 64, 1, 2, 240, take_turns=True, stage_in_queries=True)),
-    measured(64, False, hopper_tile(4, 64, 2, 4, 112, take_turns=True, num_ctas=2)),
-    measured(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=True, num_ctas=2)),
-    measured(128, False, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2)),
-    measured(128, True, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2)),
-    measured(256, False, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2)),
-    measured(256, True, hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2)),
-    *hopper_fp8_rows(),
-)
+    fp8 = {"element_bytes": 1}
+    long = hopper_tile(3, 128, 2, 2, 152, take_turns=False, transpose=(2, 56))
+    yield measured(64, True, long, min_kv_len=4096, **fp8)
+    for n in (1, 2):
+        three = hopper_tile(3, 128, 2, 2, 152, take_turns=True, transpose=(2, 56), num_ctas=n)
+        yield measured(64, False, three, **fp8)
+        two = hopper_tile(2, 128, 2, 4, 216, take_turns=False, transpose=(4, 56), num_ctas=n)
+        yield measured(64, True, two, **fp8)
+        for causal in (False, True):
+            tile = hopper_tile(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56), num_ctas=n)
+            yield measured(128, causal, tile, **fp8)
+            wide = hopper_tile(2, 64, 1, 2, 208, take_turns=False, transpose=(2, 88), num_ctas=n)
+            yield measured(256, causal, wide, **fp8)
 
 
 def blackwell_rows() -> tuple[Row, ...]:
@@ -153,6 +156,7 @@ def blackwell_rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
+HOPPER = tuple(hopper_rows())
 BLACKWELL = blackwell_rows()
 TABLE = HOPPER + BLACKWELL
 

@@ -140,6 +140,28 @@ def test_a_tile_for_any_number_of_heads(batch, heads, kv_heads):
         assert isinstance(pick_tile(asked, Device.hopper()), HopperTile)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "heads", "length", "rows"),
+    [
+        (64, False, 16, 512, 64),  # 128 row blocks of 64 rows for 132 processors
+        (64, False, 17, 512, 128),
+        (64, False, 32, 1024, 256),
+        (64, True, 16, 1024, 64),  # 256 row blocks, in pairs
+        (64, True, 32, 1024, 128),
+        (64, True, 32, 2048, 256),
+        (64, False, 32, 8192, 192),
+        (128, False, 32, 256, 64),
+        (128, False, 32, 512, 128),
+        (128, True, 16, 1024, 64),
+        (128, True, 16, 2048, 128),
+    ],
+)
+def test_little_work_has_small_tiles(head_dim, causal, heads, length, rows):
+    kind = {"head_dim": head_dim, "causal": causal, "q_len": length, "kv_len": length}
+    asked = problem(batch=1, heads=heads, kv_heads=heads, **kind)
+    assert pick_tile(asked, Device.hopper()).block_m == rows
+
+
 def test_picking_is_pure(monkeypatch):
     asked = problem(causal=True)
     first = pick_tile(asked, Device.hopper())

@@ -13,8 +13,8 @@ from gluon_attn.launch import kernel_of
 from gluon_attn.plan import Plan
 from gluon_attn.problem import Problem, output_dtype
 from gluon_attn.tile import TileConfig
-from gluon_attn.tuning import pick_tile, require_fits
-from tests.gpu.checks import check
+from gluon_attn.tuning import require_fits
+from tests.gpu.checks import check, tile_for_rounds
 
 register_twins()
 
@@ -41,7 +41,7 @@ class Run:
         self.options: dict[str, Any] = {"causal": causal, "layout": layout}
         problem = Problem.of(q, k, v, **self.options, scales=scales or (None, None, None))
         device = Device.hopper() if device is None else device
-        tile = pick_tile(problem, device, num_ctas) if tile is None else tile
+        tile = tile_for_rounds(problem, device, num_ctas) if tile is None else tile
         require_fits(tile, problem, device)
         if programs is not None:
             device = dataclasses.replace(device, sm_count=programs * tile.num_ctas)

@@ -174,10 +174,6 @@ EXPLAINED: tuple[Explanation, ...] = (
         "at the end: the lead waits for every arrival from its peer, and each CTA for every copy into it",
     ),
     Explanation(
-        rf"{ON_HOPPER} \| delete: wait_barrier .* {in_hopper_roles('blocks.values.acquire()')}",
-        "waits for what this role has waited for before; it is there to keep the assembler from moving code",
-    ),
-    Explanation(
         rf"{ON_HOPPER}, turns \| delete: wait_barrier #\d+ partition[01] at shared_memory\.py:\d+ < "
         rf"({ORDERED_BY_TURNS})",
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",

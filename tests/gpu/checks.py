@@ -27,7 +27,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import reference_attention
+from gluon_attn import TileConfig, reference_attention
+from gluon_attn.device import Device
+from gluon_attn.problem import Problem
+from gluon_attn.tuning import pick_tile
 
 ROOT = Path(__file__).parents[2]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -96,6 +99,11 @@ class Surrounded:
         self.inside(outside).fill_(float("nan"))
         written = int((~outside.isnan()).sum())
         assert written == 0, f"{written} elements outside of the output were written"
+
+
+def tile_for_rounds(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
+    """What the table has where programs have several items each, so that small problems test that tile too."""
+    return pick_tile(problem, dataclasses.replace(device, sm_count=num_ctas), num_ctas)
 
 
 def poison_free_memory(*like: tuple[Iterable[int], torch.dtype]) -> None:

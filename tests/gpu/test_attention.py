@@ -14,7 +14,16 @@ from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem, output_dtype
 from gluon_attn.tuning import HOPPER, pick_tile
-from tests.gpu.checks import Apart, Surrounded, check, normal, normal_qkv, outcomes_of, poison_free_memory
+from tests.gpu.checks import (
+    Apart,
+    Surrounded,
+    check,
+    normal,
+    normal_qkv,
+    outcomes_of,
+    poison_free_memory,
+    tile_for_rounds,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -261,6 +270,8 @@ def run_case(name: str) -> None:
     scales: list[Tensor | None] = [None, None, None]
     if case.scaled:
         scales = [normal(*shape, dtype=torch.float32, seed=i).abs() + 0.5 for i in range(3)]
+    problem = Problem.of(q, k, v, **options, scales=(scales[0], scales[1], scales[2]))
+    tile = case.tile or tile_for_rounds(problem, Device.of(q.device), case.num_ctas)
     around = Surrounded(q.shape, output_dtype(dtype)) if case.own_out else None
     poison_free_memory((q.shape, output_dtype(dtype)), (lse_shape, torch.float32))
     out, lse = attention(
@@ -270,8 +281,7 @@ def run_case(name: str) -> None:
         **options,
         return_lse=True,
         out=around.view if around else None,
-        num_ctas=None if case.tile else case.num_ctas,
-        tile=case.tile,
+        tile=tile,
         q_scale=scales[0],
         k_scale=scales[1],
         v_scale=scales[2],
