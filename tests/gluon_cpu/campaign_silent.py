@@ -16,7 +16,7 @@ import torch
 
 import gluon_cpu
 from gluon_attn.device import Device
-from gluon_attn.tile import BlackwellTile
+from gluon_attn.tile import BlackwellTile, HopperTile
 from gluon_attn.tuning import TABLE, Row
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 
@@ -36,8 +36,11 @@ def run_of(row: Row, dtype: torch.dtype) -> Run:
         q, k, v = normal_qkv(heads=2, q_len=256 * tile.num_ctas - 15, kv_len=601, **kind)
         programs = None if tile.dynamic else 1
     else:
+        assert isinstance(tile, HopperTile)
         q, k, v = normal_qkv(heads=4, kv_heads=2, q_len=333, kv_len=401, **kind)
-        programs = 4 // tile.num_ctas
+        programs = 2 // tile.num_ctas
+        tiles = 4 * -(-333 // tile.block_m) // programs
+        assert tiles > tile.query_slots, f"the ring of the queries does not come around in {tiles} tiles"
     device = DEVICES[tile.archs[0]]
     return Run(q, k, v, *scales, causal=row.causal, device=device, tile=tile, programs=programs)
 
@@ -64,8 +67,10 @@ def watch(row: Row, dtype: torch.dtype, seeds: int, seconds: float = float("inf"
 
 
 def name_of(row: Row, dtype: torch.dtype) -> str:
-    mask, arch = "causal" if row.causal else "full", row.tile.archs[0]
-    return f"sm_{arch} D={row.padded_head_dim} {mask} {row.tile.num_ctas} CTAs {str(dtype).removeprefix('torch.')}"
+    tile, mask = row.tile, "causal" if row.causal else "full"
+    roles = f" {tile.softmax_roles} roles" if isinstance(tile, HopperTile) else ""
+    kind = f"{tile.num_ctas} CTAs{roles} {str(dtype).removeprefix('torch.')}"
+    return f"sm_{tile.archs[0]} D={row.padded_head_dim} {mask} {kind}"
 
 
 def main() -> None:
