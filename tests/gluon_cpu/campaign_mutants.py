@@ -27,13 +27,13 @@ import gluon_cpu
 from gluon_attn.device import Device
 from gluon_attn.kernels.blackwell import kernel as blackwell_kernel
 from gluon_attn.kernels.hopper import kernel as hopper_kernel
-from gluon_attn.tile import BlackwellTile, TileConfig
+from gluon_attn.tile import BlackwellTile, HopperTile, TileConfig
 from gluon_attn.tuning import blackwell_tile, hopper_tile
 from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate
 from gluon_cpu.ir.parse import parse_module
-from tests.gluon_cpu.attention import Run, normal_qkv
+from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 from tests.gluon_cpu.mutants import Mutant, mutants
 
 POLICIES = ("random", "late", "early", "pct", "starve")
@@ -50,12 +50,15 @@ class Kernel:
     causal: bool
     lengths: tuple[tuple[int, int], ...]
     tile: TileConfig
+    dtype: torch.dtype = torch.bfloat16
 
     def runs(self) -> list[Run]:
         device = Device.blackwell() if isinstance(self.tile, BlackwellTile) else Device.hopper()
         options: dict[str, Any] = {"causal": self.causal, "device": device}
-        inputs = (normal_qkv(q_len=q, kv_len=kv, head_dim=self.head_dim) for q, kv in self.lengths)
-        return [Run(*qkv, **options, tile=self.tile, programs=1) for qkv in inputs]
+        kind: dict[str, Any] = {"head_dim": self.head_dim, "dtype": self.dtype}
+        scales = kv_scales(1, 1) if self.dtype.itemsize == 1 else ()
+        inputs = (normal_qkv(q_len=q, kv_len=kv, **kind) for q, kv in self.lengths)
+        return [Run(*qkv, *scales, **options, tile=self.tile, programs=1) for qkv in inputs]
 
 
 # Lengths such that, under a causal mask, every role has a second masked block in some tile, and skips one in another;
@@ -89,6 +92,26 @@ KERNELS: dict[str, Kernel] = {
         causal=False,
         lengths=((500, 330), (800, 60), (800, 100)),
         tile=hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2),
+    ),
+    "one CTA, one role": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((290, 390), (400, 100), (192, 320)),
+        tile=hopper_tile(1, 128, 2, 2, 240, take_turns=False),
+    ),
+    "one CTA, fp8": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((580, 649), (400, 100), (384, 387), (400, 300), (400, 446)),
+        tile=hopper_tile(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56)),
+        dtype=torch.float8_e4m3fn,
+    ),
+    "two CTAs, fp8, turns": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
+        tile=hopper_tile(2, 128, 2, 2, 216, take_turns=True, num_ctas=2, transpose=(4, 56)),
+        dtype=torch.float8_e4m3fn,
     ),
     **{
         f"Blackwell, {name}": Kernel(
@@ -133,6 +156,9 @@ def in_hopper_roles(text: str, which: slice = slice(None)) -> str:
 
 
 FREED = line_of(CHANNELS, "shared_memory.py", "mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())")
+WITHOUT_TURNS = "|".join(
+    name for name, kernel in KERNELS.items() if isinstance(kernel.tile, HopperTile) and not kernel.tile.take_turns
+)
 TURNS_INIT = line_of(HOPPER, "wires.py", "self.turns.init()")
 HOPPER_LAST_FENCE = line_of(HOPPER, "wires.py", "cluster_fence()", LAST)
 ORDERED_BY_TURNS = "|".join(
@@ -158,7 +184,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(r".* \| delete: inval_barrier ", "nothing uses a barrier's memory after the end of its life"),
     Explanation(
-        rf".*(no turns|O staged in Q) \| count .* init_barrier .* {TURNS_INIT}",
+        rf"({WITHOUT_TURNS}) \| count .* init_barrier .* {TURNS_INIT}",
         "without turns nobody arrives on these barriers or waits for them",
     ),
     Explanation(
@@ -177,6 +203,10 @@ EXPLAINED: tuple[Explanation, ...] = (
         rf"{ON_HOPPER}, turns \| delete: wait_barrier #\d+ partition[01] at shared_memory\.py:\d+ < "
         rf"({ORDERED_BY_TURNS})",
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
+    ),
+    Explanation(
+        rf"{ON_HOPPER}, fp8[^|]* \| delete: wait_barrier .* {in_hopper_roles('v, values = values.acquire()', FIRST)}",
+        "the last V in the slot was transposed before any role freed the keys after it, which have been waited for",
     ),
     Explanation(
         rf"{ON_BLACKWELL} \| delete: cluster_barrier #\d+ kernel at kernel\.py:\d+$",
