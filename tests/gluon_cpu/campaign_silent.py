@@ -1,6 +1,6 @@
 """Every kernel of the tuning table under many schedules: no finding, and the same numbers under each.
 
-    python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--seconds N]
+    python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--seconds N] [--lowered]
 
 Prints a line for each kernel and dtype, and ends with status 1 at the first finding.
 """
@@ -49,12 +49,12 @@ def schedules(seeds: int) -> Iterator[gluon_cpu.Schedule]:
     return itertools.starmap(gluon_cpu.Schedule, ((policy, seed) for seed in range(seeds) for policy in POLICIES))
 
 
-def watch(row: Row, dtype: torch.dtype, seeds: int, seconds: float = float("inf")) -> str:
+def watch(row: Row, dtype: torch.dtype, seeds: int, seconds: float = float("inf"), mode: str | None = None) -> str:
     """Run `row`'s kernel under `seeds` schedules of each policy, or for some seconds. Raises what is found."""
     run = run_of(row, dtype)
     start, first, runs = time.time(), None, 0
     for schedule in schedules(seeds):
-        run(schedule=schedule)
+        run(schedule=schedule, mode=mode)
         if first is None:
             run.check()
             first = run.out.clone(), run.lse.clone()
@@ -77,9 +77,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200, help="schedules of each policy")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each kernel and dtype")
+    parser.add_argument("--lowered", action="store_true", help="kernels of one CTA in lowered mode, as the others are")
     parser.add_argument("--only", default="", help="only kernels with this in their name, as in 'sm_100 D=64'")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    mode = "lowered" if options.lowered else None
     chosen = [
         (row, dtype) for row in TABLE for dtype in DTYPES[row.element_bytes] if options.only in name_of(row, dtype)
     ]
@@ -87,7 +89,7 @@ def main() -> None:
         sys.exit(f"no kernel has {options.only!r} in its name, which is like {name_of(TABLE[0], torch.bfloat16)!r}")
     for row, dtype in chosen:
         try:
-            print(watch(row, dtype, options.seeds, options.seconds), flush=True)
+            print(watch(row, dtype, options.seeds, options.seconds, mode), flush=True)
         except gluon_cpu.Finding as finding:
             sys.exit(f"{row}: {dtype}: replay with {finding.schedule!r}:\n{finding}")
 
