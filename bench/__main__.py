@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from bench.peers import calls_of, ours
 from bench.points import DTYPES, LENGTHS, SETS, Point
 from bench.precompile import Job, precompile
 from bench.provenance import clocks, provenance
+from bench.report import means
 from bench.timing import host_seconds, time_interleaved, wall_seconds
 from gluon_attn import TileConfig
 from gluon_attn.device import Device
@@ -74,10 +74,6 @@ def measure_sustained() -> dict[str, Any]:
     return {name: asdict(s) | {"joules_per_tflop": s.joules_per_tflop} for name, s in found.items()}
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=["bf16"], help="of bench/points.py")
@@ -117,11 +113,8 @@ def line(found: dict[str, Any], seconds_left: float) -> str:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """The geometric mean of ours / cuDNN, and of ours / ours on the plainer problems where there are such."""
-    ratios = [p["results"]["ours"]["ratio_to_cudnn"] for p in report["points"] if "ours" in p["results"]]
-    lines = (
-        [f"geometric mean of ours / cuDNN over {len(ratios)} points: {geometric_mean(ratios):.3f}"] if ratios else []
-    )
+    """The geometric means of ours / cuDNN, and ours on problems with something to them against plainer ones."""
+    lines = list(means(report))
     for p in report["points"]:
         if "ours, plainer" in p["results"]:
             rate, plain = (p["results"][name]["tflops"] for name in ("ours", "ours, plainer"))

@@ -65,7 +65,8 @@ class Case:
 
 
 def table_tile(dtype: torch.dtype, head_dim: int, causal: bool, num_ctas: int | None, length: int = 512) -> TileConfig:
-    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": head_dim}
+    """The table's tile for much work: those for little are small."""
+    sizes = {"batch": 4096, "heads": 1, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": head_dim}
     problem = Problem(dtype=dtype, causal=causal, scale=head_dim**-0.5, layout="bhsd", **sizes)
     return pick_tile(problem, here.device(), num_ctas)
 

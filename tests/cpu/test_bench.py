@@ -1,5 +1,6 @@
 """What the benchmarks measure, and how they count: all that can be seen without a card."""
 
+import dataclasses
 import json
 import math
 
@@ -106,13 +107,14 @@ def test_settled_samples_leave_out_the_start():
 
 def report_of(ratios: dict[str, float]) -> dict:
     results = {n: {"tflops": 100 * r, "ratio_to_cudnn": r, "spread": 0.02, "ms": 1.0} for n, r in ratios.items()}
-    return {"points": [{"name": "a point", "results": results}]}
+    point = dataclasses.asdict(Point(head_dim=64, causal=False, length=512))
+    return {"points": [{"name": "a point", "point": point, "results": results}]}
 
 
 def test_the_summary_is_a_geometric_mean():
     report = report_of({"cudnn": 1.0, "ours": 2.0})
     report["points"] += report_of({"cudnn": 1.0, "ours": 0.5, "ours, plainer": 1.0})["points"]
-    assert "over 2 points: 1.000" in command.summary(report)
+    assert "1.000 times cuDNN over 2 points, at least 0.500" in command.summary(report)
     assert "a point: 0.500 of the rate on the plainer problem" in command.summary(report)
     assert "a point" in command.line(report["points"][0], 3.0)
     json.dumps(report)

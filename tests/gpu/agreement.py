@@ -193,6 +193,7 @@ EXPLAINED = {
         "both tiles, no byte twice: a race to ConSan. 'an asynchronous store read before its wait: right' has stores "
         "that fill one tile each.",
     ),
+    "a slot freed before the product is done: bug": ONE_SCHEDULE,
     "a wait lapped by two phases: bug": ONE_SCHEDULE,
     "a barrier invalidated before the last arrival: bug": ONE_SCHEDULE,
     "a barrier taken from the peer: bug": ONE_SCHEDULE,

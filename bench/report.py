@@ -1,0 +1,155 @@
+"""What a result file says: tables in Markdown, and plots of TFLOP/s by length.
+
+python -m bench.report tables bench/results/h200_forward.json
+python -m bench.report plot bench/results/h200_forward.json --out docs/speed     writes docs/speed.svg and .png
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.points import LENGTHS, MODEL_DIM, TOKENS
+
+Found = dict[str, Any]  # a point of a result file
+OURS = "ours"
+LABELS = {"ours": "gluon-attn", "cudnn": "cuDNN", "fa2": "FlashAttention-2", "flex": "FlexAttention"}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Raises SystemExit, with what to do, for a file that is not one of `python -m bench`."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        report["provenance"], report["points"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"{path}: expected a result file of `python -m bench`, got {error!r}")
+    return report
+
+
+def swept(report: dict[str, Any]) -> list[Found]:
+    """The points of the sweeps: (B, H, S, D), as many heads as KV heads, TOKENS tokens."""
+    return [
+        found
+        for found in report["points"]
+        if (p := found["point"])["baseline_length"] is None
+        and (p["layout"], p["heads_per_kv_head"]) == ("bhsd", 1)
+        and (p["batch"] * p["length"], p["heads"] * p["head_dim"]) == (TOKENS, MODEL_DIM)
+    ]
+
+
+def series(report: dict[str, Any]) -> Iterator[tuple[tuple[str, int, bool], dict[int, Found]]]:
+    """((dtype, head dim, causal), the points by length)."""
+    for kind, points in itertools.groupby(
+        swept(report), lambda f: (f["point"]["dtype"], f["point"]["head_dim"], f["point"]["causal"])
+    ):
+        yield kind, {f["point"]["length"]: f for f in points}
+
+
+def title(dtype: str, head_dim: int, causal: bool) -> str:
+    return f"{dtype} D={head_dim} {'causal' if causal else 'full'}"
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def rates(report: dict[str, Any]) -> Iterator[str]:
+    """TFLOP/s of ours, and how many times cuDNN's that is, in bf16 if ours is fp8."""
+    yield f"| TFLOP/s (× cuDNN) | {' | '.join(map(str, LENGTHS))} |"
+    yield "|---" * (len(LENGTHS) + 1) + "|"
+    for kind, by_length in series(report):
+        cells = (
+            f"{r['tflops']:.0f} ({r['ratio_to_cudnn']:.2f})" if (r := result(by_length.get(n), OURS)) else "–"
+            for n in LENGTHS
+        )
+        yield f"| {title(*kind)} | {' | '.join(cells)} |"
+
+
+def result(found: Found | None, name: str) -> dict[str, float] | None:
+    return found["results"].get(name) if found else None
+
+
+def by_cta_count(report: dict[str, Any]) -> Iterator[str]:
+    yield "| case | 1 CTA | 2 CTA | speedup |"
+    yield "|---|---|---|---|"
+    for kind, by_length in series(report):
+        for length, found in by_length.items():
+            one, two = (result(found, f"ours {n}cta") for n in (1, 2))
+            if one and two:
+                rate_1, rate_2 = one["tflops"], two["tflops"]
+                yield f"| {title(*kind)} {length} | {rate_1:.0f} | {rate_2:.0f} | {rate_2 / rate_1:.2f} |"
+
+
+def means(report: dict[str, Any]) -> Iterator[str]:
+    """By dtype and head dims: the geometric mean over the points of the sweeps, without the small and the odd ones."""
+    for dtype, group in itertools.groupby(swept(report), lambda f: f["point"]["dtype"]):
+        ran = [found for found in group if OURS in found["results"]]
+        ratios = [found["results"][OURS]["ratio_to_cudnn"] for found in ran]
+        head_dims = " and ".join(str(d) for d in dict.fromkeys(found["point"]["head_dim"] for found in ran))
+        mean = geometric_mean(ratios)
+        yield f"{dtype}, D={head_dims}: {mean:.3f} times cuDNN over {len(ratios)} points, at least {min(ratios):.3f}"
+
+
+def tables(report: dict[str, Any]) -> str:
+    p = report["provenance"]
+    versions = f"torch {p['torch']}, Triton {p['triton']}, cuDNN {p['cudnn']}"
+    head = f"{p['card']}, {p['date']}, {versions}, commit {p['commit']}"
+    return "\n".join([head, "", *rates(report), "", *means(report), "", *by_cta_count(report)])
+
+
+def plot(report: dict[str, Any], out: Path) -> list[Path]:
+    """One panel for each dtype, head dim and mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    from matplotlib import pyplot
+
+    kinds = list(series(report))
+    columns = 4
+    rows = -(-len(kinds) // columns)
+    size = 4 * columns, 3 * rows
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
+    for axis, (kind, by_length) in zip(axes.flat, kinds, strict=False):
+        for name, label in LABELS.items():
+            line = [(n, r["tflops"]) for n, found in by_length.items() if (r := result(found, name))]
+            if line:
+                axis.plot(*zip(*line, strict=True), marker="o", markersize=4, label=label)
+        axis.set_title(title(*kind))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(LENGTHS, [f"{n / 1024:g}k" for n in LENGTHS])
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("TFLOP/s")
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(kinds) :]:
+        axis.set_visible(False)
+    axes.flat[0].legend(loc="lower right", fontsize="small")
+    p = report["provenance"]
+    figure.suptitle(f"Attention forward, {TOKENS // 1024}k tokens, {p['card']}, {p['date']} (peers of fp8: in bf16)")
+    written = [out.with_suffix(suffix) for suffix in (".svg", ".png")]
+    for path in written:
+        figure.savefig(path, dpi=80)
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["tables", "plot"])
+    parser.add_argument("file", type=Path, help="a result file of `python -m bench`")
+    parser.add_argument("--out", type=Path, default=Path("speed"), help="of plots, without the suffix")
+    args = parser.parse_args()
+    report = read(args.file)
+    if args.what == "tables":
+        print(tables(report))
+    else:
+        print("written:", *plot(report, args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Tables and plots say what the result file says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import report
+from bench.points import LENGTHS, Point
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+def found(ours: float, **fields) -> dict:
+    point = Point(**({"head_dim": 64, "causal": False, "length": 512} | fields))
+    results = {
+        name: {"tflops": rate, "ratio_to_cudnn": rate / 400.0}
+        for name, rate in (("cudnn", 400.0), ("ours", ours), ("ours 1cta", ours), ("ours 2cta", 2 * ours))
+    }
+    return {"point": {field: getattr(point, field) for field in point.__dataclass_fields__}, "results": results}
+
+
+PROVENANCE = {"card": "a card", "date": "2026-01-02", "torch": "1", "triton": "2", "cudnn": 3, "commit": "abc"}
+TWO = [found(200.0), found(800.0, length=16384)]
+NOT_OF_THE_SWEEP = [
+    found(1.0, batch=1, heads=16),
+    found(1.0, heads_per_kv_head=4),
+    found(1.0, layout="bshd"),
+    found(1.0, length=501, baseline_length=512),
+]
+
+
+def test_rates_by_length():
+    lines = list(report.rates({"provenance": PROVENANCE, "points": [*TWO, *NOT_OF_THE_SWEEP]}))
+    assert lines[0] == "| TFLOP/s (× cuDNN) | 512 | 1024 | 2048 | 4096 | 8192 | 16384 |"
+    assert lines[2:] == ["| bf16 D=64 full | 200 (0.50) | – | – | – | – | 800 (2.00) |"]
+
+
+def test_means_leave_out_what_is_not_of_the_sweep():
+    assert list(report.means({"points": [*NOT_OF_THE_SWEEP, *TWO]})) == [
+        "bf16, D=64: 1.000 times cuDNN over 2 points, at least 0.500"
+    ]
+
+
+def test_cta_counts():
+    *_, last = report.by_cta_count({"points": TWO})
+    assert last == "| bf16 D=64 full 16384 | 800 | 1600 | 2.00 |"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"points": []}'])
+def test_not_a_result_file(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=r"x\.json: expected a result file of `python -m bench`, got"):
+        report.read(path)
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    written = report.plot({"provenance": PROVENANCE, "points": TWO}, tmp_path / "speed")
+    assert [path.name for path in written] == ["speed.svg", "speed.png"]
+    assert "bf16 D=64 full" in written[0].read_text(encoding="utf-8")
+
+
+def test_the_readme_has_the_committed_figures():
+    readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    committed = json.loads((RESULTS / "h200_forward.json").read_text(encoding="utf-8"))
+    bf16 = [line for line in report.rates(committed) if line.startswith(("| TFLOP", "| bf16", "| e4m3"))]
+    assert len(bf16) > len(LENGTHS)
+    assert [line for line in bf16 if line not in readme] == []
+
+
+def test_the_command():
+    command = [sys.executable, "-m", "bench.report", "tables", str(RESULTS / "h200_forward.json")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "| bf16 D=128 causal |" in run.stdout
