@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from bench import sustained
+from bench import ceilings, sustained
 from bench.candidates import CANDIDATES, label
+from bench.ceilings import MATRIX, Ceilings
 from bench.peers import calls_of, ours
 from bench.points import DTYPES, LENGTHS, SETS, Point
 from bench.precompile import Job, precompile
 from bench.provenance import clocks, provenance
-from bench.report import means
+from bench.report import means, read
 from bench.timing import host_seconds, time_interleaved, wall_seconds
 from gluon_attn import TileConfig
 from gluon_attn.device import Device
@@ -26,8 +27,6 @@ from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
 from gluon_attn.tuning import TABLE
 
-MATRIX = 8192  # of the matrix product that stands for what the card can do
-
 
 def tiles_of_table(device: Device, head_dim: int, causal: bool, element_bytes: int) -> list[TileConfig]:
     kind = (head_dim, causal, element_bytes)
@@ -35,7 +34,9 @@ def tiles_of_table(device: Device, head_dim: int, causal: bool, element_bytes: i
     return [row.tile for row in rows if device.arch in row.tile.archs]
 
 
-def measure(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], rounds: int) -> dict[str, Any]:
+def measure(
+    point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], rounds: int, limits: Ceilings
+) -> dict[str, Any]:
     calls = calls_of(point, tiles, peers)
     timings = time_interleaved(calls, rounds=rounds)
     plainer = point.plainer()
@@ -49,6 +50,10 @@ def measure(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], rou
             "ratio_to_cudnn": timings["cudnn"].median / t.median * flops / point.flops,
         }
     found: dict[str, Any] = {"point": asdict(point), "name": point.name, "clocks": clocks(), "results": results}
+    ceiling = limits.tflops(point.intensity)  # of bf16: fp8 products can be twice as fast
+    found["roofline"] = {"flops_per_byte": point.intensity, "ceiling_tflops": ceiling}
+    if "ours" in results:
+        found["roofline"]["share"] = results["ours"]["tflops"] / ceiling
     if point in SETS["small"]:
         found["host_us"] = {name: host_seconds(call) * 1e6 for name, call in calls.items()}
         found["wall_us"] = {name: wall_seconds(call) * 1e6 for name, call in calls.items()}
@@ -85,6 +90,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sustained", action="store_true", help="also long loops, with power and clocks")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("bench/results/latest.json"), help="the result file, JSON")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the points that --out has from an interrupted run of this commit"
+    )
     parser.add_argument("--commit", help="commit of the measured tree, where git cannot tell")
     return parser.parse_args()
 
@@ -122,6 +130,20 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def resumed(out: Path, provenance: dict[str, Any]) -> list[dict[str, Any]]:
+    """The points that an interrupted run left in `out`. Raises SystemExit if they are of another tree or machine."""
+    if not out.exists():
+        return []
+    before = read(out)
+    for key in ("commit", "card", "driver", "torch", "triton", "cudnn"):
+        if before["provenance"].get(key) != provenance[key]:
+            sys.exit(
+                f"--resume: expected {out} to have {key} {provenance[key]!r}, got {before['provenance'].get(key)!r}; "
+                "give another --out"
+            )
+    return before["points"]
+
+
 def main() -> None:
     args = arguments()
     if not torch.cuda.is_available():
@@ -142,6 +164,12 @@ def main() -> None:
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"provenance": provenance(args.commit), "method": time_interleaved.__doc__, "points": []}
+    if args.resume:
+        report["points"] = resumed(args.out, report["provenance"])
+    done = {found["name"] for found in report["points"]}
+    points = [p for p in points if p.name not in done]
+    limits = ceilings.measure()
+    report["ceilings"] = asdict(limits)
     report["kernels"] = [
         {
             "dtype": str(dtype),
@@ -154,7 +182,7 @@ def main() -> None:
     ]
     start = time.time()
     for i, point in enumerate(points, start=1):
-        report["points"].append(measure(point, tiles[point], args.peers, args.rounds))
+        report["points"].append(measure(point, tiles[point], args.peers, args.rounds, limits))
         print(line(report["points"][-1], (time.time() - start) / i * (len(points) - i)), flush=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.sustained:

@@ -47,6 +47,18 @@ class Point:
         return 4 * self.batch * self.heads * self.length**2 * self.head_dim / (2 if self.causal else 1)
 
     @property
+    def bytes(self) -> int:
+        """Of Q, K, V and O (16 bits at least), each once."""
+        size = DTYPES[self.dtype].itemsize
+        rows = self.batch * self.length * self.head_dim
+        return rows * (self.heads * (size + 2) + 2 * self.heads // self.heads_per_kv_head * size)
+
+    @property
+    def intensity(self) -> float:
+        """Operations to a byte of memory that has to be read or written."""
+        return self.flops / self.bytes
+
+    @property
     def name(self) -> str:
         extras = [self.dtype] * (self.dtype != "bf16") + [self.layout] * (self.layout != "bhsd")
         extras += [f"GQA {self.heads_per_kv_head}:1"] * (self.heads_per_kv_head > 1)

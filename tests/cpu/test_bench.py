@@ -10,6 +10,7 @@ import torch
 import bench.__main__ as command
 from bench import sustained
 from bench.candidates import CANDIDATES, label
+from bench.ceilings import Ceilings
 from bench.points import DTYPES, LENGTHS, MODEL_DIM, SETS, TOKENS, Point
 from gluon_attn import TileConfig
 from gluon_attn.device import Device
@@ -118,3 +119,26 @@ def test_the_summary_is_a_geometric_mean():
     assert "a point: 0.500 of the rate on the plainer problem" in command.summary(report)
     assert "a point" in command.line(report["points"][0], 3.0)
     json.dumps(report)
+
+
+def test_intensity_and_ceiling():
+    point = Point(head_dim=128, causal=False, length=1024, batch=2, heads=8, heads_per_kv_head=4)
+    assert point.bytes == 2 * (2 * 2 * 8 * 1024 * 128 + 2 * 2 * 2 * 1024 * 128)  # Q and O, K and V, of two bytes each
+    assert point.intensity == pytest.approx(4 * 2 * 8 * 1024**2 * 128 / point.bytes)
+    fp8 = dataclasses.replace(point, dtype="e4m3", heads_per_kv_head=1)
+    assert fp8.bytes == 2 * 8 * 1024 * 128 * (1 + 2 + 1 + 1)
+    limits = Ceilings(matrix_tflops=700.0, copy_tbps=4.0)
+    assert limits.tflops(100.0) == 400.0
+    assert limits.tflops(1000.0) == 700.0
+
+
+PROVENANCE = {"commit": "abc", "card": "H200", "driver": "1", "torch": "2", "triton": "3", "cudnn": 4}
+
+
+def test_resuming_keeps_the_points_of_the_same_tree(tmp_path):
+    out = tmp_path / "result.json"
+    assert command.resumed(out, PROVENANCE) == []
+    out.write_text(json.dumps({"provenance": PROVENANCE, "points": [{"name": "a point"}]}))
+    assert command.resumed(out, PROVENANCE) == [{"name": "a point"}]
+    with pytest.raises(SystemExit, match=r"--resume: expected .*result\.json to have commit 'def', got 'abc'"):
+        command.resumed(out, PROVENANCE | {"commit": "def"})
