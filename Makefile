@@ -55,7 +55,7 @@ format: $(DEV_READY) ## Format the code and apply the lint's safe fixes
 gpu-test: $(TEST_READY) ## Run the tests that need a Hopper card
 	@$(PY) -m pytest tests/gpu -m gpu $(ARGS)
 
-bench: $(BENCH_READY) ## Run the benchmarks (needs a Hopper card)
+bench: $(BENCH_READY) ## Run the benchmarks (needs a card)
 	@$(PY) -m bench $(ARGS)
 
 blackwell-bringup: $(TEST_READY) ## Try everything on a new card, safest first, and write one report; without a card, what can be

@@ -130,15 +130,18 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def resumed(out: Path, provenance: dict[str, Any]) -> list[dict[str, Any]]:
-    """The points that an interrupted run left in `out`. Raises SystemExit if they are of another tree or machine."""
+def resumed(out: Path, now: dict[str, Any]) -> list[dict[str, Any]]:
+    """The points that an interrupted run left in `out`. now: the provenance of this run.
+
+    Raises SystemExit if they are of another tree, machine or kind.
+    """
     if not out.exists():
         return []
     before = read(out)
-    for key in ("commit", "card", "driver", "torch", "triton", "cudnn"):
-        if before["provenance"].get(key) != provenance[key]:
+    for key in ("commit", "card", "driver", "torch", "triton", "cudnn", "command"):
+        if before["provenance"].get(key) != now[key]:
             sys.exit(
-                f"--resume: expected {out} to have {key} {provenance[key]!r}, got {before['provenance'].get(key)!r}; "
+                f"--resume: expected {out} to have {key} {now[key]!r}, got {before['provenance'].get(key)!r}; "
                 "give another --out"
             )
     return before["points"]
@@ -164,6 +167,8 @@ def main() -> None:
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"provenance": provenance(args.commit), "method": time_interleaved.__doc__, "points": []}
+    # What the same points may differ in.
+    report["provenance"]["command"] = {"candidates": args.candidates, "peers": args.peers, "rounds": args.rounds}
     if args.resume:
         report["points"] = resumed(args.out, report["provenance"])
     done = {found["name"] for found in report["points"]}

@@ -43,10 +43,11 @@ def swept(report: dict[str, Any]) -> list[Found]:
 
 def series(report: dict[str, Any]) -> Iterator[tuple[tuple[str, int, bool], dict[int, Found]]]:
     """((dtype, head dim, causal), the points by length)."""
-    for kind, points in itertools.groupby(
-        swept(report), lambda f: (f["point"]["dtype"], f["point"]["head_dim"], f["point"]["causal"])
-    ):
-        yield kind, {f["point"]["length"]: f for f in points}
+    kinds: dict[tuple[str, int, bool], dict[int, Found]] = {}
+    for found in swept(report):
+        p = found["point"]
+        kinds.setdefault((p["dtype"], p["head_dim"], p["causal"]), {})[p["length"]] = found
+    yield from kinds.items()
 
 
 def title(dtype: str, head_dim: int, causal: bool) -> str:
@@ -88,6 +89,8 @@ def means(report: dict[str, Any]) -> Iterator[str]:
     """By dtype and head dims: the geometric mean over the points of the sweeps, without the small and the odd ones."""
     for dtype, group in itertools.groupby(swept(report), lambda f: f["point"]["dtype"]):
         ran = [found for found in group if OURS in found["results"]]
+        if not ran:  # of candidates
+            continue
         ratios = [found["results"][OURS]["ratio_to_cudnn"] for found in ran]
         head_dims = " and ".join(str(d) for d in dict.fromkeys(found["point"]["head_dim"] for found in ran))
         mean = geometric_mean(ratios)

@@ -23,6 +23,7 @@ class Loop:
     products: product instructions. exp2: exponentials. tensor_memory_loads: Blackwell's.
     spills: stores to and loads from local memory.
     waits: Hopper's, for products; as many as the source has, or the assembler has serialised the products.
+    early_exp2: exponentials before the last wait.
     """
 
     instructions: int
@@ -30,6 +31,7 @@ class Loop:
     waits: int
     spills: int
     exp2: int
+    early_exp2: int
     tensor_memory_loads: int
 
 
@@ -99,11 +101,13 @@ def steady_loops(code: list[str], labels: dict[str, int]) -> tuple[Loop, ...]:
 
 
 def loop_of(body: list[str]) -> Loop:
+    waits = [i for i, line in enumerate(body) if line.startswith("WARPGROUP.DEPBAR")]
     return Loop(
         instructions=len(body),
         products=count(body, *PRODUCTS),
-        waits=count(body, "WARPGROUP.DEPBAR"),
+        waits=len(waits),
         spills=count(body, "STL", "LDL"),
         exp2=count(body, *EXP2),
+        early_exp2=count(body[: waits[-1]], *EXP2) if waits else 0,
         tensor_memory_loads=count(body, *TENSOR_MEMORY_LOADS),
     )

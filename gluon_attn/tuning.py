@@ -19,8 +19,8 @@ class Row:
 
     element_bytes: of q, k and v. min_kv_len: from how many keys on. one_round: only if no program has more than one
     item to do: with little work small tiles win, as more processors have some. result_file (under bench/results/),
-    card, date: where it was measured to be the fastest of those tried, or within the noise of it and simpler; None for
-    a row that waits for its measurement.
+    card, date: where the tiles were timed that it was chosen from; None for a row that waits for its measurement. The
+    rows are few: they are not the fastest at every length, and a few per cent are within the noise.
     """
 
     padded_head_dim: int

@@ -132,7 +132,15 @@ def test_intensity_and_ceiling():
     assert limits.tflops(1000.0) == 700.0
 
 
-PROVENANCE = {"commit": "abc", "card": "H200", "driver": "1", "torch": "2", "triton": "3", "cudnn": 4}
+PROVENANCE = {
+    "commit": "abc",
+    "card": "H200",
+    "driver": "1",
+    "torch": "2",
+    "triton": "3",
+    "cudnn": 4,
+    "command": {"rounds": 9},
+}
 
 
 def test_resuming_keeps_the_points_of_the_same_tree(tmp_path):
@@ -142,3 +150,5 @@ def test_resuming_keeps_the_points_of_the_same_tree(tmp_path):
     assert command.resumed(out, PROVENANCE) == [{"name": "a point"}]
     with pytest.raises(SystemExit, match=r"--resume: expected .*result\.json to have commit 'def', got 'abc'"):
         command.resumed(out, PROVENANCE | {"commit": "def"})
+    with pytest.raises(SystemExit, match=r"--resume: expected .* to have command .*'rounds': 5"):
+        command.resumed(out, PROVENANCE | {"command": {"rounds": 5}})

@@ -44,6 +44,13 @@ def test_means_leave_out_what_is_not_of_the_sweep():
     ]
 
 
+def test_candidates_have_no_mean():
+    candidates = found(1.0)
+    candidates["results"] = {"cudnn": candidates["results"]["cudnn"], "2x128 1cta": candidates["results"]["ours"]}
+    assert list(report.means({"points": [candidates]})) == []
+    assert "| – |" in report.tables({"provenance": PROVENANCE, "points": [candidates]})
+
+
 def test_cta_counts():
     *_, last = report.by_cta_count({"points": TWO})
     assert last == "| bf16 D=64 full 16384 | 800 | 1600 | 2.00 |"

@@ -35,8 +35,9 @@ class Run:
         tile: TileConfig | None = None,
         programs: int | None = None,
     ) -> None:
-        """scales: of q, k and v in fp8. device: default an H200. programs: of the persistent grid, at most one for each
-        item; default: as many as the device has."""
+        """scales: of q, k and v in fp8. device: default an H200. tile: default the table's for much work, whatever the
+        problem's size. programs: of the persistent grid, at most one for each item; default: as many as the device
+        has."""
         self.q, self.k, self.v, self.scales = q, k, v, scales
         self.options: dict[str, Any] = {"causal": causal, "layout": layout}
         problem = Problem.of(q, k, v, **self.options, scales=scales or (None, None, None))

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import gluon_cpu
+from gluon_attn.tile import HopperTile
+from gluon_attn.tuning import HOPPER
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,10 @@ CASES = {
 }
 
 
+def small_tiles_fit(row: dict[str, Any]) -> bool:
+    return row.get("head_dim", 64) <= 128 and row.get("dtype", torch.bfloat16) not in FP8
+
+
 def hopper_inputs(**row: Any) -> tuple[torch.Tensor, ...]:
     """q, k, v, and in fp8 their scales."""
     q, k, v = normal_qkv(**row)
@@ -67,6 +73,17 @@ def checked(run: Run, what: str, **options: Any) -> None:
 def test_against_float64(name):
     row, causal, num_ctas = CASES[name]
     run = Run(*hopper_inputs(**row), causal=causal, num_ctas=num_ctas)
+    checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
+
+
+@pytest.mark.parametrize("roles", [1, 2])
+@pytest.mark.parametrize("name", [name for name, (row, _, n) in CASES.items() if n == 1 and small_tiles_fit(row)])
+def test_against_float64_in_small_tiles(name, roles):
+    """The tiles of the table for little work, which attention() picks for problems of these sizes."""
+    sizes, causal, _ = CASES[name]
+    little = {row.tile for row in HOPPER if row.one_round and isinstance(row.tile, HopperTile)}
+    (tile,) = (tile for tile in little if tile.softmax_roles == roles)
+    run = Run(*hopper_inputs(**sizes), causal=causal, tile=tile)
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
 
 
@@ -186,6 +203,8 @@ import torch, triton  # not ours to pay for
 import time
 start = time.perf_counter()
 import gluon_cpu
+from gluon_attn.tile import HopperTile
+from gluon_attn.tuning import HOPPER
 print(time.perf_counter() - start)
 """
 

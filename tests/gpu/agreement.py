@@ -184,6 +184,9 @@ EXPLAINED = {
     "an output row that no program writes: bug": GLOBAL_MEMORY,
     "reading shared memory that nobody wrote: bug": NOT_WRITTEN,
     "reading a tile of which half is written: bug": NOT_WRITTEN,
+    "a slot that does not exist: bug": Explained(
+        ("lost",), "ConSan knows buffers by their addresses; an address beyond all of them is an internal error to it."
+    ),
     "a result used before its wait: bug": Explained(
         ("silent",), "ConSan follows a product's operands in shared memory; its result is in registers."
     ),
@@ -332,11 +335,11 @@ DEVICE_ASSERT = re.compile(r"Assertion `([^`]*?)['`]? failed")
 
 
 def verdict_of(outcome: Outcome) -> tuple[str, str]:
-    """(silent, found, hang, wrong numbers or crash; what there is to say of it)."""
+    """(silent, found, lost, hang, wrong numbers or crash; what there is to say of it). lost: ConSan failed itself."""
     if outcome.verdict == "passed":
         return "silent", ""
     if match := DEVICE_ASSERT.search(outcome.text):
-        return "found", match[1]
+        return ("lost" if match[1].startswith("internal ConSan error") else "found"), match[1]
     if "device-side assert triggered" in outcome.text:
         return "found", "an assert whose text was lost"
     if "Timeout (" in outcome.text or "killed after" in outcome.text:

@@ -149,8 +149,8 @@ def check(
     LSE is fp32, whatever the inputs' dtype, so twice the error of plain PyTorch in fp32, plus 2^-16 of the largest
     |LSE| (at least 1): products on the tensor cores are summed with truncation, up to 16 steps for D = 256, each off
     by 2^-23 of partial sums that can be several times the score; exp2 and log2 are approximations to 2^-22.
-    The products of fp8 are summed on Hopper's tensor cores 32 at a time to about 13 bits: on a card, for each step
-    2^-12 of the largest score more.
+    The products of fp8 are summed on Hopper's tensor cores 32 at a time to about 13 bits: there, for each step 2^-12 of
+    the largest score more. Up to 0.45 of that were seen, with normal numbers and scores up to 100.
     """
     q_len = q.shape[2] if layout == "bhsd" else q.shape[1]
     heads = q.shape[1] if layout == "bhsd" else q.shape[2]
@@ -188,7 +188,7 @@ def check(
     assert bad == 0, f"{what}: {bad} elements of LSE are not finite"
     error, single_error = largest(lse - want_lse), largest(single_lse - want_lse)
     budget = 2 * single_error + 2.0**-16 * max(1.0, largest(want_lse))
-    if fp8 and out.is_cuda:
+    if fp8 and out.is_cuda and torch.cuda.get_device_capability(out.device) == (9, 0):
         budget += math.ceil(q.shape[-1] / 32) * 2.0**-12 * largest_score(q, k, scale, layout)
     assert error <= budget, f"{what}: LSE is off by {error:.3e}, budget {budget:.3e} (plain fp32: {single_error:.3e})"
 
