@@ -1,6 +1,6 @@
 """Every kernel of the tuning table under many schedules: no finding, and the same numbers under each.
 
-    python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--seconds N] [--lowered]
+    python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--seconds N] [--lowered] [...]
 
 Prints a line for each kernel and dtype, and ends with status 1 at the first finding.
 """
@@ -9,7 +9,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,15 +45,21 @@ def run_of(row: Row, dtype: torch.dtype) -> Run:
     return Run(q, k, v, *scales, causal=row.causal, device=device, tile=tile, programs=programs)
 
 
-def schedules(seeds: int) -> Iterator[gluon_cpu.Schedule]:
-    return itertools.starmap(gluon_cpu.Schedule, ((policy, seed) for seed in range(seeds) for policy in POLICIES))
+def schedules(seeds: Iterable[int], policies: Iterable[str]) -> Iterator[gluon_cpu.Schedule]:
+    return itertools.starmap(gluon_cpu.Schedule, ((policy, seed) for seed in seeds for policy in policies))
 
 
-def watch(row: Row, dtype: torch.dtype, seeds: int, seconds: float = float("inf"), mode: str | None = None) -> str:
-    """Run `row`'s kernel under `seeds` schedules of each policy, or for some seconds. Raises what is found."""
+def watch(
+    row: Row,
+    dtype: torch.dtype,
+    chosen: Iterable[gluon_cpu.Schedule],
+    seconds: float = float("inf"),
+    mode: str | None = None,
+) -> str:
+    """Run `row`'s kernel under these schedules, or for some seconds. Raises what is found."""
     run = run_of(row, dtype)
     start, first, runs = time.time(), None, 0
-    for schedule in schedules(seeds):
+    for schedule in chosen:
         run(schedule=schedule, mode=mode)
         if first is None:
             run.check()
@@ -76,6 +82,8 @@ def name_of(row: Row, dtype: torch.dtype) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200, help="schedules of each policy")
+    parser.add_argument("--first", type=int, default=0, help="seed, to go on where an earlier run ended")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each kernel and dtype")
     parser.add_argument("--lowered", action="store_true", help="kernels of one CTA in lowered mode, as the others are")
     parser.add_argument("--only", default="", help="only kernels with this in their name, as in 'sm_100 D=64'")
@@ -89,7 +97,8 @@ def main() -> None:
         sys.exit(f"no kernel has {options.only!r} in its name, which is like {name_of(TABLE[0], torch.bfloat16)!r}")
     for row, dtype in chosen:
         try:
-            print(watch(row, dtype, options.seeds, options.seconds, mode), flush=True)
+            seeds = range(options.first, options.first + options.seeds)
+            print(watch(row, dtype, schedules(seeds, options.policies), options.seconds, mode), flush=True)
         except gluon_cpu.Finding as finding:
             sys.exit(f"{row}: {dtype}: replay with {finding.schedule!r}:\n{finding}")
 
