@@ -8,10 +8,13 @@ def missing_order(conflict: Conflict, in_global_memory: bool = False) -> str:
     if earlier.atomic and later.atomic:
         return "both are atomic, but scope='cta' is so only among the roles of one CTA: use scope='gpu'."
     if earlier.cluster != later.cluster:
-        return (
-            "the two belong to different programs of the grid. Only an atomic with release by the one and one with "
-            "acquire by the other could order them, both with scope='gpu' or 'sys'."
-        )
+        who = "the two belong to different programs of the grid."
+        atomics = "an atomic with release by the one and one with acquire by the other"
+        if conflict.kind == "write-write":  # seldom meant to be in an order
+            how = f"Either each should write bytes of its own, or {atomics} should order them"
+        else:
+            how = f"Only {atomics} could order them"
+        return f"{who} {how}, both with scope='gpu' or 'sys'."
     if issuer(earlier.who) == issuer(later.who):
         # Of one role, so one of them is the work of an engine, and the other came after it was issued.
         engine = later if is_engine(later) and not is_engine(earlier) else earlier

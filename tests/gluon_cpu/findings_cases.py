@@ -379,7 +379,7 @@ CASES = {
         arguments=lambda: (poisoned(4, 128),),
         finding=gluon_cpu.OutputError,
         lines=("row written twice",),
-        words=("out_ptr",),
+        words=("out_ptr", "bytes of its own"),
         grid=(4,),
     ),
     # Blackwell
