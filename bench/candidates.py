@@ -10,53 +10,73 @@ def both(*args: int, **options: Any) -> list[TileConfig]:
     return [hopper_tile(*args, num_ctas=num_ctas, **options) for num_ctas in (1, 2)]
 
 
+def epilogues(*args: int, **options: Any) -> list[TileConfig]:
+    """What stores O otherwise than by TMA, on one CTA."""
+    staged = hopper_tile(*args, epilogue="rows", **options)
+    return [staged, hopper_tile(*args, epilogue="registers", **options | {"stage_in_queries": False})]
+
+
 # By (padded head dim, bytes of an element). The arguments are those of `hopper_tile`.
 CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
     (64, 2): [
-        *both(1, 128, 2, 2, 240, take_turns=False),
-        *both(2, 128, 2, 2, 240, take_turns=True),
-        *both(4, 64, 2, 4, 112, take_turns=True),
-        *both(4, 64, 2, 4, 112, take_turns=False),
-        *both(3, 128, 2, 2, 160, take_turns=True),
-        *both(3, 128, 2, 2, 160, take_turns=False),
+        *both(1, 128, 2, 2, 240, turns="none"),
+        *both(2, 128, 2, 2, 240, turns="scores", early_exp=2),
+        *both(4, 64, 2, 4, 112, turns="none"),
+        *both(4, 64, 2, 4, 112, turns="issue"),
+        *both(4, 64, 2, 4, 112, turns="issue", early_exp=1),
+        *both(3, 128, 2, 2, 160, turns="none"),
+        *both(3, 128, 2, 2, 160, turns="scores"),
+        *both(3, 128, 2, 2, 160, turns="scores", early_exp=1),
+        *epilogues(4, 64, 2, 4, 112, turns="issue", early_exp=1),
     ],
     (128, 2): [
-        *both(1, 128, 2, 2, 240, take_turns=False),
-        *both(2, 128, 2, 2, 240, take_turns=True),
-        *both(2, 128, 2, 2, 240, take_turns=False),
-        *both(2, 128, 1, 2, 240, take_turns=True),
-        *both(2, 128, 1, 3, 240, take_turns=True, stage_in_queries=True),
+        *both(1, 128, 2, 2, 240, turns="none"),
+        *both(2, 128, 2, 2, 240, turns="none"),
+        *both(2, 128, 2, 2, 240, turns="issue"),
+        *both(2, 128, 2, 2, 240, turns="scores"),
+        *both(2, 128, 2, 2, 240, turns="scores", early_exp=1),
+        *both(2, 128, 2, 2, 240, turns="scores", early_exp=2),
+        *both(2, 128, 1, 3, 240, turns="scores", early_exp=2, stage_in_queries=True),
+        *epilogues(2, 128, 2, 2, 240, turns="scores", early_exp=2),
     ],
     (256, 2): [
-        *both(2, 64, 1, 2, 240, take_turns=True, stage_in_queries=True),
-        *both(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True),
+        *both(2, 64, 1, 2, 240, turns="none", stage_in_queries=True),
+        *both(2, 64, 1, 2, 240, turns="issue", stage_in_queries=True),
+        *both(2, 64, 1, 2, 240, turns="scores", early_exp=1, stage_in_queries=True),
+        *epilogues(2, 64, 1, 2, 240, turns="none", stage_in_queries=True),
     ],
     (64, 1): [
-        *both(3, 128, 2, 2, 152, take_turns=False, transpose=(2, 56)),
-        *both(3, 128, 2, 2, 152, take_turns=True, transpose=(2, 56)),
-        *both(2, 128, 2, 4, 216, take_turns=False, transpose=(4, 56)),
+        *both(3, 128, 2, 2, 152, turns="none", transpose=(2, 56)),
+        *both(3, 128, 2, 2, 152, turns="issue", transpose=(2, 56)),
+        *both(3, 128, 2, 2, 152, turns="scores", transpose=(2, 56)),
+        *both(3, 128, 2, 2, 152, turns="scores", early_exp=1, transpose=(2, 56)),
+        *both(2, 128, 2, 4, 216, turns="none", transpose=(4, 56)),
     ],
     (128, 1): [
-        *both(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56)),
-        *both(2, 128, 2, 2, 216, take_turns=True, transpose=(4, 56)),
-        *both(2, 128, 2, 3, 216, take_turns=False, transpose=(4, 56)),
-        *both(2, 128, 2, 2, 216, take_turns=False, transpose=(2, 72)),
+        *both(2, 128, 2, 2, 216, turns="none", transpose=(4, 56)),
+        *both(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose=(4, 56)),
+        *both(2, 128, 2, 2, 216, turns="scores", early_exp=1, transpose=(4, 56)),
+        *both(2, 128, 2, 2, 216, turns="scores", early_exp=2, transpose=(4, 56)),
+        *both(2, 128, 2, 3, 216, turns="none", early_exp=1, transpose=(4, 56)),
     ],
     (256, 1): [
-        *both(2, 64, 1, 2, 208, take_turns=False, transpose=(2, 88)),
-        *both(2, 64, 1, 2, 208, take_turns=True, transpose=(2, 88)),
+        *both(2, 64, 1, 2, 208, turns="none", transpose=(2, 88)),
+        *both(2, 64, 1, 2, 208, turns="none", early_exp=1, transpose=(2, 88)),
     ],
 }
 
 
 def label(tile: TileConfig) -> str:
-    """Short name in tables. Hopper: roles x keys, slots of Q / K and V, t for turns, s for O staged in Q, the warps
-    that transpose. Blackwell: keys, slots, and a letter for each lever that is on. Then the CTAs."""
+    """Short name in tables. Hopper: roles x keys, slots of Q / K and V, t or T for turns until products are issued or
+    scores are there, e and the quarters of early exponentials, s for O staged in Q, an epilogue that is not by TMA, the
+    warps that transpose. Blackwell: keys, slots, and a letter for each lever that is on. Then the CTAs."""
     if isinstance(tile, HopperTile):
         slots = f"q{tile.query_slots}kv{tile.kv_slots}"
-        turns, staged = "t" * tile.take_turns, "s" * tile.stage_in_queries
+        turns = {"none": "", "issue": "t", "scores": "T"}[tile.turns]
+        early, staged = f"e{tile.early_exp}" * (tile.early_exp > 0), "s" * tile.stage_in_queries
+        epilogue = f" {tile.epilogue}" * (tile.epilogue != "tma")
         transpose = f" v{tile.transpose_warps}" * (tile.transpose_warps > 0)
-        name = f"{tile.softmax_roles}x{tile.block_n} {slots}{turns}{staged}{transpose}"
+        name = f"{tile.softmax_roles}x{tile.block_n} {slots}{turns}{early}{staged}{epilogue}{transpose}"
     else:
         assert isinstance(tile, BlackwellTile)
         pieces = f"{tile.load_pieces}/{tile.exp_pieces}"

@@ -129,6 +129,12 @@ class Slot:
         mbarrier.arrive(self.freed)
 
     @jit
+    def release_overwritten(self):
+        """A consumer is done with a slot in which it has put something of its own."""
+        fence_async_shared()  # the role's writes (generic proxy) before the next load's (async proxy)
+        mbarrier.arrive(self.freed)
+
+    @jit
     def release_after_products(self):
         """Free the slot once every product issued so far by this role is done, in every CTA that the slot's load fills.
 

@@ -39,7 +39,7 @@ def launch_arguments(
         return TensorDescriptor(t, list(view.shape), list(view.strides), block, layout)
 
     named = {"q_desc": descriptor("q", q), "k_desc": descriptor("k", k), "v_desc": descriptor("v", v)}
-    named |= {"o_desc": descriptor("o", out), "lse_ptr": lse}
+    named |= {"o_desc": descriptor("o", out), "o_ptr": out, "lse_ptr": lse}
     named |= dict(zip(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), scales, strict=False))
     named |= {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
     named |= {"heads_per_group": plan.heads_per_group}

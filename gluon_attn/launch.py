@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from .compat import CompiledKernel, compile_gluon, current_stream, launch
-from .descriptors import View, descriptor_types
+from .descriptors import DTYPE_NAMES, View, descriptor_types
 from .kernels.blackwell import kernel as blackwell
 from .kernels.hopper import kernel as hopper
 from .plan import Plan
-from .problem import FP8_DTYPES
-from .tile import BlackwellTile, TileConfig
+from .problem import FP8_DTYPES, output_dtype
+from .tile import BlackwellTile, HopperTile, TileConfig
 
 SCALES = ("q_scale_ptr", "k_scale_ptr", "v_scale_ptr")
 
@@ -25,6 +25,8 @@ def kernel_of(tile: TileConfig) -> Any:
 def constants_of(tile: TileConfig, causal: bool, dtype: torch.dtype) -> dict[str, Any]:
     """The kernel's compile-time parameters."""
     absent = {} if dtype in FP8_DTYPES else {name: None for name in SCALES if name in kernel_of(tile).arg_names}
+    if isinstance(tile, HopperTile) and tile.epilogue == "tma":
+        absent["o_ptr"] = None
     return {"CAUSAL": causal, "TILE": tile, **absent}
 
 
@@ -44,7 +46,13 @@ def compiled(
     device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
     """
     types = descriptor_types(dtype, padded_head_dim, tile) | dict.fromkeys(SCALES, "*fp32")
-    types |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "blocks_per_item": "i32", "heads_per_group": "i32"}
+    types |= {
+        "o_ptr": f"*{DTYPE_NAMES[output_dtype(dtype)]}",
+        "lse_ptr": "*fp32",
+        "scale_log2": "fp32",
+        "blocks_per_item": "i32",
+        "heads_per_group": "i32",
+    }
     return compile_gluon(
         kernel_of(tile),
         types,
@@ -76,7 +84,9 @@ class Launch:
         # A launch takes a place for each compile-time parameter, and no value.
         absent = constants_of(tile, problem.causal, problem.dtype)
         self.no_scales = [None for name in SCALES if name in absent]
-        self.constants = [None for name in absent if name not in SCALES]
+        self.constants = [None for name in absent if name not in (*SCALES, "o_ptr")]
+        self.takes_out = "o_ptr" in kernel_of(tile).arg_names
+        self.stores_by_pointer = self.takes_out and "o_ptr" not in absent
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *scales: Tensor) -> None:
         """Enqueue on the current stream of the tensors' device. scales: those of q, k and v, in fp8."""
@@ -86,5 +96,7 @@ class Launch:
         arguments: list[Any] = []
         for view, t, meta in zip(self.views, (q, k, v, out), self.kernel.metadata.tensordesc_meta, strict=True):
             arguments += view.arguments(t.data_ptr(), meta)
+        if self.takes_out:
+            arguments.append(out if self.stores_by_pointer else None)
         arguments += (lse, *scales, *self.no_scales, *self.scalars, *self.constants)
         launch(self.kernel, self.programs, current_stream(self.device_index), arguments)

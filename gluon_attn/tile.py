@@ -77,8 +77,13 @@ class HopperTile(TileConfig):
 
     softmax_roles: softmax warpgroups, 1 to 4, each with 64 query rows per CTA.
     query_slots: depth of the queries channel; kv_slots: of the keys and of the values channel, each.
-    take_turns: whether the softmax roles issue their products in turn, so that one's softmax runs beside another's.
+    turns: whether the softmax roles issue their products in turn, so that one's softmax runs beside another's, and
+        when a role passes its turn on: "issue", when it has issued its products; "scores", when it has its scores too.
+    early_exp: quarters of a block's exponentials that are computed before the product P V of the block before is
+        waited for, 0 to 2.
     stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
+    epilogue: how O is stored: "tma", staged in shared memory and by TMA; "rows", staged, and from there by the threads,
+        16 bytes of a row each; "registers", by the threads as the tensor cores left it.
     transpose_warps, transpose_registers: of the role that transposes V, for fp8; 0 for 16-bit tensors. Two warps share
         a warpgroup with the load warp, and must ask for as many registers; four are one of their own.
     With two CTAs one load of K and V serves both.
@@ -86,8 +91,10 @@ class HopperTile(TileConfig):
 
     softmax_roles: int
     query_slots: int
-    take_turns: bool
+    turns: Literal["none", "issue", "scores"]
     stage_in_queries: bool
+    early_exp: int = 0
+    epilogue: Literal["tma", "rows", "registers"] = "tma"
     transpose_warps: int = 0
     transpose_registers: int = 0
 
@@ -102,6 +109,14 @@ class HopperTile(TileConfig):
             raise ValueError(f"{self.softmax_roles=} must be 1, 2, 3 or 4")
         if self.query_slots < 1:
             raise ValueError(f"{self.query_slots=} must be at least 1")
+        if self.turns not in ("none", "issue", "scores"):
+            raise ValueError(f'{self.turns=} must be "none", "issue" or "scores"')
+        if self.early_exp not in (0, 1, 2):
+            raise ValueError(f"{self.early_exp=} must be 0, 1 or 2")
+        if self.epilogue not in ("tma", "rows", "registers"):
+            raise ValueError(f'{self.epilogue=} must be "tma", "rows" or "registers"')
+        if self.epilogue == "registers" and self.stage_in_queries:
+            raise ValueError(f"{self.stage_in_queries=} must be False with {self.epilogue=}, which stages nothing")
         super().__post_init__()
         if self.transpose_warps not in (0, 2, 4):
             raise ValueError(f"{self.transpose_warps=} must be 4 or 2, or 0 for 16-bit tensors")
@@ -135,7 +150,8 @@ class HopperTile(TileConfig):
 
     def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
         row = head_dim * element_bytes
-        results = 0 if self.stage_in_queries else self.ROWS_PER_CTA * head_dim * 2
+        unstaged = self.stage_in_queries or self.epilogue == "registers"
+        results = 0 if unstaged else self.ROWS_PER_CTA * head_dim * 2
         queries = self.softmax_roles * (self.query_slots * self.ROWS_PER_CTA * row + results)
         keys_values = (3 if self.transpose_warps else 2) * self.kv_slots * self.block_n * row
         return queries + keys_values + BARRIER_BYTES

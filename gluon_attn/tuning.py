@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .device import Device
 from .plan import Plan
@@ -56,21 +56,28 @@ def hopper_tile(
     kv_slots: int,
     softmax_registers: int,
     *,
-    take_turns: bool,
+    turns: Literal["none", "issue", "scores"],
+    early_exp: int = 0,
     stage_in_queries: bool = False,
+    epilogue: Literal["tma", "rows", "registers"] = "tma",
     num_ctas: int = 1,
     transpose: tuple[int, int] = (0, 0),
 ) -> HopperTile:
     """transpose: (warps, registers) of the role that transposes V, for fp8."""
+    # Two warps that transpose share a warpgroup with the load warp. In 16 bits it has more than it needs: what all
+    # roles have in common stays in registers only if each of them has enough.
+    load_registers = {0: 32, 2: transpose[1], 4: 24}[transpose[0]]
     return HopperTile(
         softmax_roles=softmax_roles,
         block_n=block_n,
         query_slots=query_slots,
         kv_slots=kv_slots,
-        take_turns=take_turns,
+        turns=turns,
+        early_exp=early_exp,
         stage_in_queries=stage_in_queries,
+        epilogue=epilogue,
         softmax_registers=softmax_registers,
-        load_registers=transpose[1] if transpose[0] == 2 else 24,  # in one warpgroup
+        load_registers=load_registers,
         transpose_warps=transpose[0],
         transpose_registers=transpose[1],
         cga_layout=CGA_LAYOUTS[num_ctas],
@@ -96,33 +103,38 @@ def measured(head_dim: int, causal: bool, tile: TileConfig, **fields: Any) -> Ro
 
 
 def hopper_rows() -> Iterator[Row]:
+    # One batch of 1024 queries: every program one item, on one CTA with single roles some would have two.
+    alone = hopper_tile(1, 128, 2, 2, 240, turns="none", num_ctas=2)
+    yield measured(64, True, alone, one_round=True, min_kv_len=1024)
     for causal in (False, True):
         for head_dim in (64, 128):
-            yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 240, take_turns=False), one_round=True)
-        yield measured(64, causal, hopper_tile(2, 128, 2, 2, 240, take_turns=True), one_round=True)
+            yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 240, turns="none"), one_round=True)
+        pair = hopper_tile(2, 128, 2, 2, 240, turns="scores", early_exp=2)
+        yield measured(64, causal, pair, one_round=True)
     # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used.
-    yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, take_turns=False), min_kv_len=8192)
-    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, take_turns=True), min_kv_len=8192)
+    three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1)
+    yield measured(64, False, three, min_kv_len=2048)
+    three_pairs = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, num_ctas=2)
+    yield measured(64, True, three_pairs, min_kv_len=8192)
+    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue"), min_kv_len=2048)
     for n in (1, 2):
-        yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, take_turns=True, num_ctas=n))
-        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, take_turns=n == 2, num_ctas=n))
+        yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n))
+        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n))
         for causal in (False, True):
-            yield measured(128, causal, hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=n))
-            wide = hopper_tile(2, 64, 1, 2, 240, take_turns=n == 1, stage_in_queries=True, num_ctas=n)
+            yield measured(128, causal, hopper_tile(2, 128, 2, 2, 240, turns="scores", early_exp=2, num_ctas=n))
+            wide = hopper_tile(2, 64, 1, 2, 240, turns="none", stage_in_queries=True, num_ctas=n)
             yield measured(256, causal, wide)
 
     fp8 = {"element_bytes": 1}
-    long = hopper_tile(3, 128, 2, 2, 152, take_turns=False, transpose=(2, 56))
+    long = hopper_tile(3, 128, 2, 2, 152, turns="scores", early_exp=1, transpose=(2, 56))
     yield measured(64, True, long, min_kv_len=4096, **fp8)
     for n in (1, 2):
-        three = hopper_tile(3, 128, 2, 2, 152, take_turns=True, transpose=(2, 56), num_ctas=n)
-        yield measured(64, False, three, **fp8)
-        two = hopper_tile(2, 128, 2, 4, 216, take_turns=False, transpose=(4, 56), num_ctas=n)
-        yield measured(64, True, two, **fp8)
+        yield measured(64, False, hopper_tile(3, 128, 2, 2, 152, turns="none", transpose=(2, 56), num_ctas=n), **fp8)
+        yield measured(64, True, hopper_tile(2, 128, 2, 4, 216, turns="none", transpose=(4, 56), num_ctas=n), **fp8)
         for causal in (False, True):
-            tile = hopper_tile(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56), num_ctas=n)
+            tile = hopper_tile(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose=(4, 56), num_ctas=n)
             yield measured(128, causal, tile, **fp8)
-            wide = hopper_tile(2, 64, 1, 2, 208, take_turns=False, transpose=(2, 88), num_ctas=n)
+            wide = hopper_tile(2, 64, 1, 2, 208, turns="none", transpose=(2, 88), num_ctas=n)
             yield measured(256, causal, wide, **fp8)
 
 

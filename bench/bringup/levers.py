@@ -9,8 +9,14 @@ from gluon_attn.tile import HopperTile
 Change = dict[str, Any]  # values of fields; more than one where a lever asks for another
 
 HOPPER_CHANGES: tuple[Change, ...] = (
-    {"take_turns": False},
-    {"take_turns": True},
+    {"turns": "none"},
+    {"turns": "issue"},
+    {"turns": "scores"},
+    {"early_exp": 0},
+    {"early_exp": 1},
+    {"early_exp": 2},
+    {"epilogue": "rows"},
+    {"epilogue": "registers", "stage_in_queries": False},
     {"longest_first": False},
     {"longest_first": True},
 )
@@ -42,7 +48,7 @@ BLACKWELL_CHANGES: tuple[Change, ...] = (
 )
 
 # Every lever off.
-HOPPER_PLAIN: Change = {"take_turns": False, "longest_first": False}
+HOPPER_PLAIN: Change = {"turns": "none", "early_exp": 0, "epilogue": "tma", "longest_first": False}
 BLACKWELL_PLAIN: Change = {
     "load_pieces": 1,
     "exp_pieces": 1,

@@ -216,7 +216,7 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
     "too many warps for a small V on Hopper": (
         HOPPER,
         {
-            "tile": hopper_tile(2, 64, 2, 2, 200, take_turns=False, transpose=(4, 56)),
+            "tile": hopper_tile(2, 64, 2, 2, 200, turns="none", transpose=(4, 56)),
             "dtype": E4M3,
         },
         ValueError,

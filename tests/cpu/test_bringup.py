@@ -184,10 +184,17 @@ def test_every_lever_is_tried_on_and_off():
     assert "max_in_load=True" not in levers.variants(plain, 100)
 
 
+HOPPER_LEVERS = {"turns=issue", "turns=scores", "early_exp=1", "early_exp=2", "epilogue=rows", "longest_first=True"}
+
+
+def by_pointer(tile):
+    return "stage_in_queries=False " * tile.stage_in_queries + "epilogue=registers"
+
+
 def test_hopper_has_levers_too():
     for row in HOPPER:
         plain = levers.plain(row.tile)
-        assert set(levers.variants(plain, 90)) == {"take_turns=True", "longest_first=True"}
+        assert set(levers.variants(plain, 90)) == HOPPER_LEVERS | {by_pointer(plain)}
 
 
 def every_case(monkeypatch, device):
@@ -220,7 +227,8 @@ def test_the_grid_on_hopper(monkeypatch):
     every = every_case(monkeypatch, Device.hopper())
     assert {case.num_ctas for case in every} == {1, 2}
     assert {192, 256} <= {case.head_dim for case in every}
-    assert {case.lever for case in every} == {"", "plain", "take_turns=True", "longest_first=True"}
+    by_pointers = {by_pointer(row.tile) for row in HOPPER}
+    assert {case.lever for case in every} == {"", "plain"} | HOPPER_LEVERS | by_pointers
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ VALID: dict[str, Any] = {
     "block_n": 128,
     "query_slots": 1,
     "kv_slots": 2,
-    "take_turns": True,
+    "turns": "issue",
     "stage_in_queries": False,
     "softmax_registers": 240,
     "load_registers": 24,
@@ -195,6 +195,13 @@ VALID: dict[str, Any] = {
 REFUSED = {
     "no softmax role": ({"softmax_roles": 0}, "self.softmax_roles=0 must be .*1.*4"),
     "five softmax roles": ({"softmax_roles": 5, "softmax_registers": 24}, "self.softmax_roles=5 must be .*1.*4"),
+    "turns always": ({"turns": "always"}, "self.turns='always' must be .*none.*issue.*scores"),
+    "three quarters early": ({"early_exp": 3}, "self.early_exp=3 must be 0, 1 or 2"),
+    "unknown epilogue": ({"epilogue": "fast"}, "self.epilogue='fast' must be .*tma.*rows.*registers"),
+    "nothing to stage": (
+        {"epilogue": "registers", "stage_in_queries": True},
+        "self.stage_in_queries=True must be False with self.epilogue='registers'",
+    ),
     "block_n 32": ({"block_n": 32}, "self.block_n=32 must be 64 or 128"),
     "block_n 96": ({"block_n": 96}, "self.block_n=96 must be 64 or 128"),
     "block_n 256": ({"block_n": 256}, "self.block_n=256 must be 64 or 128"),

@@ -73,44 +73,50 @@ KERNELS: dict[str, Kernel] = {
         head_dim=64,
         causal=True,
         lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 240, take_turns=True, num_ctas=2),
+        tile=hopper_tile(2, 128, 2, 2, 240, turns="scores", early_exp=2, num_ctas=2),
     ),
     "one CTA, turns": Kernel(
         head_dim=64,
         causal=True,
         lengths=((580, 649), (800, 100), (400, 517), (384, 387), (400, 416), (400, 420)),
-        tile=hopper_tile(3, 128, 2, 2, 160, take_turns=True),
+        tile=hopper_tile(3, 128, 2, 2, 160, turns="issue", early_exp=1),
     ),
     "one CTA, no turns": Kernel(
         head_dim=128,
         causal=False,
         lengths=((390, 650), (500, 100), (600, 200)),
-        tile=hopper_tile(2, 128, 2, 2, 240, take_turns=False),
+        tile=hopper_tile(2, 128, 2, 2, 240, turns="none"),
     ),
     "two CTAs, O staged in Q": Kernel(
         head_dim=256,
         causal=False,
         lengths=((500, 330), (800, 60), (800, 100)),
-        tile=hopper_tile(2, 64, 1, 2, 240, take_turns=False, stage_in_queries=True, num_ctas=2),
+        tile=hopper_tile(2, 64, 1, 2, 240, turns="none", stage_in_queries=True, num_ctas=2),
+    ),
+    "one CTA, rows of O staged in Q": Kernel(
+        head_dim=64,
+        causal=False,
+        lengths=((500, 330), (800, 60), (800, 100)),
+        tile=hopper_tile(2, 64, 1, 2, 240, turns="none", stage_in_queries=True, epilogue="rows"),
     ),
     "one CTA, one role": Kernel(
         head_dim=64,
         causal=True,
         lengths=((290, 390), (400, 100), (192, 320)),
-        tile=hopper_tile(1, 128, 2, 2, 240, take_turns=False),
+        tile=hopper_tile(1, 128, 2, 2, 240, turns="none"),
     ),
     "one CTA, fp8": Kernel(
         head_dim=64,
         causal=True,
         lengths=((580, 649), (400, 100), (384, 387), (400, 300), (400, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 216, take_turns=False, transpose=(4, 56)),
+        tile=hopper_tile(2, 128, 2, 2, 216, turns="none", transpose=(4, 56)),
         dtype=torch.float8_e4m3fn,
     ),
     "two CTAs, fp8, turns": Kernel(
         head_dim=64,
         causal=True,
         lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 216, take_turns=True, num_ctas=2, transpose=(4, 56)),
+        tile=hopper_tile(2, 128, 2, 2, 216, turns="issue", num_ctas=2, transpose=(4, 56)),
         dtype=torch.float8_e4m3fn,
     ),
     **{
@@ -157,10 +163,11 @@ def in_hopper_roles(text: str, which: slice = slice(None)) -> str:
 
 FREED = line_of(CHANNELS, "shared_memory.py", "mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())")
 WITHOUT_TURNS = "|".join(
-    name for name, kernel in KERNELS.items() if isinstance(kernel.tile, HopperTile) and not kernel.tile.take_turns
+    name for name, kernel in KERNELS.items() if isinstance(kernel.tile, HopperTile) and kernel.tile.turns == "none"
 )
 TURNS_INIT = line_of(HOPPER, "wires.py", "self.turns.init()")
 HOPPER_LAST_FENCE = line_of(HOPPER, "wires.py", "cluster_fence()", LAST)
+LAST_STORE_WAIT = line_of(HOPPER, "epilogue.py", "tma.wait_stores_read()", LAST)
 ORDERED_BY_TURNS = "|".join(
     (
         in_hopper_roles("q_slot, queries = queries.acquire()"),
@@ -192,8 +199,12 @@ EXPLAINED: tuple[Explanation, ...] = (
         "with one slot of queries, the tile's Q has been waited for, which every role frees after its last key block",
     ),
     Explanation(
-        rf".*O staged in Q \| .* async_tma_store_wait .* {in_hopper_roles('tma.wait_stores_read()', LAST)}",
+        rf".*O staged in Q \| .* async_tma_store_wait .* {LAST_STORE_WAIT}",
         "where O is staged in the tile of Q, each store has been waited for already",
+    ),
+    Explanation(
+        rf"{ON_HOPPER} \| delete: wait_barrier .* {in_hopper_roles('blocks.values.acquire()')}",
+        "the slot has been waited for already: this wait is there for its branch",
     ),
     Explanation(
         rf"{ON_HOPPER} \| delete: cluster_barrier #\d+ kernel at (kernel|.* {HOPPER_LAST_FENCE})",

@@ -15,6 +15,7 @@ def attention_forward(
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], the same in every CTA
     v_desc,  # as k_desc
     o_desc,  # as q_desc
+    o_ptr,  # O's memory, if TILE.epilogue stores not by TMA; else None
     lse_ptr,  # (B, H, Sq) fp32, contiguous
     q_scale_ptr,  # (B, Hkv) fp32, contiguous, if q, k and v are in fp8; else None
     k_scale_ptr,
@@ -38,10 +39,10 @@ def attention_forward(
     TRANSPOSERS: gl.constexpr = 1 if v_desc.dtype.primitive_bitwidth == 8 else 0
     gl.warp_specialize(
         [
-            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 0)),
-            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 1)),
-            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 2)),
-            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, 3)),
+            (softmax, (wires, schedule, operands, o_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, 0)),
+            (softmax, (wires, schedule, operands, o_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, 1)),
+            (softmax, (wires, schedule, operands, o_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, 2)),
+            (softmax, (wires, schedule, operands, o_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, 3)),
         ][: TILE.softmax_roles]
         + [(transpose, (wires, schedule, operands))][:TRANSPOSERS]
         + [(load, (wires, schedule, operands))],

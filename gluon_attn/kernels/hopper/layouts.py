@@ -23,3 +23,12 @@ def left_operand_layout(accumulator, element_bits):
 def key_major_layout(block_n, cga_layout):
     """Shared memory layout of V transposed, [D, BLOCK_N] in 8 bits, the same in every CTA."""
     return gl.NVMMASharedLayout(min(128, block_n), 8, 2, cga_layout=[[0, 0] for _ in cga_layout])
+
+
+@constexpr_function
+def rows_layout(desc_layout, columns):
+    """[rows, columns] in 16 bits, a row to as few threads as hold it in 16 bytes each; rows sharded as in an
+    accumulator."""
+    threads = columns // 8
+    cga_layout = [list(basis[2:]) for basis in desc_layout.cga_layout]
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0], cga_layout)

@@ -2,27 +2,15 @@
 
 from gluon_attn.compat import aggregate, gl, jit
 
+from ..common.operands import probability_dtype, shift_log2
 from ..common.row_stats import finite, inverse, log_sum_exp
-from ..common.thread_view import thread_view
+from .packing import pack
 
 
 @aggregate
 class RowStats:
     max: gl.tensor  # [M] fp32: running maximum of the raw scores, -inf as long as a row has seen no key
     sum: gl.tensor  # [M, T] fp32: running sum of the probabilities, a partial one in each of the T threads of a row
-
-
-@jit
-def rescale_sums(sums, alpha):
-    return sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
-
-
-@jit
-def first_probabilities(scores, scale_log2, SHIFT_LOG2: gl.constexpr):
-    """Of the first block, where nothing has to be rescaled: (probabilities [M, N] fp32, RowStats)."""
-    row_max = gl.max(scores, axis=1)
-    p = probabilities(scores, row_max, scale_log2, SHIFT_LOG2, MASKED=True)
-    return p, RowStats(row_max, thread_sums(p))
 
 
 @jit
@@ -33,31 +21,43 @@ def next_maximum(scores, stats, scale_log2, MASKED: gl.constexpr):
 
 
 @jit
-def next_probabilities(scores, stats, row_max, alpha, scale_log2, SHIFT_LOG2: gl.constexpr, MASKED: gl.constexpr):
-    """Of a further block, `row_max` and `alpha` as from `next_maximum`: (probabilities [M, N] fp32, RowStats)."""
-    p = probabilities(scores, row_max, scale_log2, SHIFT_LOG2, MASKED)
-    return p, RowStats(row_max, rescale_sums(stats.sum, alpha) + thread_sums(p))
-
-
-@jit
-def probabilities(scores, row_max, scale_log2, SHIFT_LOG2: gl.constexpr, MASKED: gl.constexpr):
-    """Times two to the power of SHIFT_LOG2."""
-    return gl.exp2(scores * scale_log2 - (finite(row_max, MASKED) * scale_log2 - SHIFT_LOG2)[:, None])
+def probabilities(parts, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr):
+    """Of parts of a block's scores, [M, N] each, for values of `dtype`: P of each part as `pack` makes it, and its row
+    sums as far as a thread gets alone, [M, T]: two tuples."""
+    packed, sums = parts[:0], parts[:0]
+    for i in gl.static_range(len(parts)):
+        largest = gl.convert_layout(row_max, gl.SliceLayout(1, parts[i].type.layout), assert_trivial=True)
+        shift = finite(largest, MASKED) * scale_log2 - shift_log2(dtype)
+        p = gl.exp2(parts[i] * scale_log2 - shift[:, None])
+        packed += (pack(p, probability_dtype(dtype)),)
+        sums += (thread_sums(p),)
+    return packed, sums
 
 
 @jit
 def thread_sums(x):
-    """Row sums as far as a thread gets alone: [M, N] -> [M, T]."""
-    return gl.sum(gl.sum(thread_view(x), axis=1), axis=2)
+    SHAPE: gl.constexpr = [x.shape[0], x.shape[1] // 8, 4, 2]  # four threads to a row, two columns of every eight each
+    return gl.sum(gl.sum(x.reshape(SHAPE), axis=1), axis=2)
 
 
 @jit
-def normalise(acc, stats, scale_log2, output_scale, UNSHIFT: gl.constexpr):
-    """(O [M, D] fp32, natural-log LSE [M]) of accumulated P V. A row that saw no key: O = 0, LSE = -inf.
+def total(sums):
+    """Of the four quarters of a block."""
+    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+
+@jit
+def rescale(sums, alpha):
+    return sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
+@jit
+def finish(stats, scale_log2, output_scale, UNSHIFT: gl.constexpr, LAYOUT: gl.constexpr):
+    """(what accumulated P V is multiplied with [M], natural-log LSE [M]), in LAYOUT. A row that saw no key: 1 times
+    its P V, which is 0, and LSE = -inf.
 
     output_scale: what O is multiplied with. UNSHIFT: takes a power of two out of the row sums.
     """
-    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    row_sum = gl.convert_layout(gl.sum(stats.sum, axis=1), layout)  # [M]
-    row_max = gl.convert_layout(stats.max, layout)
-    return acc * (inverse(row_sum) * output_scale)[:, None], log_sum_exp(row_max, row_sum * UNSHIFT, scale_log2)
+    row_sum = gl.convert_layout(gl.sum(stats.sum, axis=1), LAYOUT)
+    row_max = gl.convert_layout(stats.max, LAYOUT)
+    return inverse(row_sum) * output_scale, log_sum_exp(row_max, row_sum * UNSHIFT, scale_log2)

@@ -37,3 +37,26 @@ def unpack(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     PER_WORD: gl.constexpr = 32 // dtype.primitive_bitwidth
     flat = values.to(dtype, bitcast=True).reshape([packed.shape[0], packed.shape[1] * PER_WORD])
     return gl.convert_layout(flat, LAYOUT)
+
+
+@jit
+def quarters(x):
+    """[M, N] as four [M, N / 4], columns in order. No thread gives anything away."""
+    low, high = halves(x)
+    return halves(low) + halves(high)
+
+
+@jit
+def halves(x):
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@jit
+def join_quarters(parts):
+    """The inverse of `quarters`."""
+    return join_halves(join_halves(parts[0], parts[1]), join_halves(parts[2], parts[3]))
+
+
+@jit
+def join_halves(low, high):
+    return gl.join(low, high).permute((0, 2, 1)).reshape([low.shape[0], 2 * low.shape[1]])

@@ -4,11 +4,12 @@ there is a third, see transpose.py."""
 from channels import tma
 from gluon_attn.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.operands import probability_dtype, shift_log2, unshift
+from ..common.operands import probability_dtype, unshift
 from ..common.turns import turn_of
+from .epilogue import finish_stores, store_lse, store_output
 from .layouts import accumulator_layout, left_operand_layout
-from .online_softmax import first_probabilities, next_maximum, next_probabilities, normalise
-from .packing import pack, unpack
+from .online_softmax import RowStats, finish, next_maximum, probabilities, rescale, total
+from .packing import join_quarters, quarters, unpack
 from .wires import Blocks
 
 
@@ -78,7 +79,7 @@ def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
 
 @jit
 def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
-    """(P [ROWS, BLOCK_N] fp32, its row statistics, next ends) of the first block walked.
+    """(P [ROWS, BLOCK_N], packed; its row statistics; next ends) of the first block walked.
 
     It has nothing to rescale and no product of an earlier block to overlap with. It is masked whether it needs it or
     not: once per tile that costs little, and one kernel serves every length.
@@ -89,12 +90,14 @@ def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
     turn.pass_on()
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
-    p, stats = first_probabilities(rows.mask(scores, block), scale_log2, shift_log2(q.dtype))
-    return pack(p, probability_dtype(q.dtype)), stats, Blocks(keys, blocks.values, turn)
+    scores = rows.mask(scores, block)
+    row_max = gl.max(scores, axis=1)
+    p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
+    return join_quarters(p), RowStats(row_max, total(sums)), Blocks(keys, blocks.values, turn)
 
 
 @jit
-def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.constexpr, MASKED: gl.constexpr):
+def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES: gl.constexpr, MASKED: gl.constexpr):
     """One step: the scores of this block and the product P V of the block before, then the softmax, which runs beside
     the products of the other roles. Returns what it updates."""
     k, keys = blocks.keys.acquire()
@@ -103,20 +106,29 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, SCORES: gl.con
     v, values = blocks.values.acquire()
     left = to_left_operand(p, q.dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, q.shape[1]), acc, is_async=True)
-    turn.pass_on()
+    if not wires.TURN_UNTIL_SCORES:
+        turn.pass_on()
 
     scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     k.release()
+    if wires.TURN_UNTIL_SCORES:
+        turn.pass_on()
     if MASKED:
         scores = rows.mask(scores, block)
     row_max, alpha = next_maximum(scores, stats, scale_log2, MASKED)
-    # Before the exponentials, not after: once PV is done, P of this block can take the registers of P of the last one,
-    # and what it waits for here is short, as the other roles' softmax leaves the tensor cores to it.
+    parts = quarters(scores)
+    early, early_sums = probabilities(parts[: wires.EARLY_EXP], row_max, scale_log2, q.dtype, MASKED)
+    if wires.EARLY_EXP > 0:
+        # The same slot again: it passes at once, but the assembler moves no exponential past its branch.
+        blocks.values.acquire()
+    # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
+    # exponentials left hide the multiplications of O.
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    p, stats = next_probabilities(scores, stats, row_max, alpha, scale_log2, shift_log2(q.dtype), MASKED)
-    return pack(p, probability_dtype(q.dtype)), acc, stats, Blocks(keys, values, turn)
+    late, late_sums = probabilities(parts[wires.EARLY_EXP :], row_max, scale_log2, q.dtype, MASKED)
+    stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
+    return join_quarters(early + late), acc, stats, Blocks(keys, values, turn)
 
 
 @jit
@@ -131,7 +143,7 @@ def last_product(p, acc, blocks, rows):
 
 
 @jit
-def softmax(wires, schedule, operands, q_scales, k_scales, v_scales, ROLE: gl.constexpr):
+def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE: gl.constexpr):
     """Computes and stores O and LSE of its ROWS of every tile."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
@@ -146,7 +158,11 @@ def softmax(wires, schedule, operands, q_scales, k_scales, v_scales, ROLE: gl.co
         for i in range(schedule.tiles_in(item)):
             tile = schedule.tile(item, i)
             tile_rows = schedule.rows(tile.first_row, schedule.BLOCK_M)
-            rows = schedule.rows(tile.first_row + ROLE * ROWS, ROWS)
+            first_row = tile.first_row + ROLE * ROWS
+            if ROLE > 1:
+                # Changes nothing, but that the assembler does not add each role's share at entry, and spill the sums.
+                first_row = gl.maximum(first_row, 0)
+            rows = schedule.rows(first_row, ROWS)
             last = rows.blocks() - 1
             scale_log2 = operands.score_scale(q_scales, k_scales, tile)
 
@@ -160,30 +176,18 @@ def softmax(wires, schedule, operands, q_scales, k_scales, v_scales, ROLE: gl.co
             if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
                 for j in range(1, rows.masked_blocks()):
                     p, acc, stats, blocks = next_block(
-                        q, p, acc, stats, blocks, rows, last - j, scale_log2, SCORES, MASKED=True
+                        q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=True
                     )
             for j in range(gl.maximum(rows.masked_blocks(), 1), rows.blocks()):
                 p, acc, stats, blocks = next_block(
-                    q, p, acc, stats, blocks, rows, last - j, scale_log2, SCORES, MASKED=False
+                    q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False
                 )
             if not wires.STAGE_IN_QUERIES:
                 q_slot.release()
-            acc, blocks = last_product(p, acc, blocks, rows)
-
             v_scale = operands.output_scale(v_scales, tile)
-            out, lse = normalise(acc, stats, scale_log2, v_scale, unshift(operands.q.dtype))
-            lse_row = rows.first + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-            head = (tile.batch * operands.q.shape[1] + tile.head).to(gl.int64)
-            gl.store(operands.lse + head * rows.q_len + lse_row, lse, mask=lse_row < rows.q_len)
-
-            if wires.STAGE_IN_QUERIES:
-                staged = q_slot.part(ROLE)
-            else:
-                staged = wires.output.index(ROLE)
-                tma.wait_stores_read()
-            staged.reshape([ROWS, D]).store(out.to(operands.o.dtype))
-            tma.store_own(operands.o, [tile.batch, tile.head, rows.first, 0], staged)
-            if wires.STAGE_IN_QUERIES:
-                tma.wait_stores_read()
-                q_slot.release()
-    tma.wait_stores_read()
+            factor, lse = finish(stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
+            store_lse(lse, operands, tile, rows)
+            acc, blocks = last_product(p, acc, blocks, rows)
+            out = acc * factor[:, None]
+            store_output(out.to(operands.o.dtype), o_ptr, operands, wires, q_slot, tile, rows, ROLE)
+    finish_stores(wires)

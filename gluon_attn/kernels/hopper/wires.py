@@ -18,8 +18,9 @@ class Wires:
     loaded_values: as keys, but of V. 16-bit values are read as they are: it is `values`. In fp8: load -> transpose.
     values:  in fp8, transpose -> every softmax role; KV_SLOTS slots of [D, BLOCK_N]; freed by each when PV is done.
     turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued
-             its products lets the next role issue, so that one role's softmax runs beside another's products.
-    output:  no channel but memory: one tile per softmax role, in which it alone stages O for its TMA store.
+             its products, or has its scores too, lets the next role issue, so that one role's softmax runs beside
+             another's products.
+    output:  no channel but memory: one tile per softmax role, in which it alone stages O for its store.
     """
 
     queries: SharedMemoryChannel
@@ -29,7 +30,10 @@ class Wires:
     turns: SignalChannel
     output: gl.shared_memory_descriptor
     TAKE_TURNS: gl.constexpr
+    TURN_UNTIL_SCORES: gl.constexpr
+    EARLY_EXP: gl.constexpr  # quarters of the exponentials
     TRANSPOSED: gl.constexpr  # fp8
+    EPILOGUE: gl.constexpr
     STAGE_IN_QUERIES: gl.constexpr  # O is staged in the tile of Q it comes from, where shared memory is short (D = 256)
 
     @jit
@@ -71,7 +75,7 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
         values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
         loaded_values = values
     turns = SignalChannel.alloc(LANES=ROLES)
-    if TILE.stage_in_queries:
+    if TILE.stage_in_queries or TILE.epilogue == "registers":
         output = queries.tiles
     else:
         output = gl.allocate_shared_memory(o_desc.dtype, [ROLES] + o_desc.block_shape, o_desc.layout)
@@ -83,7 +87,10 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
         TRANSPOSED=TRANSPOSED,
         turns=turns,
         output=output,
-        TAKE_TURNS=TILE.take_turns,
+        TAKE_TURNS=TILE.turns != "none",
+        TURN_UNTIL_SCORES=TILE.turns == "scores",
+        EARLY_EXP=TILE.early_exp,
+        EPILOGUE=TILE.epilogue,
         STAGE_IN_QUERIES=TILE.stage_in_queries,
     )
 
