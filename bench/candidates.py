@@ -19,8 +19,8 @@ def epilogues(*args: int, **options: Any) -> list[TileConfig]:
 # By (padded head dim, bytes of an element). The arguments are those of `hopper_tile`.
 CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
     (64, 2): [
-        *both(1, 128, 2, 2, 240, turns="none"),
-        *both(2, 128, 2, 2, 240, turns="scores", early_exp=2),
+        *both(1, 128, 2, 2, 232, turns="none"),
+        *both(2, 128, 2, 2, 232, turns="scores", early_exp=2),
         *both(4, 64, 2, 4, 112, turns="none"),
         *both(4, 64, 2, 4, 112, turns="issue"),
         *both(4, 64, 2, 4, 112, turns="issue", early_exp=1),
@@ -30,20 +30,20 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
         *epilogues(4, 64, 2, 4, 112, turns="issue", early_exp=1),
     ],
     (128, 2): [
-        *both(1, 128, 2, 2, 240, turns="none"),
-        *both(2, 128, 2, 2, 240, turns="none"),
-        *both(2, 128, 2, 2, 240, turns="issue"),
-        *both(2, 128, 2, 2, 240, turns="scores"),
-        *both(2, 128, 2, 2, 240, turns="scores", early_exp=1),
-        *both(2, 128, 2, 2, 240, turns="scores", early_exp=2),
-        *both(2, 128, 1, 3, 240, turns="scores", early_exp=2, stage_in_queries=True),
-        *epilogues(2, 128, 2, 2, 240, turns="scores", early_exp=2),
+        *both(1, 128, 2, 2, 232, turns="none"),
+        *both(2, 128, 2, 2, 232, turns="none"),
+        *both(2, 128, 2, 2, 232, turns="issue"),
+        *both(2, 128, 2, 2, 232, turns="scores"),
+        *both(2, 128, 2, 2, 232, turns="scores", early_exp=1),
+        *both(2, 128, 2, 2, 232, turns="scores", early_exp=2),
+        *both(2, 128, 1, 3, 232, turns="scores", early_exp=2, stage_in_queries=True),
+        *epilogues(2, 128, 2, 2, 232, turns="scores", early_exp=2),
     ],
     (256, 2): [
-        *both(2, 64, 1, 2, 240, turns="none", stage_in_queries=True),
-        *both(2, 64, 1, 2, 240, turns="issue", stage_in_queries=True),
-        *both(2, 64, 1, 2, 240, turns="scores", early_exp=1, stage_in_queries=True),
-        *epilogues(2, 64, 1, 2, 240, turns="none", stage_in_queries=True),
+        *both(2, 64, 1, 2, 232, turns="none", stage_in_queries=True),
+        *both(2, 64, 1, 2, 232, turns="issue", stage_in_queries=True),
+        *both(2, 64, 1, 2, 232, turns="scores", early_exp=1, stage_in_queries=True),
+        *epilogues(2, 64, 1, 2, 232, turns="none", stage_in_queries=True),
     ],
     (64, 1): [
         *both(3, 128, 2, 2, 152, turns="none", transpose=(2, 56)),

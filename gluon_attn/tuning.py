@@ -104,12 +104,12 @@ def measured(head_dim: int, causal: bool, tile: TileConfig, **fields: Any) -> Ro
 
 def hopper_rows() -> Iterator[Row]:
     # One batch of 1024 queries: every program one item, on one CTA with single roles some would have two.
-    alone = hopper_tile(1, 128, 2, 2, 240, turns="none", num_ctas=2)
+    alone = hopper_tile(1, 128, 2, 2, 232, turns="none", num_ctas=2)
     yield measured(64, True, alone, one_round=True, min_kv_len=1024)
     for causal in (False, True):
         for head_dim in (64, 128):
-            yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 240, turns="none"), one_round=True)
-        pair = hopper_tile(2, 128, 2, 2, 240, turns="scores", early_exp=2)
+            yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 232, turns="none"), one_round=True)
+        pair = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2)
         yield measured(64, causal, pair, one_round=True)
     # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used.
     three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1)
@@ -121,8 +121,8 @@ def hopper_rows() -> Iterator[Row]:
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n))
         yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n))
         for causal in (False, True):
-            yield measured(128, causal, hopper_tile(2, 128, 2, 2, 240, turns="scores", early_exp=2, num_ctas=n))
-            wide = hopper_tile(2, 64, 1, 2, 240, turns="none", stage_in_queries=True, num_ctas=n)
+            yield measured(128, causal, hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=n))
+            wide = hopper_tile(2, 64, 1, 2, 232, turns="none", stage_in_queries=True, num_ctas=n)
             yield measured(256, causal, wide)
 
     fp8 = {"element_bytes": 1}

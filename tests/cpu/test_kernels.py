@@ -56,10 +56,11 @@ def test_each_score_has_one_exponential(row):
 
 
 @every_row
-def test_the_product_is_waited_for_before_the_exponentials(row):
-    # The other order costs 3 to 15 %. At D=256 the assembler moves the wait between them.
+def test_the_product_is_waited_for_between_the_exponentials(row):
+    # All of them before it cost 3 to 15 %. The assembler moves a few across; at D=256, many where nothing keeps it.
     if row.padded_head_dim < 256:
-        assert {loop.early_exp2 for loop in found(row).loops} <= {0, 1, 2}
+        early = row.tile.early_exp * row.tile.block_n // 8  # a thread has two of a quad's rows
+        assert all(early <= loop.early_exp2 <= early + 8 for loop in found(row).loops)
 
 
 @every_row

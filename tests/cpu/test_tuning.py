@@ -146,7 +146,7 @@ def test_a_tile_for_any_number_of_heads(batch, heads, kv_heads):
         (64, False, 16, 512, 64),  # 128 row blocks of 64 rows for 132 processors
         (64, False, 17, 512, 128),
         (64, False, 32, 1024, 256),
-        (64, True, 16, 1024, 64),  # 256 row blocks, in pairs
+        (64, True, 16, 1024, 128),  # 128 row blocks on two CTAs each, in pairs
         (64, True, 32, 1024, 128),
         (64, True, 32, 2048, 256),
         (64, False, 32, 8192, 192),

@@ -73,7 +73,7 @@ KERNELS: dict[str, Kernel] = {
         head_dim=64,
         causal=True,
         lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 240, turns="scores", early_exp=2, num_ctas=2),
+        tile=hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=2),
     ),
     "one CTA, turns": Kernel(
         head_dim=64,
@@ -85,25 +85,25 @@ KERNELS: dict[str, Kernel] = {
         head_dim=128,
         causal=False,
         lengths=((390, 650), (500, 100), (600, 200)),
-        tile=hopper_tile(2, 128, 2, 2, 240, turns="none"),
+        tile=hopper_tile(2, 128, 2, 2, 232, turns="none"),
     ),
     "two CTAs, O staged in Q": Kernel(
         head_dim=256,
         causal=False,
         lengths=((500, 330), (800, 60), (800, 100)),
-        tile=hopper_tile(2, 64, 1, 2, 240, turns="none", stage_in_queries=True, num_ctas=2),
+        tile=hopper_tile(2, 64, 1, 2, 232, turns="none", stage_in_queries=True, num_ctas=2),
     ),
     "one CTA, rows of O staged in Q": Kernel(
         head_dim=64,
         causal=False,
         lengths=((500, 330), (800, 60), (800, 100)),
-        tile=hopper_tile(2, 64, 1, 2, 240, turns="none", stage_in_queries=True, epilogue="rows"),
+        tile=hopper_tile(2, 64, 1, 2, 232, turns="none", stage_in_queries=True, epilogue="rows"),
     ),
     "one CTA, one role": Kernel(
         head_dim=64,
         causal=True,
         lengths=((290, 390), (400, 100), (192, 320)),
-        tile=hopper_tile(1, 128, 2, 2, 240, turns="none"),
+        tile=hopper_tile(1, 128, 2, 2, 232, turns="none"),
     ),
     "one CTA, fp8": Kernel(
         head_dim=64,

@@ -158,11 +158,7 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
         for i in range(schedule.tiles_in(item)):
             tile = schedule.tile(item, i)
             tile_rows = schedule.rows(tile.first_row, schedule.BLOCK_M)
-            first_row = tile.first_row + ROLE * ROWS
-            if ROLE > 1:
-                # Changes nothing, but that the assembler does not add each role's share at entry, and spill the sums.
-                first_row = gl.maximum(first_row, 0)
-            rows = schedule.rows(first_row, ROWS)
+            rows = schedule.rows(tile.first_row + ROLE * ROWS, ROWS)
             last = rows.blocks() - 1
             scale_log2 = operands.score_scale(q_scales, k_scales, tile)
 
