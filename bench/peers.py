@@ -26,6 +26,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], object]:
     """FlexAttention, compiled for these shapes; its block mask is made beforehand and not timed."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch.compiler.reset()  # or, after some shapes, torch would compile no more and compute it without fusion
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if causal:
@@ -39,12 +40,13 @@ def ours(point: Point, tensors: list[Tensor], **options: Any) -> Callable[[], ob
 
 
 def calls_of(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str]) -> dict[str, Callable[[], object]]:
-    """cuDNN and `peers` (in bf16 where the point is fp8), and ours: as the table picks it, with 1 and with 2 CTAs, on
-    the plainer problem if there is one; or with each of `tiles` instead."""
+    """cuDNN (in bf16 where the point is fp8) and, in bf16 only, `peers`; and ours: as the table picks it, with 1 and
+    with 2 CTAs, on the plainer problem if there is one; or with each of `tiles` instead."""
     tensors = point.tensors()
     q, k, v = tensors
     calls: dict[str, Callable[[], object]] = {}
-    for name in dict.fromkeys(("cudnn", *peers)):
+    # Peers know no fp8 and are as fast in fp16.
+    for name in dict.fromkeys(("cudnn", *(peers if point.dtype == "bf16" else ()))):
         calls[name] = (
             flex(q, k, v, point.causal) if name == "flex" else partial(sdpa, BACKENDS[name], q, k, v, point.causal)
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem, output_dtype
-from gluon_attn.tuning import HOPPER, pick_tile
+from gluon_attn.tuning import HOPPER, hopper_tile, pick_tile
 from tests.gpu.checks import (
     Apart,
     Surrounded,
@@ -152,6 +152,30 @@ def every_case() -> Iterator[Case]:
                 causal=causal,
                 q_len=q_len,
                 kv_len=kv_len,
+            )
+
+    kinds = ((64, "bfloat16"), (96, "float16"), (128, "bfloat16"), (128, "float8_e4m3fn"), (200, "bfloat16"))
+    for (d, dtype), num_ctas, layout in itertools.product(kinds, (1, 2), ("bhsd", "bshd")):
+        common: dict[str, Any] = {"turns": "none", "num_ctas": num_ctas}
+        if dtype == "float8_e4m3fn":
+            common["transpose"] = (4, 56)
+        cut = (2, 64 if d > 128 else 128, 1, 2, 216)
+        for tile in (
+            hopper_tile(*cut, epilogue="rows", stage_in_queries=d > 128, **common),
+            hopper_tile(*cut, epilogue="registers", **common),
+        ):
+            yield Case(
+                label=f"{tile.epilogue}, D={d} {dtype} {layout}",
+                tile=tile,
+                dtype=dtype,
+                head_dim=d,
+                num_ctas=num_ctas,
+                layout=layout,
+                causal=True,
+                batch=2,
+                heads=80,
+                q_len=333,
+                kv_len=300,
             )
 
 

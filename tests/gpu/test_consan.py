@@ -4,7 +4,9 @@ ConSan watches the one schedule that runs, buffer by buffer. A finding is a devi
 check has a process of its own.
 """
 
+import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,22 +15,24 @@ from channels import SignalChannel, cluster_fence
 from channels.compat import gl, jit
 from gluon_attn import attention
 from gluon_attn.launch import compiled
-from gluon_attn.tuning import HOPPER
+from gluon_attn.tuning import HOPPER, Row
 from tests.gpu.checks import Apart, check, normal_qkv, outcomes_of
 
 pytestmark = pytest.mark.timeout(900)
 
 FINDING = "Buffer being accessed has outstanding"
 
-# CTAs, causal, D -> lengths (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
-CASES = {
-    f"{num_ctas} CTA{'s' * (num_ctas - 1)}, {'causal' if causal else 'full'}, D={head_dim}": (
-        num_ctas,
-        causal,
-        head_dim,
-    )
-    for num_ctas, causal, head_dim in itertools.product((2, 1), (True, False), (256, 128, 64))
+# Every row of the table, and what stores O otherwise than the table does.
+EPILOGUES: dict[str, dict[str, Any]] = {
+    "rows": {"epilogue": "rows"},
+    "registers": {"epilogue": "registers", "stage_in_queries": False},
 }
+CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)}
+for (i, row), epilogue in itertools.product(enumerate(HOPPER), EPILOGUES):
+    if (row.element_bytes, row.causal, row.min_kv_len, row.one_round) == (2, True, 1, False):
+        changed = dataclasses.replace(row.tile, **EPILOGUES[epilogue])
+        CASES[f"table row {i}, {epilogue}"] = dataclasses.replace(row, tile=changed)
+# (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
 
 
@@ -67,20 +71,16 @@ def run_hand_over(wait: bool) -> None:
         assert bool((out == 1).all())
 
 
-def run_attention(num_ctas: int, causal: bool, head_dim: int) -> None:
-    kind = (head_dim, causal, num_ctas)
-    tile = next(
-        r.tile
-        for r in HOPPER
-        if (r.padded_head_dim, r.causal, r.tile.num_ctas) == kind and r.min_kv_len == 1 and not r.one_round
-    )
+def run_attention(row: Row) -> None:
+    dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
-    assert compiled(torch.bfloat16, head_dim, causal, tile, device_index=0).metadata.profile_scratch_size > 0
+    kernel = compiled(dtype, row.padded_head_dim, row.causal, row.tile, device_index=0)
+    assert kernel.metadata.profile_scratch_size > 0
     for q_len, kv_len in LENGTHS:
-        q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        out, lse = attention(q, k, v, causal=causal, tile=tile, return_lse=True)
+        q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=row.padded_head_dim, dtype=dtype)
+        out, lse = attention(q, k, v, causal=row.causal, tile=row.tile, return_lse=True)
         torch.cuda.synchronize()
-        check(q, k, v, out, lse, causal=causal, what=f"Sq={q_len}, Sk={kv_len}")
+        check(q, k, v, out, lse, causal=row.causal, what=f"Sq={q_len}, Sk={kv_len}")
 
 
 def run_persistent(num_ctas: int) -> None:
@@ -93,7 +93,7 @@ def run_persistent(num_ctas: int) -> None:
 
 
 RUNS = {
-    **{name: (run_attention, case) for name, case in CASES.items()},
+    **{name: (run_attention, (row,)) for name, row in CASES.items()},
     "more tiles than programs, 2 CTAs": (run_persistent, (2,)),
     "more tiles than programs, 1 CTA": (run_persistent, (1,)),
     "a role that waits": (run_hand_over, (True,)),
