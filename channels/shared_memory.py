@@ -125,13 +125,13 @@ class Slot:
 
     @jit
     def release(self):
-        """A consumer is done reading. Its products on Hopper's tensor cores must have been waited for."""
+        """A consumer's products on Hopper's tensor cores have been waited for, and it is done."""
         mbarrier.arrive(self.freed)
 
     @jit
-    def release_overwritten(self):
-        """A consumer is done with a slot in which it has put something of its own."""
-        fence_async_shared()  # the role's writes (generic proxy) before the next load's (async proxy)
+    def release_accessed(self):
+        """A consumer is done with a slot that it has read or written by its own loads and stores, not by products."""
+        fence_async_shared()  # what the role read and wrote (generic proxy) before the next load's writes (async proxy)
         mbarrier.arrive(self.freed)
 
     @jit

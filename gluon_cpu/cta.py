@@ -21,7 +21,7 @@ class Cta:
         self.cluster = cluster
         self.number = number
         self.memory = Bytes(smem_bytes)
-        self.shadow = Shadow(initialised=False)
+        self.shadow = Shadow(initialised=False, fence_reads=True)
         self.checks = cluster.machine.checks
         self.barriers: dict[int, Barrier] = {}
         self.allocations: list[Any] = []

@@ -45,6 +45,16 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
             "access: the writing role must call fence_async_shared() after the write and before it signals.",
             sites,
         )
+    if conflict.kind == "read-fence":
+        return findings.MissingFence(
+            f"missing proxy fence on {place}:\n"
+            f"  read by {describe(earlier)}\n"
+            f"  then overwritten through the async proxy by {describe(later)}\n"
+            "  The read went through the generic proxy, and no fence_async_shared() lies between it and the async write, "
+            "which may overtake it: the reading role must call fence_async_shared() after the read and before it "
+            "signals.",
+            sites,
+        )
     if conflict.kind == "reuse":
         return findings.ReuseRace(
             f"memory reused too early: {place}:\n"

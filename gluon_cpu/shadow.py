@@ -64,7 +64,8 @@ class Segment:
 
 
 class Conflict(Exception):
-    """Two accesses without an order. kind: 'write-read', 'read-write', 'write-write' or 'fence', in time order.
+    """Two accesses without an order. kind: 'write-read', 'read-write' or 'write-write', in time order; or, without a
+    proxy fence between them, 'fence', of which the earlier is a write, or 'read-fence'.
 
     Or 'barrier': data where an mbarrier lives, in whatever order. Or 'reuse': a read of what was there before somebody
     allocated another buffer in its place.
@@ -90,11 +91,13 @@ class Shadow:
     """The segments of one memory.
 
     initialised: whether it holds data before anybody writes (global memory does). fenceable: whether a proxy fence can
-    make ordinary writes visible to engines; that of Gluon covers shared memory only.
+    make ordinary writes visible to engines; that of Gluon covers shared memory only. fence_reads: whether ordinary
+    reads need it too, before an engine writes there.
     """
 
-    def __init__(self, initialised: bool, fenceable: bool = True) -> None:
+    def __init__(self, initialised: bool, fenceable: bool = True, fence_reads: bool = False) -> None:
         self.default_initialised = initialised
+        self.fence_reads = fence_reads
         self.fenceable = fenceable
         self.by_start: dict[int, Segment] = {}
         self.starts: list[int] = []
@@ -167,9 +170,9 @@ class Shadow:
                 if len(s.reads) > 12:
                     self.forget(s, cluster)
 
-    def fenced(self, write: Access, cluster: int, clock: Any) -> bool:
-        """Whether an ordinary write is visible to an engine with this clock."""
-        return self.fenceable and bool(write.cluster != cluster or clock[FENCED, write.slot] >= write.time)
+    def fenced(self, earlier: Access, cluster: int, clock: Any) -> bool:
+        """Whether a fence lies between an ordinary access and an engine with this clock."""
+        return self.fenceable and bool(earlier.cluster != cluster or clock[FENCED, earlier.slot] >= earlier.time)
 
     @staticmethod
     def forget(s: Segment, cluster: int) -> None:
@@ -205,6 +208,8 @@ class Shadow:
                     for r in s.reads.values():
                         if not (r.atomic and access.atomic and together(r, access)):
                             check_order("read-write", r, access, clock, foreign, s)
+                        if access.is_async and not r.is_async and self.fence_reads and not self.fenced(r, cluster, clock):
+                            raise Conflict("read-fence", r, access, s.start, s.end)
                     s.reads.clear()
                 s.write = access
                 s.initialised = True
@@ -216,7 +221,7 @@ class Shadow:
             s.allocated = access
             if s.write is not None and not (s.write.atomic and s.write.atomic.barrier):
                 # Kept as a read: a write must still be ordered after it, and a read of it is one of nothing.
-                s.reads |= {(w.cluster, w.slot): w for w in (*s.atomics, s.write)}
+                s.reads |= {(w.cluster, w.slot): w._replace(is_async=True) for w in (*s.atomics, s.write)}
                 s.write, s.atomics = None, []
 
     def begin_barrier(self, a: int, clock: Any, access: Access) -> None:
@@ -226,7 +231,7 @@ class Shadow:
     def use_barrier(self, a: int, access: Access) -> None:
         """What comes there after the end of the barrier must be ordered after this use too."""
         for s in self.cover(a, a + BARRIER_BYTES):
-            s.reads[(access.cluster, access.slot)] = access
+            s.reads[(access.cluster, access.slot)] = access._replace(is_async=True)
 
     def end_barrier(self, a: int, access: Access) -> None:
         for s in self.cover(a, a + BARRIER_BYTES):

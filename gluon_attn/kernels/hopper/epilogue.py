@@ -36,7 +36,7 @@ def store_output(out, o_ptr, operands, wires, q_slot, tile, rows, ROLE: gl.const
             staged.reshape(out.shape).store(out)
             in_rows = staged.reshape(out.shape).load(rows_layout(operands.o.layout, out.shape[1]))
             if wires.STAGE_IN_QUERIES:
-                q_slot.release_overwritten()
+                q_slot.release_accessed()
             store_rows(in_rows, o_ptr, operands.o, tile, rows)
 
 

@@ -43,7 +43,7 @@ def transpose(wires, schedule, operands):
             for _ in range(rows.blocks()):
                 loaded, loaded_values = loaded_values.acquire()
                 v = loaded.view([BLOCK_N, D]).load(LAYOUT)
-                loaded.release()
+                loaded.release_accessed()
                 v = v.reshape([BLOCK_N // 16, 2, 4, 2, D]).permute((4, 0, 2, 1, 3)).reshape([D, BLOCK_N])
                 transposed, values = values.acquire()
                 transposed.part(0).store(v)
