@@ -208,6 +208,13 @@ CASES = {
         bug={"AT_WRITER": False, "AT_SENDER": False},
         right=FENCED,
     ),
+    "no fence between a read and the next load": Case(
+        kernel=hopper.overwritten_after_a_read,
+        arguments=lambda: (descriptor(normal(32, 32), [32, 32]), poisoned(32, 32)),
+        finding=FENCE,
+        lines=("generic read", "engine overwrites what was read"),
+        words=("fence", "take", "refill", "tile"),
+    ),
     "no fence before the tensor core reads": Case(
         kernel=hopper.operand_not_fenced,
         arguments=product,

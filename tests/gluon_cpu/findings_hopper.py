@@ -221,6 +221,37 @@ def fence_between_roles(desc, AT_WRITER: gl.constexpr, AT_SENDER: gl.constexpr):
 
 
 @jit
+def take(tile, filled, freed, out_ptr, BUG: gl.constexpr):
+    mbarrier.wait(filled, 0)
+    x = tile.load(MATRIX)  # <- generic read
+    if not BUG:
+        fence_async_shared()
+    mbarrier.arrive(freed)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, MATRIX))
+    columns = gl.arange(0, 32, gl.SliceLayout(0, MATRIX))
+    gl.store(out_ptr + rows[:, None] * 32 + columns[None, :], x)
+
+
+@jit
+def refill(desc, tile, filled, freed):
+    mbarrier.expect(filled, 4096)
+    tma.async_load(desc, [0, 0], filled, tile)
+    mbarrier.wait(freed, 0)
+    mbarrier.expect(filled, 4096)
+    tma.async_load(desc, [0, 0], filled, tile)  # <- engine overwrites what was read
+    mbarrier.wait(filled, 1)
+
+
+@jit
+def overwritten_after_a_read(desc, out_ptr, BUG: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    filled, freed = new_barrier(1), new_barrier(1)
+    fence_async_shared()
+    gl.barrier()
+    gl.warp_specialize([(take, (tile, filled, freed, out_ptr, BUG)), (refill, (desc, tile, filled, freed))], [1])
+
+
+@jit
 def fence_within_a_role(desc):
     """Without a fence in the source: the compiler puts one in."""
     tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
