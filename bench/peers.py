@@ -45,7 +45,7 @@ def calls_of(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str]) ->
     tensors = point.tensors()
     q, k, v = tensors
     calls: dict[str, Callable[[], object]] = {}
-    # Peers know no fp8 and are as fast in fp16.
+    # Peers are timed in bf16 only: none of them knows fp8.
     for name in dict.fromkeys(("cudnn", *(peers if point.dtype == "bf16" else ()))):
         calls[name] = (
             flex(q, k, v, point.causal) if name == "flex" else partial(sdpa, BACKENDS[name], q, k, v, point.causal)

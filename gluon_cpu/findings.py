@@ -37,7 +37,7 @@ class DataRace(RaceError):
 
 
 class MissingFence(RaceError):
-    """A generic write that an async engine reads without a proxy fence in between."""
+    """A generic write that an async engine uses, or a generic read of what it overwrites, and no proxy fence between."""
 
 
 class Deadlock(Finding):

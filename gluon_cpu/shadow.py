@@ -208,7 +208,12 @@ class Shadow:
                     for r in s.reads.values():
                         if not (r.atomic and access.atomic and together(r, access)):
                             check_order("read-write", r, access, clock, foreign, s)
-                        if access.is_async and not r.is_async and self.fence_reads and not self.fenced(r, cluster, clock):
+                        if (
+                            access.is_async
+                            and not r.is_async
+                            and self.fence_reads
+                            and not self.fenced(r, cluster, clock)
+                        ):
                             raise Conflict("read-fence", r, access, s.start, s.end)
                     s.reads.clear()
                 s.write = access
@@ -221,6 +226,7 @@ class Shadow:
             s.allocated = access
             if s.write is not None and not (s.write.atomic and s.write.atomic.barrier):
                 # Kept as a read: a write must still be ordered after it, and a read of it is one of nothing.
+                # Marked async: between them and a copy no fence is asked for.
                 s.reads |= {(w.cluster, w.slot): w._replace(is_async=True) for w in (*s.atomics, s.write)}
                 s.write, s.atomics = None, []
 
@@ -231,7 +237,7 @@ class Shadow:
     def use_barrier(self, a: int, access: Access) -> None:
         """What comes there after the end of the barrier must be ordered after this use too."""
         for s in self.cover(a, a + BARRIER_BYTES):
-            s.reads[(access.cluster, access.slot)] = access._replace(is_async=True)
+            s.reads[(access.cluster, access.slot)] = access._replace(is_async=True)  # no fence is asked for
 
     def end_barrier(self, a: int, access: Access) -> None:
         for s in self.cover(a, a + BARRIER_BYTES):

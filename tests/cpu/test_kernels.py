@@ -57,10 +57,11 @@ def test_each_score_has_one_exponential(row):
 
 @every_row
 def test_the_product_is_waited_for_between_the_exponentials(row):
-    # All of them before it cost 3 to 15 %. The assembler moves a few across; at D=256, many where nothing keeps it.
+    # After all of them it cost 3 to 15 %. The assembler moves a few across; at D=256, many where nothing keeps it.
     if row.padded_head_dim < 256:
         early = row.tile.early_exp * row.tile.block_n // 8  # a thread has two of a quad's rows
-        assert all(early <= loop.early_exp2 <= early + 8 for loop in found(row).loops)
+        moved = 7 if row.tile.early_exp else 2
+        assert all(early <= loop.early_exp2 <= early + moved for loop in found(row).loops)
 
 
 @every_row

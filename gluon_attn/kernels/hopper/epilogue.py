@@ -49,7 +49,8 @@ def finish_stores(wires):
 
 @jit
 def store_rows(out, o_ptr, desc, tile, rows):
-    """From registers to global memory, element by element where O has them. desc: O's, for its shape and strides."""
+    """From registers to global memory, in vectors as wide as `out` has neighbours in a thread. desc: O's, for its shape
+    and strides."""
     layout: gl.constexpr = out.type.layout
     row = gl.arange(0, out.shape[0], gl.SliceLayout(1, layout))
     column = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))

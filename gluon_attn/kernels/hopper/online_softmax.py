@@ -36,7 +36,8 @@ def probabilities(parts, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.co
 
 @jit
 def thread_sums(x):
-    SHAPE: gl.constexpr = [x.shape[0], x.shape[1] // 8, 4, 2]  # four threads to a row, two columns of every eight each
+    # As thread_view, which knows no layout of a quarter: four threads to a row, two columns of every eight each.
+    SHAPE: gl.constexpr = [x.shape[0], x.shape[1] // 8, 4, 2]
     return gl.sum(gl.sum(x.reshape(SHAPE), axis=1), axis=2)
 
 

@@ -98,8 +98,8 @@ def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
 
 @jit
 def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES: gl.constexpr, MASKED: gl.constexpr):
-    """One step: the scores of this block and the product P V of the block before, then the softmax, which runs beside
-    the products of the other roles. Returns what it updates."""
+    """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
+    that product, the rest beside those of the other roles. Returns what it updates, but for `wires`."""
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)

@@ -20,7 +20,8 @@ class Wires:
     turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued
              its products, or has its scores too, lets the next role issue, so that one role's softmax runs beside
              another's products.
-    output:  no channel but memory: one tile per softmax role, in which it alone stages O for its store.
+    output:  no channel but memory: one tile per softmax role, in which it alone stages O for its store; the queries'
+             own if O is staged there, or not staged at all.
     """
 
     queries: SharedMemoryChannel
@@ -30,10 +31,10 @@ class Wires:
     turns: SignalChannel
     output: gl.shared_memory_descriptor
     TAKE_TURNS: gl.constexpr
-    TURN_UNTIL_SCORES: gl.constexpr
-    EARLY_EXP: gl.constexpr  # quarters of the exponentials
+    TURN_UNTIL_SCORES: gl.constexpr  # a role passes its turn on when it has its scores, not when it has issued
+    EARLY_EXP: gl.constexpr  # quarters of the exponentials before PV is waited for
     TRANSPOSED: gl.constexpr  # fp8
-    EPILOGUE: gl.constexpr
+    EPILOGUE: gl.constexpr  # of HopperTile
     STAGE_IN_QUERIES: gl.constexpr  # O is staged in the tile of Q it comes from, where shared memory is short (D = 256)
 
     @jit
