@@ -37,7 +37,7 @@ class DataRace(RaceError):
 
 
 class MissingFence(RaceError):
-    """A generic write that an async engine uses, or a generic read of what it overwrites, and no proxy fence between."""
+    """A generic write that an async engine uses, or a generic read of what it overwrites without a proxy fence."""
 
 
 class Deadlock(Finding):

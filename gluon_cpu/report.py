@@ -50,9 +50,9 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
             f"missing proxy fence on {place}:\n"
             f"  read by {describe(earlier)}\n"
             f"  then overwritten through the async proxy by {describe(later)}\n"
-            "  The read went through the generic proxy, and no fence_async_shared() lies between it and the async write, "
-            "which may overtake it: the reading role must call fence_async_shared() after the read and before it "
-            "signals.",
+            "  The read went through the generic proxy, and no fence_async_shared() lies between it and the async "
+            "write, which may overtake it: the reading role must call fence_async_shared() after the read and before "
+            "it signals.",
             sites,
         )
     if conflict.kind == "reuse":
