@@ -15,6 +15,7 @@ HOPPER_CHANGES: tuple[Change, ...] = (
     {"early_exp": 0},
     {"early_exp": 1},
     {"early_exp": 2},
+    {"epilogue": "tma"},
     {"epilogue": "rows"},
     {"epilogue": "registers", "stage_in_queries": False},
     {"longest_first": False},

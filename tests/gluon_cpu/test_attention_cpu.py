@@ -15,7 +15,7 @@ import torch
 
 import gluon_cpu
 from gluon_attn.tile import HopperTile
-from gluon_attn.tuning import HOPPER
+from gluon_attn.tuning import HOPPER, hopper_tile
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +85,31 @@ def test_against_float64_in_small_tiles(name, roles, num_ctas):
     (tile,) = (tile for tile in little if (tile.softmax_roles, tile.num_ctas) == (roles, num_ctas))
     run = Run(*hopper_inputs(**sizes), causal=causal, tile=tile)
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2])
+@pytest.mark.parametrize("staged_in", ["a buffer", "queries", "nothing"])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, torch.bfloat16), (40, torch.float16), (128, torch.bfloat16), (64, torch.float8_e4m3fn)]
+)
+def test_stores_without_tma(head_dim, dtype, staged_in, num_ctas):
+    """No row of the table has these epilogues. Lengths with a tail, several tiles to a program."""
+    if dtype in FP8 and staged_in == "queries":
+        pytest.skip("O is larger than Q in fp8")
+    tile = hopper_tile(
+        2,
+        64,
+        1,
+        2,
+        208,
+        turns="none",
+        epilogue="registers" if staged_in == "nothing" else "rows",
+        stage_in_queries=staged_in == "queries",
+        num_ctas=num_ctas,
+        transpose=(2, 56) if dtype in FP8 else (0, 0),
+    )
+    inputs = hopper_inputs(q_len=333, kv_len=300, heads=3, head_dim=head_dim, dtype=dtype)
+    checked(Run(*inputs, causal=True, tile=tile, programs=2), f"{tile.epilogue}, staged in {staged_in}")
 
 
 @pytest.mark.parametrize("num_ctas", [1, 2])
