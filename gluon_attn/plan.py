@@ -15,7 +15,7 @@ SHARE_OF_L2 = 0.6
 class Plan:
     """A persistent grid of `programs` clusters that walks the row blocks of all heads, singly or in pairs.
 
-    items: what there is to do: row blocks, or pairs of them, of all heads.
+    items: what there is to do: row blocks of all heads, or pairs of them.
     blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (see kernels/common/schedule.py).
     heads_per_group: how many heads' row blocks are computed in turn, if the tile is for longest_first.
     scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
@@ -41,7 +41,7 @@ class Plan:
                 f"{device.sm_count}; give num_ctas=1"
             )
         row_blocks, heads = -(-problem.q_len // tile.block_m), problem.batch * problem.heads
-        if heads * row_blocks >= 2**31 - clusters:
+        if heads * row_blocks >= 2**31 - 2 * clusters:  # a program that is done has gone one step beyond the last
             raise ValueError(
                 f"q: expected fewer than 2^31 row blocks over all heads and batches, got {heads * row_blocks}; "
                 "split the batch"
@@ -51,7 +51,7 @@ class Plan:
         lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
         uneven = problem.causal and heaviest >= 2 * lightest
         pairs = uneven and heads * row_blocks > clusters and not tile.longest_first and not tile.one_program_per_item
-        items = heads * -(-row_blocks // (2 if pairs else 1))
+        items = -(-heads * row_blocks // (2 if pairs else 1))
         return Plan(
             problem=problem,
             tile=tile,

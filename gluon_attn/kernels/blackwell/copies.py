@@ -16,27 +16,26 @@ def load(wires, schedule, operands, TILE: gl.constexpr):
     asking = wires.items.producer()
 
     work = first_work(wires, schedule, TILE)
-    while work.item < schedule.items:
+    while work.number < schedule.tiles:
         if TILE.dynamic:
             asking = asking.ask()
-        for i in range(schedule.tiles_in(work.item)):
-            tile = schedule.tile(work.item, i)
-            kv_head = operands.kv_head(tile)
-            key = (schedule.rows(tile.first_row, schedule.BLOCK_M).blocks() - 1) * BLOCK_N
+        tile = schedule.tile(work.number)
+        kv_head = operands.kv_head(tile)
+        key = (schedule.rows(tile).blocks() - 1) * BLOCK_N
 
-            q, queries = queries.acquire()
-            tma.load(q, operands.q, [tile.batch, tile.head, tile.first_row, 0])
-            k, keys_values = keys_values.acquire()
-            tma.load(k, operands.k, [tile.batch, kv_head, key, 0])
-            q, queries = queries.acquire()
-            tma.load(q, operands.q, [tile.batch, tile.head, tile.first_row + ROWS, 0])
-            while key >= 0:
-                v, keys_values = keys_values.acquire()
-                tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
-                key -= BLOCK_N
-                if key >= 0:
-                    k, keys_values = keys_values.acquire()
-                    tma.load(k, operands.k, [tile.batch, kv_head, key, 0])
+        q, queries = queries.acquire()
+        tma.load(q, operands.q, [tile.batch, tile.head, tile.first_row, 0])
+        k, keys_values = keys_values.acquire()
+        tma.load(k, operands.k, [tile.batch, kv_head, key, 0])
+        q, queries = queries.acquire()
+        tma.load(q, operands.q, [tile.batch, tile.head, tile.first_row + ROWS, 0])
+        while key >= 0:
+            v, keys_values = keys_values.acquire()
+            tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
+            key -= BLOCK_N
+            if key >= 0:
+                k, keys_values = keys_values.acquire()
+                tma.load(k, operands.k, [tile.batch, kv_head, key, 0])
         work = work.next()
     queries.drain()
     keys_values.drain()
@@ -49,12 +48,11 @@ def store(wires, schedule, operands, TILE: gl.constexpr):
     results = wires.results.consumer()
 
     work = first_work(wires, schedule, TILE)
-    while work.item < schedule.items:
-        for i in range(schedule.tiles_in(work.item)):
-            tile = schedule.tile(work.item, i)
-            for lane in gl.static_range(LANES):
-                result, results = results.acquire()
-                tma.store(operands.o, [tile.batch, tile.head, tile.first_row + lane * ROWS, 0], result.part(0))
-                tma.wait_stores_read()
-                result.release()
+    while work.number < schedule.tiles:
+        tile = schedule.tile(work.number)
+        for lane in gl.static_range(LANES):
+            result, results = results.acquire()
+            tma.store(operands.o, [tile.batch, tile.head, tile.first_row + lane * ROWS, 0], result.part(0))
+            tma.wait_stores_read()
+            result.release()
         work = work.next()

@@ -107,21 +107,20 @@ def correction(wires, schedule, operands, q_scales, k_scales, v_scales, TILE: gl
     results = wires.results.producer()
 
     work = first_work(wires, schedule, TILE)
-    while work.item < schedule.items:
-        for i in range(schedule.tiles_in(work.item)):
-            tile = schedule.tile(work.item, i)
-            for _ in range(1, schedule.rows(tile.first_row, schedule.BLOCK_M).blocks()):
-                one = one.correct(TILE)
-                two = two.correct(TILE)
+    while work.number < schedule.tiles:
+        tile = schedule.tile(work.number)
+        for _ in range(1, schedule.rows(tile).blocks()):
+            one = one.correct(TILE)
+            two = two.correct(TILE)
 
-            # Both at once, as the products of the next tile wait for it.
-            max_one, sum_one, one = one.read_statistics()
-            max_two, sum_two, two = two.read_statistics()
-            scale_log2 = operands.score_scale(q_scales, k_scales, tile)
-            v_scale = operands.output_scale(v_scales, tile)
-            results, one = one.take_out(results, inverse(sum_one) * v_scale, TILE.packed_arithmetic)
-            results, two = two.take_out(results, inverse(sum_two) * v_scale, TILE.packed_arithmetic)
-            rows_one, rows_two = (schedule.rows(tile.first_row, ROWS), schedule.rows(tile.first_row + ROWS, ROWS))
-            store_lse(operands, tile, rows_one, max_one, sum_one, scale_log2)
-            store_lse(operands, tile, rows_two, max_two, sum_two, scale_log2)
+        # Both at once, as the products of the next tile wait for it.
+        max_one, sum_one, one = one.read_statistics()
+        max_two, sum_two, two = two.read_statistics()
+        scale_log2 = operands.score_scale(q_scales, k_scales, tile)
+        v_scale = operands.output_scale(v_scales, tile)
+        results, one = one.take_out(results, inverse(sum_one) * v_scale, TILE.packed_arithmetic)
+        results, two = two.take_out(results, inverse(sum_two) * v_scale, TILE.packed_arithmetic)
+        rows = schedule.rows(tile)
+        store_lse(operands, tile, rows.part(0, ROWS), max_one, sum_one, scale_log2)
+        store_lse(operands, tile, rows.part(ROWS, ROWS), max_two, sum_two, scale_log2)
         work = work.next()

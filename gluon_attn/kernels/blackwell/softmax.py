@@ -77,23 +77,22 @@ def softmax(wires, schedule, operands, q_scales, k_scales, LANE: gl.constexpr, T
     scores = wires.scores.slot(LANE).memory
 
     work = first_work(wires, schedule, TILE)
-    while work.item < schedule.items:
-        for i in range(schedule.tiles_in(work.item)):
-            tile = schedule.tile(work.item, i)
-            rows = schedule.rows(tile.first_row + LANE * ROWS, ROWS)
-            scale_log2 = operands.score_scale(q_scales, k_scales, tile)
-            blocks = schedule.rows(tile.first_row, schedule.BLOCK_M).blocks()
-            last = blocks - 1
-            masked = gl.maximum(blocks - rows.unmasked_blocks(), 1)  # the first is masked in any case
+    while work.number < schedule.tiles:
+        tile = schedule.tile(work.number)
+        rows = schedule.rows(tile).part(LANE * ROWS, ROWS)
+        scale_log2 = operands.score_scale(q_scales, k_scales, tile)
+        blocks = schedule.rows(tile).blocks()
+        last = blocks - 1
+        masked = gl.maximum(blocks - rows.unmasked_blocks(), 1)  # the first is masked in any case
 
-            stats, ends = first_block(ends, rows, last, scale_log2, dtype, TILE)
-            if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
-                for j in range(1, masked):
-                    stats, ends = next_block(ends, stats, rows, last - j, scale_log2, dtype, MASKED=True, TILE=TILE)
-            for j in range(masked, blocks):
-                stats, ends = next_block(ends, stats, rows, last - j, scale_log2, dtype, MASKED=False, TILE=TILE)
+        stats, ends = first_block(ends, rows, last, scale_log2, dtype, TILE)
+        if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
+            for j in range(1, masked):
+                stats, ends = next_block(ends, stats, rows, last - j, scale_log2, dtype, MASKED=True, TILE=TILE)
+        for j in range(masked, blocks):
+            stats, ends = next_block(ends, stats, rows, last - j, scale_log2, dtype, MASKED=False, TILE=TILE)
 
-            store_statistic(scores, MAX, stats.max)
-            store_statistic(scores, SUM, stats.sum)
-            statistics.release()
+        store_statistic(scores, MAX, stats.max)
+        store_statistic(scores, SUM, stats.sum)
+        statistics.release()
         work = work.next()

@@ -1,4 +1,4 @@
-"""The items that a program computes, as each role walks them: in the same order, each for itself."""
+"""The tiles that a program computes, as each role walks them: in the same order, each for itself."""
 
 from channels import WorkConsumer
 from gluon_attn.compat import aggregate, gl, jit
@@ -8,23 +8,24 @@ from ..common.schedule import TileSchedule
 
 @aggregate
 class Work:
-    """The item at hand; `schedule.items` when there is none left. Immutable: `next()` returns the next."""
+    """The number of the tile at hand, not below `schedule.tiles` when there is none left. Immutable: `next()` returns
+    the next."""
 
-    item: gl.tensor
+    number: gl.tensor
     answers: WorkConsumer
     schedule: TileSchedule
     DYNAMIC: gl.constexpr
 
     @jit
     def next(self):
-        """Static: every gl.num_programs-th item. DYNAMIC: what the hardware hands out."""
+        """As the schedule has it, or DYNAMIC: what the hardware hands out, where every tile is an item."""
         if self.DYNAMIC:
-            item, answers = self.answers.acquire(none=self.schedule.items)
-            return Work(item, answers, self.schedule, self.DYNAMIC)
+            number, answers = self.answers.acquire(none=self.schedule.tiles)
         else:
-            return Work(self.item + gl.num_programs(0), self.answers, self.schedule, self.DYNAMIC)
+            number, answers = self.schedule.following(self.number), self.answers
+        return Work(number, answers, self.schedule, self.DYNAMIC)
 
 
 @jit
 def first_work(wires, schedule, TILE: gl.constexpr):
-    return Work(gl.program_id(0), wires.items.consumer(), schedule, TILE.dynamic)
+    return Work(schedule.first(), wires.items.consumer(), schedule, TILE.dynamic)

@@ -9,11 +9,12 @@ from .thread_view import keep_first_columns
 class Rows:
     """ROWS consecutive query rows from `first` on, against keys in blocks of BLOCK_N.
 
-    A row sees keys 0 ... visible - 1. Causal is bottom-right aligned: the last query sees every key. Blocks are walked
-    from the last one that any row sees to block 0, so that those with a masked key come first.
+    Row first + i sees keys 0 ... visible(i) - 1. Causal is bottom-right aligned: the last query sees every key. Blocks
+    are walked from the last one that any row sees to block 0, so that those with a masked key come first.
     """
 
     first: gl.tensor
+    seen: gl.tensor  # how many keys the first row sees; zero or negative for none
     q_len: gl.tensor
     kv_len: gl.tensor
     ROWS: gl.constexpr
@@ -21,23 +22,28 @@ class Rows:
     CAUSAL: gl.constexpr
 
     @jit
-    def visible(self, row):
-        """How many keys `row` (a scalar or a tensor) sees; zero or negative for none."""
+    def visible(self, i):
+        """How many keys row first + i (a scalar or a tensor) sees; zero or negative for none."""
         if self.CAUSAL:
-            return gl.minimum(self.kv_len, row + (self.kv_len - self.q_len) + 1)
+            return gl.minimum(self.kv_len, self.seen + i)
         else:
-            return row * 0 + self.kv_len
+            return self.seen + i * 0
+
+    @jit
+    def part(self, offset, ROWS: gl.constexpr):
+        """ROWS of these rows, from row first + offset on."""
+        seen = self.visible(offset)
+        return Rows(self.first + offset, seen, self.q_len, self.kv_len, ROWS, self.BLOCK_N, self.CAUSAL)
 
     @jit
     def blocks(self):
         """Blocks to walk: at least one, even if all of it is masked, as its statistics are then those of no key."""
-        seen = gl.maximum(self.visible(self.first + (self.ROWS - 1)), 1)
-        return (seen + self.BLOCK_N - 1) // self.BLOCK_N
+        return (gl.maximum(self.visible(self.ROWS - 1), 1) + self.BLOCK_N - 1) // self.BLOCK_N
 
     @jit
     def unmasked_blocks(self):
         """How many of them, from block 0 on, every row sees entirely; may be 0."""
-        return gl.maximum(self.visible(self.first), 0) // self.BLOCK_N
+        return gl.maximum(self.seen, 0) // self.BLOCK_N
 
     @jit
     def masked_blocks(self):
@@ -48,5 +54,7 @@ class Rows:
     def mask(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
         """Scores of key block `block`, -inf where a row does not see a key: [ROWS, BLOCK_N], or some of the columns
         from FIRST_COLUMN on."""
-        rows = self.first + gl.arange(0, self.ROWS, gl.SliceLayout(1, scores.type.layout))
-        return keep_first_columns(scores, self.visible(rows) - (block * self.BLOCK_N + FIRST_COLUMN), float("-inf"))
+        i = gl.arange(0, self.ROWS, gl.SliceLayout(1, scores.type.layout))
+        # Not visible(i): only rows past the last query would see less by it, and nobody stores those.
+        columns = self.seen - (block * self.BLOCK_N + FIRST_COLUMN) + (i if self.CAUSAL else i * 0)
+        return keep_first_columns(scores, columns, float("-inf"))

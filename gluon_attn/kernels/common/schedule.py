@@ -16,18 +16,20 @@ class Tile:
 
 @aggregate
 class TileSchedule:
-    """Numbers the row blocks of all heads: items 0, 1, ... are what programs take, one after the other.
+    """Numbers the row blocks of all heads, and says which of them a program computes: it takes items, one after the
+    other, of one or two tiles with consecutive numbers.
 
-    An item is one row block of a head, the last (under a causal mask the heaviest) first, or a pair: the p-th row block
-    from the end and the p-th from the start, which under a square causal mask together cost the same. Items run
-    through a head before the next head starts, so that programs working at the same time share its K and V in L2; or,
-    if LONGEST_FIRST, through as many heads as have room there at the same time, a row block of each in turn.
+    Numbers run through a head before the next head starts, so that programs working at the same time share its K and V
+    in L2; or, if LONGEST_FIRST, through as many heads as have room there at the same time, a row block of each in turn.
+    A head's last row block, under a causal mask the heaviest, comes first. If items are pairs, the first row block is
+    next, then the last but one, and so on: under a square causal mask two that follow each other cost the same
+    together. Every other head is numbered in reverse, for so they do where an item spans two heads.
     """
 
     heads: gl.tensor
+    all_heads: gl.tensor  # of all batches
     row_blocks: gl.tensor
-    items_per_head: gl.tensor
-    items: gl.tensor
+    tiles: gl.tensor
     blocks_per_item: gl.tensor
     heads_per_group: gl.tensor
     q_len: gl.tensor
@@ -38,34 +40,50 @@ class TileSchedule:
     LONGEST_FIRST: gl.constexpr
 
     @jit
-    def head_and_position(self, item):
-        """(head, counted through all batches; position of the item's first row block, counted from the end)."""
+    def first(self):
+        """The number of this program's first tile. A program is done when its number is not below `tiles`."""
+        return gl.program_id(0) * self.blocks_per_item
+
+    @jit
+    def following(self, number):
+        """The number of this program's next tile."""
+        others = (gl.num_programs(0) - 1) * self.blocks_per_item
+        return number + 1 + gl.where(self.is_paired(number + 1), 0, others)
+
+    @jit
+    def is_paired(self, number):
+        """Whether the tile is the second one of a pair."""
+        return (number & (self.blocks_per_item - 1)) != 0
+
+    @jit
+    def head_and_place(self, number):
+        """(head, counted through all batches; place among the head's row blocks)."""
         if self.LONGEST_FIRST:
-            group_items = self.heads_per_group * self.items_per_head
-            first_head = item // group_items * self.heads_per_group
-            # The last group may be smaller.
-            heads = gl.minimum(self.heads_per_group, self.items // self.items_per_head - first_head)
-            return first_head + item % group_items % heads, item % group_items // heads
+            group = number // (self.heads_per_group * self.row_blocks)
+            first_head = group * self.heads_per_group
+            heads = gl.minimum(self.heads_per_group, self.all_heads - first_head)  # the last group may be smaller
+            in_group = number - first_head * self.row_blocks
+            place = in_group // heads
+            return first_head + in_group - place * heads, place
         else:
-            return item // self.items_per_head, item % self.items_per_head
+            head = number // self.row_blocks
+            place = number % self.row_blocks
+            return head, gl.where(self.is_paired(head), self.row_blocks - 1 - place, place)
 
     @jit
-    def tiles_in(self, item):
-        """Row blocks of this item: 1, or 2 for a pair (the middle block of an odd number has no partner)."""
-        _, from_end = self.head_and_position(item)
-        return gl.where(self.blocks_per_item == 1, 1, gl.minimum(2, self.row_blocks - 2 * from_end))
-
-    @jit
-    def tile(self, item, i):
-        """The item's i-th tile, i < tiles_in(item)."""
-        head, from_end = self.head_and_position(item)
-        row_block = gl.where(i == 0, self.row_blocks - 1 - from_end, from_end)
+    def tile(self, number):
+        head, place = self.head_and_place(number)
+        pair = place >> (self.blocks_per_item - 1)
+        row_block = gl.where(self.is_paired(place), pair, self.row_blocks - 1 - pair)
         return Tile(head // self.heads, head % self.heads, row_block * self.BLOCK_M)
 
     @jit
-    def rows(self, first, ROWS: gl.constexpr):
-        """ROWS rows of a tile from row `first` on, and the keys they see."""
-        return Rows(first, self.q_len, self.kv_len, ROWS, self.BLOCK_N, self.CAUSAL)
+    def rows(self, tile):
+        """A tile's rows, and the keys they see."""
+        seen = self.kv_len
+        if self.CAUSAL:
+            seen = gl.minimum(self.kv_len, tile.first_row + (self.kv_len - self.q_len) + 1)
+        return Rows(tile.first_row, seen, self.q_len, self.kv_len, self.BLOCK_M, self.BLOCK_N, self.CAUSAL)
 
 
 @jit
@@ -82,12 +100,11 @@ def tile_schedule(
     """Shapes: (B, H, Sq, D) and (B, Hkv, Sk, D). blocks_per_item: 1, or 2 to pair heavy row blocks with light ones.
     heads_per_group: heads that take turns, if LONGEST_FIRST."""
     row_blocks = (q_shape[2] + BLOCK_M - 1) // BLOCK_M
-    items_per_head = (row_blocks + blocks_per_item - 1) // blocks_per_item
     return TileSchedule(
         heads=q_shape[1],
+        all_heads=q_shape[0] * q_shape[1],
         row_blocks=row_blocks,
-        items_per_head=items_per_head,
-        items=q_shape[0] * q_shape[1] * items_per_head,
+        tiles=q_shape[0] * q_shape[1] * row_blocks,
         blocks_per_item=blocks_per_item,
         heads_per_group=heads_per_group,
         q_len=q_shape[2],

@@ -20,29 +20,30 @@ def load(wires, schedule, operands):
     ROWS: gl.constexpr = operands.q.block_shape[2]
     queries, keys, values = wires.queries.producer(), wires.keys.producer(), wires.loaded_values.producer()
 
-    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
-        for i in range(schedule.tiles_in(item)):
-            tile = schedule.tile(item, i)
-            rows = schedule.rows(tile.first_row, schedule.BLOCK_M)
-            kv_head = operands.kv_head(tile)
+    number = schedule.first()
+    while number < schedule.tiles:
+        tile = schedule.tile(number)
+        rows = schedule.rows(tile)
+        kv_head = operands.kv_head(tile)
 
-            q, queries = queries.acquire()
-            tma.expect(q, PARTS=wires.queries.PARTS)
-            for part in gl.static_range(wires.queries.PARTS):
-                tma.copy(q, operands.q, [tile.batch, tile.head, tile.first_row + part * ROWS, 0], part)
+        q, queries = queries.acquire()
+        tma.expect(q, PARTS=wires.queries.PARTS)
+        for part in gl.static_range(wires.queries.PARTS):
+            tma.copy(q, operands.q, [tile.batch, tile.head, tile.first_row + part * ROWS, 0], part)
 
-            # In one step a softmax role multiplies with the keys of a block and the values of the block before it.
-            key = (rows.blocks() - 1) * BLOCK_N
+        # In one step a softmax role multiplies with the keys of a block and the values of the block before it.
+        key = (rows.blocks() - 1) * BLOCK_N
+        k, keys = keys.acquire()
+        tma.load(k, operands.k, [tile.batch, kv_head, key, 0])
+        for _ in range(1, rows.blocks()):
             k, keys = keys.acquire()
-            tma.load(k, operands.k, [tile.batch, kv_head, key, 0])
-            for _ in range(1, rows.blocks()):
-                k, keys = keys.acquire()
-                tma.load(k, operands.k, [tile.batch, kv_head, key - BLOCK_N, 0])
-                v, values = values.acquire()
-                tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
-                key -= BLOCK_N
+            tma.load(k, operands.k, [tile.batch, kv_head, key - BLOCK_N, 0])
             v, values = values.acquire()
             tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
+            key -= BLOCK_N
+        v, values = values.acquire()
+        tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
+        number = schedule.following(number)
 
 
 @jit
@@ -154,36 +155,37 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
     queries = wires.queries.consumer()
     blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn_of(wires.turns, ROLE, wires.TAKE_TURNS))
 
-    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
-        for i in range(schedule.tiles_in(item)):
-            tile = schedule.tile(item, i)
-            tile_rows = schedule.rows(tile.first_row, schedule.BLOCK_M)
-            rows = schedule.rows(tile.first_row + ROLE * ROWS, ROWS)
-            last = rows.blocks() - 1
-            scale_log2 = operands.score_scale(q_scales, k_scales, tile)
+    number = schedule.first()
+    while number < schedule.tiles:
+        tile = schedule.tile(number)
+        tile_rows = schedule.rows(tile)
+        rows = tile_rows.part(ROLE * ROWS, ROWS)
+        last = rows.blocks() - 1
+        scale_log2 = operands.score_scale(q_scales, k_scales, tile)
 
-            q_slot, queries = queries.acquire()
-            q = q_slot.view([ROWS, D], part=ROLE)
-            for _ in range(rows.blocks(), tile_rows.blocks()):
-                blocks = blocks.skip()
+        q_slot, queries = queries.acquire()
+        q = q_slot.view([ROWS, D], part=ROLE)
+        for _ in range(rows.blocks(), tile_rows.blocks()):
+            blocks = blocks.skip()
 
-            p, stats, blocks = first_block(q, blocks, rows, last, scale_log2, SCORES)
-            acc = gl.zeros([ROWS, D], gl.float32, OUT)
-            if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
-                for j in range(1, rows.masked_blocks()):
-                    p, acc, stats, blocks = next_block(
-                        q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=True
-                    )
-            for j in range(gl.maximum(rows.masked_blocks(), 1), rows.blocks()):
+        p, stats, blocks = first_block(q, blocks, rows, last, scale_log2, SCORES)
+        acc = gl.zeros([ROWS, D], gl.float32, OUT)
+        if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
+            for j in range(1, rows.masked_blocks()):
                 p, acc, stats, blocks = next_block(
-                    q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False
+                    q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=True
                 )
-            if not wires.STAGE_IN_QUERIES:
-                q_slot.release()
-            v_scale = operands.output_scale(v_scales, tile)
-            factor, lse = finish(stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
-            store_lse(lse, operands, tile, rows)
-            acc, blocks = last_product(p, acc, blocks, rows)
-            out = acc * factor[:, None]
-            store_output(out.to(operands.o.dtype), o_ptr, operands, wires, q_slot, tile, rows, ROLE)
+        for j in range(gl.maximum(rows.masked_blocks(), 1), rows.blocks()):
+            p, acc, stats, blocks = next_block(
+                q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False
+            )
+        if not wires.STAGE_IN_QUERIES:
+            q_slot.release()
+        v_scale = operands.output_scale(v_scales, tile)
+        factor, lse = finish(stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
+        store_lse(lse, operands, tile, rows)
+        acc, blocks = last_product(p, acc, blocks, rows)
+        out = acc * factor[:, None]
+        store_output(out.to(operands.o.dtype), o_ptr, operands, wires, q_slot, tile, rows, ROLE)
+        number = schedule.following(number)
     finish_stores(wires)

@@ -37,14 +37,15 @@ def transpose(wires, schedule, operands):
     LAYOUT: gl.constexpr = values_layout(BLOCK_N, D, gl.num_warps(), operands.v.layout.cga_layout)
     loaded_values, values = wires.loaded_values.consumer(), wires.values.producer()
 
-    for item in range(gl.program_id(0), schedule.items, gl.num_programs(0)):
-        for i in range(schedule.tiles_in(item)):
-            rows = schedule.rows(schedule.tile(item, i).first_row, schedule.BLOCK_M)
-            for _ in range(rows.blocks()):
-                loaded, loaded_values = loaded_values.acquire()
-                v = loaded.view([BLOCK_N, D]).load(LAYOUT)
-                loaded.release_accessed()
-                v = v.reshape([BLOCK_N // 16, 2, 4, 2, D]).permute((4, 0, 2, 1, 3)).reshape([D, BLOCK_N])
-                transposed, values = values.acquire()
-                transposed.part(0).store(v)
-                transposed.publish()
+    number = schedule.first()
+    while number < schedule.tiles:
+        rows = schedule.rows(schedule.tile(number))
+        for _ in range(rows.blocks()):
+            loaded, loaded_values = loaded_values.acquire()
+            v = loaded.view([BLOCK_N, D]).load(LAYOUT)
+            loaded.release_accessed()
+            v = v.reshape([BLOCK_N // 16, 2, 4, 2, D]).permute((4, 0, 2, 1, 3)).reshape([D, BLOCK_N])
+            transposed, values = values.acquire()
+            transposed.part(0).store(v)
+            transposed.publish()
+        number = schedule.following(number)
