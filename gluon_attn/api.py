@@ -1,7 +1,7 @@
 """The public call: validate, pick a tile, launch."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,7 +10,15 @@ from .compat import check_triton_version
 from .device import Device
 from .launch import Launch
 from .plan import Plan
-from .problem import FP8_DTYPES, SCALES, Problem, check_addresses, check_no_overlap, output_dtype
+from .problem import (
+    FP8_DTYPES,
+    SCALES,
+    TMA_ALIGNMENT_BYTES,
+    Problem,
+    check_no_overlap,
+    output_dtype,
+    refuse_address,
+)
 from .tile import TileConfig
 from .tuning import pick_tile, require_ctas, require_fits, require_supported
 
@@ -151,19 +159,26 @@ def scale_tensors(scales: Scales, q: Tensor, k: Tensor, layout: str) -> Iterator
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
     """What may differ from call to call with the same shapes: gradients and addresses."""
-    outputs = {} if out is None else {"out": out}
-    if torch.is_grad_enabled():
-        named = {"q": q, "k": k, "v": v, **outputs, **dict(zip(SCALES, scales, strict=True))}
-        for name, t in named.items():
-            if t is not None and t.requires_grad:
-                raise NotImplementedError(
-                    f"{name}: expected a tensor that does not require grad, as only the forward pass is supported so "
-                    "far, got requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
-                )
-    if q.numel() and k.numel():  # an empty tensor has no address
-        check_addresses(q=q, k=k, v=v, **outputs)
+    tensors = {"q": q, "k": k, "v": v}
     if out is not None:
-        check_no_overlap(out, q=q, k=k, v=v)
+        check_no_overlap(out, **tensors)
+        tensors["out"] = out
+    recording = torch.is_grad_enabled()
+    for name, t in tensors.items():
+        if recording and t.requires_grad:
+            refuse_gradient(name)
+        if t.data_ptr() % TMA_ALIGNMENT_BYTES and q.numel() and k.numel():  # an empty tensor has no address
+            refuse_address(name, t)
+    for name, scale in zip(SCALES, scales, strict=True):
+        if scale is not None and recording and scale.requires_grad:
+            refuse_gradient(name)
+
+
+def refuse_gradient(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: expected a tensor that does not require grad, as only the forward pass is supported so far, got "
+        "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
+    )
 
 
 def prepare(

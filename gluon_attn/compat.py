@@ -27,6 +27,7 @@ from channels.compat import aggregate, constexpr_function, gl, jit
 
 __all__ = [
     "CompiledKernel",
+    "Launcher",
     "TensorDescriptor",
     "TensorMemoryLayout",
     "add2",
@@ -41,7 +42,6 @@ __all__ = [
     "fma2",
     "gl",
     "jit",
-    "launch",
     "mul2",
     "tcgen05_mma",
     "tensor_memory_descriptor",
@@ -111,13 +111,29 @@ def current_stream(device_index: int) -> int:
     return driver.active.get_current_stream(device_index)
 
 
-def launch(kernel: CompiledKernel, programs: int, stream: int, arguments: list[Any]) -> None:
-    """Launch with run-time arguments that are already flat and encoded: for a descriptor its map, shape and strides.
+class Launcher:
+    """Launches a compiled kernel on the device that was current when it was made.
 
-    Triton's own launch would build and check its descriptor objects anew each time, 60 µs of a call.
+    Arguments are already flat and encoded: for a descriptor its map, shape and strides. Triton's own launch would build
+    and check its descriptor objects anew each time, 60 µs of a call; and where nobody has hooked on to launches and
+    the kernel needs no scratch memory (checkers do), Triton's launcher is passed by too, some more.
     """
-    launcher = kernel.run  # loads the kernel on the current device the first time
-    launcher.launch = driver.active.utils.launch
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    metadata = kernel.launch_metadata((programs, 1, 1), stream)
-    launcher(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
+
+    def __init__(self, kernel: CompiledKernel, programs: int) -> None:
+        self.kernel, self.programs = kernel, programs
+        self.triton = kernel.run  # loads the kernel on the current device
+        self.triton.launch = driver.active.utils.launch
+        scratch = self.triton.global_scratch_size + self.triton.profile_scratch_size
+        self.direct = None if scratch or self.triton.gsan_enabled else driver.active.utils.launch
+        self.fixed = (self.triton.launch_cooperative_grid, self.triton.launch_pdl, kernel.packed_metadata)
+        self.types = (self.triton.arg_annotations, self.triton.kernel_signature)
+
+    def __call__(self, stream: int, arguments: list[Any]) -> None:
+        kernel, grid = self.kernel, (self.programs, 1, 1)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if self.direct is None or enter is None or leave is None or enter.calls or leave.calls:
+            metadata = kernel.launch_metadata(grid, stream)
+            self.triton(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
+        else:
+            nothing = (None,) * 5  # launch metadata, two hooks, two kinds of scratch memory
+            self.direct(*grid, stream, kernel.function, *self.fixed, *nothing, *self.types, arguments)

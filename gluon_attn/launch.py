@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat import CompiledKernel, compile_gluon, current_stream, launch
+from .compat import CompiledKernel, Launcher, compile_gluon, current_stream
 from .descriptors import DTYPE_NAMES, View, descriptor_types
 from .kernels.blackwell import kernel as blackwell
 from .kernels.hopper import kernel as hopper
@@ -70,7 +70,7 @@ class Launch:
         """The tensors are looked at for their shapes, strides and device only; `out` may be on the meta device."""
         problem, tile = plan.problem, plan.tile
         self.device_index = q.device.index
-        self.kernel = compiled(
+        kernel = compiled(
             problem.dtype,
             problem.padded_head_dim,
             problem.causal,
@@ -78,8 +78,13 @@ class Launch:
             arch=plan.arch,
             device_index=self.device_index,
         )
-        self.views = [View.of(t, problem) for t in (q, k, v, out)]
-        self.programs = plan.programs
+        with torch.cuda.device(self.device_index):
+            self.launcher = Launcher(kernel, plan.programs)
+        # Of an address; tensors come back to the same ones.
+        self.describe = [
+            functools.lru_cache(maxsize=64)(functools.partial(View.of(t, problem).arguments, meta=meta))
+            for t, meta in zip((q, k, v, out), kernel.metadata.tensordesc_meta, strict=True)
+        ]
         self.scalars = [plan.scale_log2, plan.blocks_per_item, plan.heads_per_group]
         # A launch takes a place for each compile-time parameter, and no value.
         absent = constants_of(tile, problem.causal, problem.dtype)
@@ -93,10 +98,9 @@ class Launch:
         if self.device_index != torch.cuda.current_device():
             with torch.cuda.device(self.device_index):
                 return self(q, k, v, out, lse, *scales)
-        arguments: list[Any] = []
-        for view, t, meta in zip(self.views, (q, k, v, out), self.kernel.metadata.tensordesc_meta, strict=True):
-            arguments += view.arguments(t.data_ptr(), meta)
+        of_q, of_k, of_v, of_out = self.describe
+        arguments = [*of_q(q.data_ptr()), *of_k(k.data_ptr()), *of_v(v.data_ptr()), *of_out(out.data_ptr())]
         if self.takes_out:
             arguments.append(out if self.stores_by_pointer else None)
         arguments += (lse, *scales, *self.no_scales, *self.scalars, *self.constants)
-        launch(self.kernel, self.programs, current_stream(self.device_index), arguments)
+        self.launcher(current_stream(self.device_index), arguments)

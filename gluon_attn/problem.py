@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -208,15 +209,13 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def check_addresses(**tensors: Tensor) -> None:
-    """ValueError unless TMA can address each tensor: its base is 16-byte aligned."""
-    for name, t in tensors.items():
-        if t.data_ptr() % TMA_ALIGNMENT_BYTES:
-            raise ValueError(
-                f"{name}: expected a base address that is a multiple of {TMA_ALIGNMENT_BYTES} bytes, "
-                f"got {t.data_ptr():#x}; slice at a multiple of {TMA_ALIGNMENT_BYTES // t.element_size()} elements, or "
-                ".clone() it: nothing is copied silently"
-            )
+def refuse_address(name: str, t: Tensor) -> NoReturn:
+    """For a base that TMA cannot address."""
+    raise ValueError(
+        f"{name}: expected a base address that is a multiple of {TMA_ALIGNMENT_BYTES} bytes, got {t.data_ptr():#x}; "
+        f"slice at a multiple of {TMA_ALIGNMENT_BYTES // t.element_size()} elements, or .clone() it: nothing is copied "
+        "silently"
+    )
 
 
 def check_no_overlap(out: Tensor, **inputs: Tensor) -> None:
