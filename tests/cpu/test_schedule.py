@@ -8,6 +8,7 @@ import torch
 import gluon_cpu
 from channels.compat import gl, jit
 from gluon_attn.kernels.common.schedule import tile_schedule
+from gluon_attn.kernels.hopper.work import first_work
 
 BLOCK_M, BLOCK_N = 64, 64
 
@@ -105,6 +106,82 @@ def test_longest_first(row_blocks, heads_per_group):
         for head in range(first, min(6, first + heads_per_group))
     ]
     assert [int(numbers[head, row_block]) for head, row_block in order] == list(range(len(order)))
+
+
+@jit(do_not_specialize=RUN_TIME)
+def note_work(
+    items,
+    steps,
+    parts,
+    batch,
+    heads,
+    q_len,
+    kv_len,
+    blocks_per_item,
+    heads_per_group,
+    ROW_BLOCKS: gl.constexpr,
+):
+    """As note_visits, of the walk of Hopper's roles: 1 + 1000 * (program + programs * the items it has done before);
+    the steps; and which of four parts the first role computes."""
+    schedule = tile_schedule(
+        (batch, heads, q_len),
+        (batch, heads, kv_len),
+        blocks_per_item,
+        heads_per_group,
+        BLOCK_M=64,
+        BLOCK_N=64,
+        CAUSAL=True,
+        LONGEST_FIRST=False,
+    )
+    work, step, item = first_work(schedule), 0, gl.program_id(0)
+    while work.is_left():
+        tile = work.tile()
+        at = (tile.batch * heads + tile.head) * ROW_BLOCKS + tile.first_row // 64
+        gl.atomic_add(items + at, 1 + 1000 * item)
+        gl.atomic_add(steps + at, 1000 * gl.program_id(0) + step)
+        gl.atomic_add(parts + at, work.part(0, 4))
+        following = work.next()
+        item += gl.where(following.second, 0, gl.num_programs(0))
+        work, step = following, step + 1
+
+
+def hopper_walk(*, programs: int, row_blocks: int, blocks_per_item: int) -> list[torch.Tensor]:
+    """[2 batches * 3 heads, row blocks]: the item of each; 1000 * program + step; the first role's part."""
+    found = [torch.zeros(6, row_blocks, dtype=torch.int32) for _ in range(3)]
+    q_len = row_blocks * BLOCK_M - 5
+    with gluon_cpu.machine():
+        note_work[(programs,)](*found, 2, 3, q_len, q_len, blocks_per_item, 1, row_blocks, num_warps=1)
+    items, steps, parts = found
+    assert (items % 1000).eq(1).all(), items
+    return [items // 1000, steps, parts]
+
+
+@pytest.mark.parametrize("blocks_per_item", [1, 2])
+@pytest.mark.parametrize("row_blocks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("programs", [1, 3, 5, 40])
+def test_hopper_visits_every_row_block_once(blocks_per_item, row_blocks, programs):
+    items, steps, parts = hopper_walk(programs=programs, row_blocks=row_blocks, blocks_per_item=blocks_per_item)
+    per_head = -(-row_blocks // blocks_per_item)
+    from_end = torch.arange(row_blocks).flip(0)
+    place = torch.minimum(from_end, from_end.flip(0)) if blocks_per_item == 2 else from_end
+    assert (items == torch.arange(6)[:, None] * per_head + place).all()
+    assert (steps // 1000 == items % programs).all()
+    for program in range(programs):  # each takes its items in order, and none between the two tiles of a pair
+        mine = steps // 1000 == program
+        order = (steps[mine] % 1000).argsort()
+        assert sorted((steps[mine] % 1000).tolist()) == list(range(int(mine.sum())))
+        assert (items[mine][order].diff() >= 0).all()
+    # The first role has the first part of an item's first tile, and the last part of its second.
+    for item in items.unique():
+        tiles = items == item
+        assert parts[tiles][(steps[tiles] % 1000).argsort()].tolist() == [0, 3][: int(tiles.sum())]
+
+
+def test_hopper_heads_begin_pairs_differently():
+    """Every other one with the light tile, where a head has more than a pair."""
+    for row_blocks, light_first in ((2, [0, 0, 0, 0, 0, 0]), (4, [0, 1, 0, 1, 0, 1])):
+        _, steps, _ = hopper_walk(programs=1, row_blocks=row_blocks, blocks_per_item=2)
+        assert (steps[:, 0] < steps[:, -1]).int().tolist() == light_first
 
 
 @jit(do_not_specialize=["one", "number", "offset", "q_len", "kv_len"])

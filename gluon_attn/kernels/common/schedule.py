@@ -26,6 +26,7 @@ class TileSchedule:
     together. Every other head is numbered in reverse, for so they do where an item spans two heads.
     """
 
+    batches: gl.tensor
     heads: gl.tensor
     all_heads: gl.tensor  # of all batches
     row_blocks: gl.tensor
@@ -101,6 +102,7 @@ def tile_schedule(
     heads_per_group: heads that take turns, if LONGEST_FIRST."""
     row_blocks = (q_shape[2] + BLOCK_M - 1) // BLOCK_M
     return TileSchedule(
+        batches=q_shape[0],
         heads=q_shape[1],
         all_heads=q_shape[0] * q_shape[1],
         row_blocks=row_blocks,

@@ -15,13 +15,13 @@ def store_lse(lse, operands, tile, rows):
 
 
 @jit
-def store_output(out, o_ptr, operands, wires, q_slot, tile, rows, ROLE: gl.constexpr):
+def store_output(out, o_ptr, operands, wires, q_slot, part, tile, rows, ROLE: gl.constexpr):
     """out: [ROWS, D] in O's dtype, registers. Frees the tile of Q if O is staged there."""
     if wires.EPILOGUE == "registers":
         store_rows(out, o_ptr, operands.o, tile, rows)
     else:
         if wires.STAGE_IN_QUERIES:
-            staged = q_slot.part(ROLE)
+            staged = q_slot.part(part)
         else:
             staged = wires.output.index(ROLE)
         if wires.EPILOGUE == "tma":

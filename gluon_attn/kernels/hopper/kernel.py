@@ -34,6 +34,8 @@ def attention_forward(
     )
     wires.init()
 
+    # Divided here: in the role that needs it, the compiler would have it live in registers through every role.
+    group = q_desc.shape[1] // k_desc.shape[1]
     operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2)
 
     TRANSPOSERS: gl.constexpr = 1 if v_desc.dtype.primitive_bitwidth == 8 else 0
@@ -45,7 +47,7 @@ def attention_forward(
             (softmax, (wires, schedule, operands, o_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, 3)),
         ][: TILE.softmax_roles]
         + [(transpose, (wires, schedule, operands))][:TRANSPOSERS]
-        + [(load, (wires, schedule, operands))],
+        + [(load, (wires, schedule, operands, group))],
         # Warps; the first role runs in the warps that the kernel was launched with.
         [4] * (TILE.softmax_roles - 1) + [TILE.transpose_warps][:TRANSPOSERS] + [1],
         [TILE.softmax_registers] * (TILE.softmax_roles - 1)

@@ -11,20 +11,22 @@ from .layouts import accumulator_layout, left_operand_layout
 from .online_softmax import RowStats, finish, next_maximum, probabilities, rescale, total
 from .packing import join_quarters, quarters, unpack
 from .wires import Blocks
+from .work import first_work
 
 
 @jit
-def load(wires, schedule, operands):
-    """Fills queries, keys and values, in the order in which the softmax roles ask for them."""
+def load(wires, schedule, operands, group):
+    """Fills queries, keys and values, in the order in which the softmax roles ask for them. group: query heads to a KV
+    head."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
     queries, keys, values = wires.queries.producer(), wires.keys.producer(), wires.loaded_values.producer()
 
-    number = schedule.first()
-    while number < schedule.tiles:
-        tile = schedule.tile(number)
+    work = first_work(schedule)
+    while work.is_left():
+        tile = work.tile()
         rows = schedule.rows(tile)
-        kv_head = operands.kv_head(tile)
+        kv_head = tile.head // group
 
         q, queries = queries.acquire()
         tma.expect(q, PARTS=wires.queries.PARTS)
@@ -43,7 +45,7 @@ def load(wires, schedule, operands):
             key -= BLOCK_N
         v, values = values.acquire()
         tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
-        number = schedule.following(number)
+        work = work.next()
 
 
 @jit
@@ -79,8 +81,9 @@ def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
 
 
 @jit
-def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
-    """(P [ROWS, BLOCK_N], packed; its row statistics; next ends) of the first block walked.
+def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.constexpr):
+    """(P [ROWS, BLOCK_N], packed; its row statistics; what scores and what the output are multiplied with; next ends)
+    of the first block walked.
 
     It has nothing to rescale and no product of an earlier block to overlap with. It is masked whether it needs it or
     not: once per tile that costs little, and one kernel serves every length.
@@ -89,12 +92,16 @@ def first_block(q, blocks, rows, block, scale_log2, SCORES: gl.constexpr):
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
     turn.pass_on()
+    # Beside the product: in fp8, scales are loaded.
+    q_scales, k_scales, v_scales = scales
+    scale_log2 = operands.score_scale(q_scales, k_scales, tile)
+    v_scale = operands.output_scale(v_scales, tile)
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
     scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
-    return join_quarters(p), RowStats(row_max, total(sums)), Blocks(keys, blocks.values, turn)
+    return join_quarters(p), RowStats(row_max, total(sums)), scale_log2, v_scale, Blocks(keys, blocks.values, turn)
 
 
 @jit
@@ -155,20 +162,21 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
     queries = wires.queries.consumer()
     blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn_of(wires.turns, ROLE, wires.TAKE_TURNS))
 
-    number = schedule.first()
-    while number < schedule.tiles:
-        tile = schedule.tile(number)
+    work = first_work(schedule)
+    while work.is_left():
+        tile = work.tile()
         tile_rows = schedule.rows(tile)
-        rows = tile_rows.part(ROLE * ROWS, ROWS)
+        part = work.part(ROLE, wires.queries.PARTS)
+        rows = tile_rows.part(part * ROWS, ROWS)
         last = rows.blocks() - 1
-        scale_log2 = operands.score_scale(q_scales, k_scales, tile)
 
         q_slot, queries = queries.acquire()
-        q = q_slot.view([ROWS, D], part=ROLE)
+        q = q_slot.view([ROWS, D], part=part)
         for _ in range(rows.blocks(), tile_rows.blocks()):
             blocks = blocks.skip()
 
-        p, stats, blocks = first_block(q, blocks, rows, last, scale_log2, SCORES)
+        scales = (q_scales, k_scales, v_scales)
+        p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, scales, tile, SCORES)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
         if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
             for j in range(1, rows.masked_blocks()):
@@ -181,11 +189,10 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
             )
         if not wires.STAGE_IN_QUERIES:
             q_slot.release()
-        v_scale = operands.output_scale(v_scales, tile)
         factor, lse = finish(stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
         store_lse(lse, operands, tile, rows)
         acc, blocks = last_product(p, acc, blocks, rows)
         out = acc * factor[:, None]
-        store_output(out.to(operands.o.dtype), o_ptr, operands, wires, q_slot, tile, rows, ROLE)
-        number = schedule.following(number)
+        store_output(out.to(operands.o.dtype), o_ptr, operands, wires, q_slot, part, tile, rows, ROLE)
+        work = work.next()
     finish_stores(wires)

@@ -6,6 +6,8 @@ runs along the head dim.
 
 from gluon_attn.compat import constexpr_function, gl, jit
 
+from .work import first_work
+
 
 @constexpr_function
 def values_layout(block_n, head_dim, num_warps, cga_layout):
@@ -37,9 +39,9 @@ def transpose(wires, schedule, operands):
     LAYOUT: gl.constexpr = values_layout(BLOCK_N, D, gl.num_warps(), operands.v.layout.cga_layout)
     loaded_values, values = wires.loaded_values.consumer(), wires.values.producer()
 
-    number = schedule.first()
-    while number < schedule.tiles:
-        rows = schedule.rows(schedule.tile(number))
+    work = first_work(schedule)
+    while work.is_left():
+        rows = schedule.rows(work.tile())
         for _ in range(rows.blocks()):
             loaded, loaded_values = loaded_values.acquire()
             v = loaded.view([BLOCK_N, D]).load(LAYOUT)
@@ -48,4 +50,4 @@ def transpose(wires, schedule, operands):
             transposed, values = values.acquire()
             transposed.part(0).store(v)
             transposed.publish()
-        number = schedule.following(number)
+        work = work.next()

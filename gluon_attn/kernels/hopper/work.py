@@ -1,0 +1,81 @@
+"""The tiles that a program computes, as each role walks them: in the same order, each for itself."""
+
+from gluon_attn.compat import aggregate, constexpr_function, gl, jit
+
+from ..common.schedule import Tile, TileSchedule
+
+
+@constexpr_function
+def costs_differ(causal, parts):
+    """Whether parts of a tile's rows cost so differently that it pays to exchange them."""
+    return causal and parts > 2  # of two, by a block at most
+
+
+@aggregate
+class Work:
+    """The tile at hand. Immutable: `next()` returns the next.
+
+    Program p of n does items p, p + n, ..., numbered through a head before the next, so that programs working at the
+    same time share its K and V in L2. An item is a row block, the last of a head first; or a pair of them, of which
+    under a square causal mask every one costs the same. `next()` adds n digit by digit: divisions would delay every
+    tile, as nothing begins before it is known which.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    item: gl.tensor  # of the head
+    second: gl.tensor  # whether it is the second row block of a pair
+    batch_step: gl.tensor
+    head_step: gl.tensor
+    item_step: gl.tensor
+    items: gl.tensor  # of a head
+    schedule: TileSchedule
+
+    @jit
+    def is_left(self):
+        return self.batch < self.schedule.batches
+
+    @jit
+    def tile(self):
+        """Every other head begins its pairs with the light one, if it has several: measured, see docs/tuning.md."""
+        schedule = self.schedule
+        row_block = schedule.row_blocks - 1 - self.item
+        if schedule.CAUSAL:
+            swapped = (schedule.blocks_per_item == 2) & (self.items > 1) & ((self.head & 1) == 1)
+            row_block = gl.where(self.second ^ swapped, self.item, row_block)
+        return Tile(self.batch, self.head, row_block * schedule.BLOCK_M)
+
+    @jit
+    def part(self, ROLE: gl.constexpr, ROLES: gl.constexpr):
+        """Which of ROLES equal parts of the tile's rows a role computes. Under a causal mask the last part costs the
+        most: who has it in one tile of a pair has the first in the other."""
+        if costs_differ(self.schedule.CAUSAL, ROLES):
+            return gl.where(self.second, ROLES - 1 - ROLE, ROLE)
+        else:
+            return ROLE
+
+    @jit
+    def next(self):
+        schedule = self.schedule
+        to_second = self.second
+        if schedule.CAUSAL:  # the middle one of an odd number of row blocks is alone
+            to_second = (schedule.blocks_per_item == 2) & ~self.second & (2 * self.item + 1 < schedule.row_blocks)
+        item = self.item + gl.where(to_second, 0, self.item_step)
+        head = self.head + gl.where(to_second, 0, self.head_step) + gl.where(item >= self.items, 1, 0)
+        batch = self.batch + gl.where(to_second, 0, self.batch_step) + gl.where(head >= schedule.heads, 1, 0)
+        item = gl.where(item >= self.items, item - self.items, item)
+        head = gl.where(head >= schedule.heads, head - schedule.heads, head)
+        return Work(batch, head, item, to_second, self.batch_step, self.head_step, self.item_step, self.items, schedule)
+
+
+@jit
+def first_work(schedule):
+    items = (schedule.row_blocks + schedule.blocks_per_item - 1) // schedule.blocks_per_item
+    batch, head, item = digits(gl.program_id(0), items, schedule.heads)
+    batch_step, head_step, item_step = digits(gl.num_programs(0), items, schedule.heads)
+    return Work(batch, head, item, item < 0, batch_step, head_step, item_step, items, schedule)
+
+
+@jit
+def digits(number, items, heads):
+    return number // items // heads, number // items % heads, number % items
