@@ -14,7 +14,7 @@ import torch
 from bench import ceilings, sustained
 from bench.candidates import CANDIDATES, label
 from bench.ceilings import MATRIX, Ceilings
-from bench.peers import calls_of, ours
+from bench.peers import backend_chosen, calls_of, ours
 from bench.points import DTYPES, LENGTHS, SETS, Point
 from bench.precompile import Job, precompile
 from bench.provenance import clocks, provenance
@@ -55,8 +55,11 @@ def measure(
     if "ours" in results:
         found["roofline"]["share"] = results["ours"]["tflops"] / ceiling
     if point in SETS["small"]:
-        found["host_us"] = {name: host_seconds(call) * 1e6 for name, call in calls.items()}
-        found["wall_us"] = {name: wall_seconds(call) * 1e6 for name, call in calls.items()}
+        found["host_us"], found["wall_us"] = {}, {}
+        for name, call in calls.items():
+            with backend_chosen(call) as chosen:
+                found["host_us"][name] = host_seconds(chosen) * 1e6
+                found["wall_us"][name] = wall_seconds(chosen) * 1e6
     return found
 
 
