@@ -16,24 +16,24 @@ from gluon_attn import TileConfig, attention
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def enabled_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """By whichever backend of torch is enabled."""
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
-def sdpa_by(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     with sdpa_kernel(backend):
-        return sdpa(q, k, v, causal)
+        return enabled_sdpa(q, k, v, causal)
 
 
 @contextmanager
 def backend_chosen(call: Callable[[], object]) -> Iterator[Callable[[], object]]:
     """The call as it is to be timed on the host: torch's backend is chosen outside, which takes as long as the call."""
-    if isinstance(call, partial) and call.func is sdpa_by:
+    if isinstance(call, partial) and call.func is sdpa:
         with sdpa_kernel(call.args[0]):
-            yield partial(sdpa, *call.args[1:])
+            yield partial(enabled_sdpa, *call.args[1:])
     else:
         yield call
 
@@ -64,7 +64,7 @@ def calls_of(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str]) ->
     # Peers are timed in bf16 only: none of them knows fp8.
     for name in dict.fromkeys(("cudnn", *(peers if point.dtype == "bf16" else ()))):
         calls[name] = (
-            flex(q, k, v, point.causal) if name == "flex" else partial(sdpa_by, BACKENDS[name], q, k, v, point.causal)
+            flex(q, k, v, point.causal) if name == "flex" else partial(sdpa, BACKENDS[name], q, k, v, point.causal)
         )
     if tiles:
         return calls | {label(t): ours(point, tensors, tile=t) for t in tiles}
