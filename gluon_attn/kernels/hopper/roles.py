@@ -172,8 +172,9 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
 
         q_slot, queries = queries.acquire()
         q = q_slot.view([ROWS, D], part=part)
-        for _ in range(rows.blocks(), tile_rows.blocks()):
-            blocks = blocks.skip()
+        if wires.queries.PARTS > 1:
+            for _ in range(rows.blocks(), tile_rows.blocks()):
+                blocks = blocks.skip()
 
         scales = (q_scales, k_scales, v_scales)
         p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, scales, tile, SCORES)
