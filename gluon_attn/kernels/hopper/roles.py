@@ -11,7 +11,7 @@ from .layouts import accumulator_layout, left_operand_layout
 from .online_softmax import RowStats, finish, next_maximum, probabilities, rescale, total
 from .packing import join_quarters, quarters, unpack
 from .wires import Blocks
-from .work import first_work
+from .work import first_work, may_skip
 
 
 @jit
@@ -172,7 +172,7 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
 
         q_slot, queries = queries.acquire()
         q = q_slot.view([ROWS, D], part=part)
-        if wires.queries.PARTS > 1:
+        if may_skip(schedule.CAUSAL, ROLE, wires.queries.PARTS):
             for _ in range(rows.blocks(), tile_rows.blocks()):
                 blocks = blocks.skip()
 

@@ -11,6 +11,12 @@ def costs_differ(causal, parts):
     return causal and parts > 2  # of two, by a block at most
 
 
+@constexpr_function
+def may_skip(causal, role, roles):
+    """Whether a tile has key blocks that the role's rows do not see: no, if they are always its last ones."""
+    return causal and (costs_differ(causal, roles) or role < roles - 1)
+
+
 @aggregate
 class Work:
     """The tile at hand. Immutable: `next()` returns the next.
