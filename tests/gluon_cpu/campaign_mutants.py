@@ -176,6 +176,10 @@ ORDERED_BY_TURNS = "|".join(
     )
 )
 
+SKIPS = "|".join(
+    line_of(HOPPER, "wires.py", text) for text in ("k, keys = self.keys.acquire()", "v, values = self.values.acquire()")
+)
+
 HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(LANE).acquire()")
 FIRST_TURN = line_of(BLACKWELL, "softmax.py", "ends = ends.take_turn()", FIRST)
 
@@ -185,6 +189,10 @@ QUERIES_DRAIN = line_of(BLACKWELL, "copies.py", "queries.drain()")
 KEYS_DRAIN = line_of(BLACKWELL, "copies.py", "keys_values.drain()")
 
 EXPLAINED: tuple[Explanation, ...] = (
+    Explanation(
+        rf"one CTA, turns \| delete: wait_barrier .* partition1 at .* < ({SKIPS})",
+        "the last role in turn: its turn for the block before came after all others had freed the slot's last lap",
+    ),
     Explanation(
         r".* \| delete: barrier #",
         "a barrier among the warps of one role, which the machine runs as one; races between them are the compiler's",
