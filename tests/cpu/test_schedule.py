@@ -178,8 +178,8 @@ def test_hopper_visits_every_row_block_once(blocks_per_item, row_blocks, program
 
 
 def test_hopper_heads_begin_pairs_differently():
-    """Every other one with the light tile, where a head has more than a pair."""
-    for row_blocks, light_first in ((2, [0, 0, 0, 0, 0, 0]), (4, [0, 1, 0, 1, 0, 1])):
+    """Every other one of the three of a batch with the light tile, where a head has more than a pair."""
+    for row_blocks, light_first in ((2, [0, 0, 0, 0, 0, 0]), (4, [0, 1, 0, 0, 1, 0])):
         _, steps, _ = hopper_walk(programs=1, row_blocks=row_blocks, blocks_per_item=2)
         assert (steps[:, 0] < steps[:, -1]).int().tolist() == light_first
 
