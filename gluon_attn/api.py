@@ -158,7 +158,7 @@ def scale_tensors(scales: Scales, q: Tensor, k: Tensor, layout: str) -> Iterator
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
-    """What may differ from call to call with the same shapes: gradients and addresses."""
+    """What may differ from call to call with the same shapes: addresses, shared memory, gradients."""
     tensors = {"q": q, "k": k, "v": v}
     if out is not None:
         check_no_overlap(out, **tensors)

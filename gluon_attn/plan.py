@@ -51,13 +51,17 @@ class Plan:
         lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
         uneven = problem.causal and heaviest >= 2 * lightest
         pairs = uneven and heads * row_blocks > clusters and not tile.longest_first and not tile.one_program_per_item
-        items = -(-heads * row_blocks // (2 if pairs else 1))
+        blocks_per_item = 2 if pairs else 1
+        if tile.pairs_span_heads:
+            items = -(-heads * row_blocks // blocks_per_item)
+        else:
+            items = heads * -(-row_blocks // blocks_per_item)
         return Plan(
             problem=problem,
             tile=tile,
             programs=items if tile.one_program_per_item else min(clusters, items),
             items=items,
-            blocks_per_item=2 if pairs else 1,
+            blocks_per_item=blocks_per_item,
             heads_per_group=heads_in_l2(problem, device),
             scale_log2=problem.scale * math.log2(math.e),
             arch=device.arch,

@@ -22,7 +22,7 @@ class TileConfig:
     cga_layout: how the rows of a tile are sharded over the CTAs of a cluster, as bases of a (rows, D) tile: () for one
         CTA, ((1, 0),) for two, and on Blackwell ((1, 0), (2, 0)) for four.
     longest_first: compute the row blocks of several heads in turn, those with most keys first, as many heads as have
-        their K and V in L2 together; otherwise head after head. For causal masks.
+        their K and V in L2 together; otherwise head after head. For causal masks; Blackwell only.
     """
 
     block_n: int
@@ -35,6 +35,11 @@ class TileConfig:
     @property
     def one_program_per_item(self) -> bool:
         """Whether the grid has a program for every item, of which the hardware starts those it has room for."""
+        return False
+
+    @property
+    def pairs_span_heads(self) -> bool:
+        """Whether, of an odd number of row blocks, the middle one is paired with that of the next head."""
         return False
 
     @property
@@ -118,6 +123,8 @@ class HopperTile(TileConfig):
         if self.epilogue == "registers" and self.stage_in_queries:
             raise ValueError(f"{self.stage_in_queries=} must be False with {self.epilogue=}, which stages nothing")
         super().__post_init__()
+        if self.longest_first:
+            raise ValueError(f"{self.longest_first=} must be False: Hopper's roles walk head after head")
         if self.transpose_warps not in (0, 2, 4):
             raise ValueError(f"{self.transpose_warps=} must be 4 or 2, or 0 for 16-bit tensors")
         wanted = {0: (0,), 2: (self.load_registers,), 4: REGISTERS_PER_ROLE}[self.transpose_warps]
@@ -231,6 +238,10 @@ class BlackwellTile(TileConfig):
     @property
     def one_program_per_item(self) -> bool:
         return self.dynamic
+
+    @property
+    def pairs_span_heads(self) -> bool:
+        return True
 
     @property
     def rows_per_lane(self) -> int:

@@ -18,8 +18,6 @@ HOPPER_CHANGES: tuple[Change, ...] = (
     {"epilogue": "tma"},
     {"epilogue": "rows"},
     {"epilogue": "registers", "stage_in_queries": False},
-    {"longest_first": False},
-    {"longest_first": True},
 )
 BLACKWELL_CHANGES: tuple[Change, ...] = (
     {"early_p": False},
@@ -49,7 +47,7 @@ BLACKWELL_CHANGES: tuple[Change, ...] = (
 )
 
 # Every lever off.
-HOPPER_PLAIN: Change = {"turns": "none", "early_exp": 0, "epilogue": "tma", "longest_first": False}
+HOPPER_PLAIN: Change = {"turns": "none", "early_exp": 0, "epilogue": "tma"}
 BLACKWELL_PLAIN: Change = {
     "load_pieces": 1,
     "exp_pieces": 1,

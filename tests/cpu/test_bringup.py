@@ -184,7 +184,7 @@ def test_every_lever_is_tried_on_and_off():
     assert "max_in_load=True" not in levers.variants(plain, 100)
 
 
-HOPPER_LEVERS = {"turns=issue", "turns=scores", "early_exp=1", "early_exp=2", "epilogue=rows", "longest_first=True"}
+HOPPER_LEVERS = {"turns=issue", "turns=scores", "early_exp=1", "early_exp=2", "epilogue=rows"}
 
 
 def by_pointer(tile):

@@ -34,6 +34,12 @@ def test_never_more_programs_than_items():
     assert plan(heads=1, q_len=1).programs == 1
 
 
+def test_items_of_an_odd_number_of_row_blocks():
+    """On Hopper the middle one of three is an item; on Blackwell it is paired with that of the next head."""
+    assert plan(heads=64, q_len=300, kv_len=300).items == 64 * 2
+    assert plan(BLACKWELL, device=B200, heads=64, q_len=700, kv_len=700).items == 64 * 3 // 2
+
+
 @pytest.mark.parametrize(
     ("blocks_per_item", "changes"),
     [

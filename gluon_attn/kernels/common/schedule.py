@@ -16,8 +16,9 @@ class Tile:
 
 @aggregate
 class TileSchedule:
-    """Numbers the row blocks of all heads, and says which of them a program computes: it takes items, one after the
-    other, of one or two tiles with consecutive numbers.
+    """The sizes of a problem in tiles. For Blackwell (Hopper's roles walk otherwise, see hopper/work.py) also numbers
+    for the row blocks of all heads, and which a program computes: items of one or two tiles, numbered one after the
+    other.
 
     Numbers run through a head before the next head starts, so that programs working at the same time share its K and V
     in L2; or, if LONGEST_FIRST, through as many heads as have room there at the same time, a row block of each in turn.
