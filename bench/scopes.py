@@ -96,9 +96,8 @@ def wait_name(kind: str, frames: list[tuple[str, str]]) -> str:
         return line[:40]
     barrier = frames[0][1]
     side = "freed " if ".freed." in barrier else "peer's " if ".handover." in barrier else ""
-    again = (
-        "" if "=" in line else " again"
-    )  # a slot that is held is waited for anew, to keep what is around it in order
+    # A slot that is held is waited for anew, to keep what is around it in order.
+    again = "" if "=" in line else " again"
     return side + channel[1].replace("_", " ") + again
 
 
