@@ -13,7 +13,13 @@ from gluon_attn.kernels.hopper.work import first_work
 BLOCK_M, BLOCK_N = 64, 64
 
 
-RUN_TIME = ["batch", "heads", "q_len", "kv_len", "blocks_per_item", "heads_per_group"]
+RUN_TIME = ["batch", "heads", "length", "blocks_per_item", "heads_per_group"]
+
+
+@jit
+def square_schedule(batch, heads, length, blocks_per_item, heads_per_group, LONGEST_FIRST: gl.constexpr):
+    shape = (batch, heads, length)
+    return tile_schedule(shape, shape, blocks_per_item, heads_per_group, 64, 64, True, LONGEST_FIRST)
 
 
 @jit(do_not_specialize=RUN_TIME)
@@ -22,8 +28,7 @@ def note_visits(
     steps,
     batch,
     heads,
-    q_len,
-    kv_len,
+    length,
     blocks_per_item,
     heads_per_group,
     ROW_BLOCKS: gl.constexpr,
@@ -31,16 +36,7 @@ def note_visits(
 ):
     """For each visit of the persistent walk, add 1 + 1000 * (the tile's number) to numbers[batch, head, row block], and
     1000 * (the program) + (how many tiles it has done before) to steps, likewise."""
-    schedule = tile_schedule(
-        (batch, heads, q_len),
-        (batch, heads, kv_len),
-        blocks_per_item,
-        heads_per_group,
-        BLOCK_M=64,
-        BLOCK_N=64,
-        CAUSAL=True,
-        LONGEST_FIRST=LONGEST_FIRST,
-    )
+    schedule = square_schedule(batch, heads, length, blocks_per_item, heads_per_group, LONGEST_FIRST)
     number, step = schedule.first(), 0
     while number < schedule.tiles:
         tile = schedule.tile(number)
@@ -59,7 +55,7 @@ def walk(
     q_len = row_blocks * BLOCK_M - 5  # the last row block is a partial one
     with gluon_cpu.machine():
         note_visits[(programs,)](
-            numbers, steps, 2, 3, q_len, q_len, blocks_per_item, heads_per_group, row_blocks, longest_first, num_warps=1
+            numbers, steps, 2, 3, q_len, blocks_per_item, heads_per_group, row_blocks, longest_first, num_warps=1
         )
     assert (numbers % 1000).eq(1).all(), numbers
     return numbers // 1000, steps
@@ -115,24 +111,14 @@ def note_work(
     parts,
     batch,
     heads,
-    q_len,
-    kv_len,
+    length,
     blocks_per_item,
     heads_per_group,
     ROW_BLOCKS: gl.constexpr,
 ):
     """As note_visits, of the walk of Hopper's roles: 1 + 1000 * (program + programs * the items it has done before);
     the steps; and which of four parts the first role computes."""
-    schedule = tile_schedule(
-        (batch, heads, q_len),
-        (batch, heads, kv_len),
-        blocks_per_item,
-        heads_per_group,
-        BLOCK_M=64,
-        BLOCK_N=64,
-        CAUSAL=True,
-        LONGEST_FIRST=False,
-    )
+    schedule = square_schedule(batch, heads, length, blocks_per_item, heads_per_group, LONGEST_FIRST=False)
     work, step, item = first_work(schedule), 0, gl.program_id(0)
     while work.is_left():
         tile = work.tile()
@@ -150,7 +136,7 @@ def hopper_walk(*, programs: int, row_blocks: int, blocks_per_item: int) -> list
     found = [torch.zeros(6, row_blocks, dtype=torch.int32) for _ in range(3)]
     q_len = row_blocks * BLOCK_M - 5
     with gluon_cpu.machine():
-        note_work[(programs,)](*found, 2, 3, q_len, q_len, blocks_per_item, 1, row_blocks, num_warps=1)
+        note_work[(programs,)](*found, 2, 3, q_len, blocks_per_item, 1, row_blocks, num_warps=1)
     items, steps, parts = found
     assert (items % 1000).eq(1).all(), items
     return [items // 1000, steps, parts]
