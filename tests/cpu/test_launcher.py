@@ -1,0 +1,45 @@
+"""Which way a launch takes: straight to the driver, or by Triton's launcher, which serves hooks and checkers."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from gluon_attn import compat
+
+
+def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = ()) -> list[tuple]:
+    """The calls that one launch of 7 programs on stream 3 makes: ("direct" or "triton", *arguments)."""
+    calls: list[tuple] = []
+    utils = SimpleNamespace(launch=lambda *args: calls.append(("direct", *args)))
+    monkeypatch.setattr(compat, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    chains = SimpleNamespace(calls=list(hooks)), SimpleNamespace(calls=[])
+    runtime = SimpleNamespace(launch_enter_hook=chains[0], launch_exit_hook=chains[1])
+    monkeypatch.setattr(compat, "knobs", SimpleNamespace(runtime=runtime))
+
+    class Triton:
+        global_scratch_size, profile_scratch_size, gsan_enabled = scratch, 0, False
+        launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = False, False, ("types",), b"s"
+
+        def __call__(self, *args):
+            calls.append(("triton", *args))
+
+    kernel = SimpleNamespace(
+        run=Triton(), function=11, packed_metadata="packed", launch_metadata=lambda grid, stream: ("of", grid, stream)
+    )
+    compat.Launcher(kernel, 7)(3, ["a", "b"])
+    return calls
+
+
+def test_straight_to_the_driver(monkeypatch):
+    nothing = (None,) * 5
+    expected = ("direct", 7, 1, 1, 3, 11, False, False, "packed", *nothing, ("types",), b"s", ["a", "b"])
+    assert launched(monkeypatch) == [expected]
+
+
+@pytest.mark.parametrize("kind", [{"scratch": 64}, {"hooks": [print]}], ids=["scratch memory", "a hook"])
+def test_by_tritons_launcher(monkeypatch, kind):
+    (call,) = launched(monkeypatch, **kind)
+    assert call[:5] == ("triton", 7, 1, 1, 3)
+    assert call[7] == ("of", (7, 1, 1), 3)  # what hooks are given
+    assert call[-2:] == ("a", "b")
