@@ -105,7 +105,7 @@ def first_warps(tile: HopperTile) -> dict[str, int]:
     """The first warp of each role. Triton places the launch's own warps first, then the roles by descending number of
     warps, among them idle ones that make it a multiple of four."""
     asked = {f"softmax {i}": 4 for i in range(1, tile.softmax_roles)}
-    asked |= {"transpose": tile.transpose_warps} if tile.transpose_warps else {}
+    asked |= {"transpose": 4} if tile.transpose_registers else {}
     asked["load"] = 1
     missing = -sum(asked.values()) % 4
     idle = {f"idle {n}": n for n in (2, 1) if missing & n}

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from .compat import TensorDescriptor
-from .descriptors import View, block_and_layout
+from .descriptors import View, block_and_layout, empty_transposed, transposition_blocks
 from .kernels.hopper.inline_asm import twins
+from .kernels.hopper.transpose import transpose_values
 from .launch import constants_of, kernel_of
 from .plan import Plan
 
@@ -29,12 +30,12 @@ def launch_arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """(arguments, options) of an ordinary launch `kernel_of(plan.tile)[(plan.programs,)](*arguments, **options)`.
 
-    scales: those of q, k and v, in fp8.
+    v: transposed, if the tile has that done before. scales: those of q, k and v, in fp8.
     """
     problem, tile = plan.problem, plan.tile
 
     def descriptor(name: Literal["q", "k", "v", "o"], t: Tensor) -> TensorDescriptor:
-        view = View.of(t, problem)
+        view = View.of(t, "bhsd" if name == "v" and tile.transposes_before(t.itemsize) else problem.layout)
         _, block, layout = block_and_layout(name, problem.dtype, problem.padded_head_dim, tile)
         return TensorDescriptor(t, list(view.shape), list(view.strides), block, layout)
 
@@ -46,6 +47,20 @@ def launch_arguments(
     named |= constants_of(tile, problem.causal, problem.dtype)
     options = {"num_warps": 4, "num_ctas": tile.num_ctas, "enable_fp_fusion": True}
     return [named[name] for name in kernel_of(tile).arg_names], options
+
+
+def transpose_arguments(plan: Plan, v: Tensor) -> tuple[Tensor, list[Any], dict[str, Any]]:
+    """(what is filled with V transposed, arguments, options) of the launch before, of
+    `transpose_values[(plan.transpose_programs,)]`, if the tile has V transposed before."""
+    problem = plan.problem
+    transposed = empty_transposed(v, problem.layout)
+    blocks = transposition_blocks(problem.dtype, problem.padded_head_dim)
+    views = {"v_desc": (v, View.of(v, problem.layout)), "out_desc": (transposed, View.of(transposed))}
+    arguments = [
+        TensorDescriptor(t, list(view.shape), list(view.strides), *blocks[name][1:])
+        for name, (t, view) in views.items()
+    ]
+    return transposed, arguments, {"num_warps": 4}
 
 
 def register_twins() -> None:
@@ -70,7 +85,10 @@ class CpuLaunch:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *scales: Tensor) -> None:
         import gluon_cpu
 
-        arguments, options = launch_arguments(self.plan, q, k, v, out, lse, *scales)
+        target = f"sm_{self.plan.arch}a"
         with contextlib.nullcontext() if gluon_cpu.running() else gluon_cpu.machine():
-            target = f"sm_{self.plan.arch}a"
+            if self.plan.tile.transposes_before(v.itemsize):
+                v, arguments, options = transpose_arguments(self.plan, v)
+                transpose_values[(self.plan.transpose_programs,)](*arguments, target=target, **options)
+            arguments, options = launch_arguments(self.plan, q, k, v, out, lse, *scales)
             kernel_of(self.plan.tile)[(self.plan.programs,)](*arguments, target=target, **options)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .compat import encode_tma, gl
-from .problem import Problem, in_bhsd, output_dtype
+from .plan import TRANSPOSE_BLOCK_N
+from .problem import in_bhsd, output_dtype
 from .tile import Bases, TileConfig
 
 DTYPE_NAMES = {
@@ -18,6 +19,7 @@ DTYPE_NAMES = {
 }
 OPERANDS: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k", "v", "o")
 MAX_SWIZZLE_BYTES = 128
+KEYS_MULTIPLE = 16  # of V transposed: a row of it is a multiple of 16 bytes, and keys change places among 16
 
 
 def rank4_cga_layout(cga_layout: Bases) -> list[list[int]]:
@@ -43,16 +45,33 @@ def block_and_layout(
     """(dtype, block shape, shared memory layout) of the descriptor of that tensor; `dtype` is that of q, k and v."""
     rows, cga_layout = tile.operand(name)
     own = output_dtype(dtype) if name == "o" else dtype
-    return own, [1, 1, rows, padded_head_dim], tile_layout(own.itemsize, padded_head_dim, cga_layout)
+    shape = [rows, padded_head_dim]
+    if name == "v" and tile.transposes_before(dtype.itemsize):
+        shape.reverse()
+    return own, [1, 1, *shape], tile_layout(own.itemsize, shape[1], cga_layout)
 
 
 def descriptor_types(dtype: torch.dtype, padded_head_dim: int, tile: TileConfig) -> dict[str, str]:
     """Triton's type of each descriptor parameter of the kernel."""
-    types = {}
-    for name in OPERANDS:
-        own, block, layout = block_and_layout(name, dtype, padded_head_dim, tile)
-        types[f"{name}_desc"] = f"tensordesc<{DTYPE_NAMES[own]}[{','.join(map(str, block))}],{layout!r}>"
-    return types
+    return {f"{name}_desc": type_name(*block_and_layout(name, dtype, padded_head_dim, tile)) for name in OPERANDS}
+
+
+def type_name(dtype: torch.dtype, block: list[int], layout: Any) -> str:
+    return f"tensordesc<{DTYPE_NAMES[dtype]}[{','.join(map(str, block))}],{layout!r}>"
+
+
+def transposition_blocks(dtype: torch.dtype, padded_head_dim: int) -> dict[str, Any]:
+    """As `block_and_layout`, of both descriptors of the kernel that transposes V."""
+    blocks = {"v_desc": [TRANSPOSE_BLOCK_N, padded_head_dim], "out_desc": [padded_head_dim, TRANSPOSE_BLOCK_N]}
+    return {name: (dtype, [1, 1, *b], tile_layout(dtype.itemsize, b[1], ())) for name, b in blocks.items()}
+
+
+def empty_transposed(v: Tensor, layout: str) -> Tensor:
+    """Memory for V transposed: (B, Hkv, D, Sk rounded up)."""
+    batch, heads, keys, head_dim = in_bhsd(v, layout).shape
+    return torch.empty(
+        (batch, heads, head_dim, -(-keys // KEYS_MULTIPLE) * KEYS_MULTIPLE), dtype=v.dtype, device=v.device
+    )
 
 
 @dataclass(frozen=True)
@@ -63,8 +82,8 @@ class View:
     strides: tuple[int, ...]
 
     @staticmethod
-    def of(t: Tensor, problem: Problem) -> "View":
-        t = in_bhsd(t, problem.layout)
+    def of(t: Tensor, layout: str = "bhsd") -> "View":
+        t = in_bhsd(t, layout)
         # A dimension of size 1 may come with any stride, also one that TMA would refuse; it is never used.
         strides = (
             stride if size > 1 else t.shape[-1] for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)

@@ -1,15 +1,17 @@
 """From a plan to a launch on a card: the compiled kernel and its arguments."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .compat import CompiledKernel, Launcher, compile_gluon, current_stream
-from .descriptors import DTYPE_NAMES, View, descriptor_types
+from .descriptors import DTYPE_NAMES, View, descriptor_types, empty_transposed, transposition_blocks, type_name
 from .kernels.blackwell import kernel as blackwell
 from .kernels.hopper import kernel as hopper
+from .kernels.hopper.transpose import transpose_values
 from .plan import Plan
 from .problem import FP8_DTYPES, output_dtype
 from .tile import BlackwellTile, HopperTile, TileConfig
@@ -63,6 +65,16 @@ def compiled(
     )
 
 
+@functools.lru_cache(maxsize=64)
+def compiled_transpose(
+    dtype: torch.dtype, padded_head_dim: int, *, arch: int = 90, device_index: int | None = None
+) -> CompiledKernel:
+    """The kernel that transposes V before. arch, device_index: as for `compiled`."""
+    blocks = transposition_blocks(dtype, padded_head_dim)
+    types = {name: type_name(*of) for name, of in blocks.items()}
+    return compile_gluon(transpose_values, types, {}, arch=arch, num_warps=4, num_ctas=1)
+
+
 class Launch:
     """A launch on a card, but for the tensors: what depends on shapes, strides and options. Keeps no tensor alive."""
 
@@ -80,11 +92,11 @@ class Launch:
         )
         with torch.cuda.device(self.device_index):
             self.launcher = Launcher(kernel, plan.programs)
-        # Of an address; tensors come back to the same ones.
-        self.describe = [
-            functools.lru_cache(maxsize=64)(functools.partial(View.of(t, problem).arguments, meta=meta))
-            for t, meta in zip((q, k, v, out), kernel.metadata.tensordesc_meta, strict=True)
-        ]
+        self.transpose = TransposeLaunch(plan, v) if tile.transposes_before(problem.dtype.itemsize) else None
+        views = [View.of(t, problem.layout) for t in (q, k, v, out)]
+        if self.transpose is not None:
+            views[2] = self.transpose.view
+        self.describe = descriptions(views, kernel)
         self.scalars = [plan.scale_log2, plan.blocks_per_item, plan.heads_per_group]
         # A launch takes a place for each compile-time parameter, and no value.
         absent = constants_of(tile, problem.causal, problem.dtype)
@@ -98,9 +110,41 @@ class Launch:
         if self.device_index != torch.cuda.current_device():
             with torch.cuda.device(self.device_index):
                 return self(q, k, v, out, lse, *scales)
+        stream = current_stream(self.device_index)
+        if self.transpose is not None:
+            v = self.transpose(v, stream)
         of_q, of_k, of_v, of_out = self.describe
         arguments = [*of_q(q.data_ptr()), *of_k(k.data_ptr()), *of_v(v.data_ptr()), *of_out(out.data_ptr())]
         if self.takes_out:
             arguments.append(out if self.stores_by_pointer else None)
         arguments += (lse, *scales, *self.no_scales, *self.scalars, *self.constants)
-        self.launcher(current_stream(self.device_index), arguments)
+        self.launcher(stream, arguments)
+
+
+class TransposeLaunch:
+    """The launch that transposes V before attention, in fp8."""
+
+    def __init__(self, plan: Plan, v: Tensor) -> None:
+        problem = plan.problem
+        self.layout = problem.layout
+        kernel = compiled_transpose(problem.dtype, problem.padded_head_dim, arch=plan.arch, device_index=v.device.index)
+        with torch.cuda.device(v.device):
+            self.launcher = Launcher(kernel, plan.transpose_programs)
+        self.view = View.of(empty_transposed(v.to("meta"), self.layout))
+        self.describe = descriptions([View.of(v, self.layout), self.view], kernel)
+
+    def __call__(self, v: Tensor, stream: int) -> Tensor:
+        """V transposed, in memory that is new to this launch: it is the caller's to hold until both are enqueued."""
+        transposed = empty_transposed(v, self.layout)
+        of_v, of_transposed = self.describe
+        self.launcher(stream, [*of_v(v.data_ptr()), *of_transposed(transposed.data_ptr())])
+        return transposed
+
+
+def descriptions(views: list[View], kernel: CompiledKernel) -> list[Callable[[int], tuple[Any, ...]]]:
+    """Of each descriptor parameter of a kernel, what it is passed for a tensor at an address; tensors come back to the
+    same ones."""
+    return [
+        functools.lru_cache(maxsize=64)(functools.partial(view.arguments, meta=meta))
+        for view, meta in zip(views, kernel.metadata.tensordesc_meta, strict=True)
+    ]

@@ -10,6 +10,9 @@ from .tile import TileConfig
 # Of the cache, that K and V of the heads at work may take: the rest is for Q, O and what else passes through.
 SHARE_OF_L2 = 0.6
 
+# Keys of a block in the kernel that transposes V.
+TRANSPOSE_BLOCK_N = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -30,6 +33,11 @@ class Plan:
     heads_per_group: int
     scale_log2: float
     arch: int
+
+    @property
+    def transpose_programs(self) -> int:
+        """Programs of the kernel that transposes V: one for each block of keys of each head."""
+        return self.problem.batch * self.problem.kv_heads * -(-self.problem.kv_len // TRANSPOSE_BLOCK_N)
 
     @staticmethod
     def of(problem: Problem, tile: TileConfig, device: Device) -> "Plan":

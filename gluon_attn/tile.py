@@ -42,6 +42,10 @@ class TileConfig:
         """Whether, of an odd number of row blocks, the middle one is paired with that of the next head."""
         return False
 
+    def transposes_before(self, element_bytes: int) -> bool:
+        """Whether, for elements of that size, a kernel of its own transposes V before."""
+        return False
+
     @property
     @abstractmethod
     def archs(self) -> tuple[int, ...]:
@@ -89,8 +93,8 @@ class HopperTile(TileConfig):
     stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
     epilogue: how O is stored: "tma", staged in shared memory and by TMA; "rows", staged, and from there by the threads,
         16 bytes of a row each; "registers", by the threads as the tensor cores left it.
-    transpose_warps, transpose_registers: of the role that transposes V, for fp8; 0 for 16-bit tensors. Two warps share
-        a warpgroup with the load warp, and must ask for as many registers; four are one of their own.
+    transpose_registers: registers per thread of the role, a warpgroup, that transposes V in fp8. 0: no such role, as in
+        16 bits; in fp8 a kernel of its own transposes V before.
     With two CTAs one load of K and V serves both.
     """
 
@@ -100,7 +104,6 @@ class HopperTile(TileConfig):
     stage_in_queries: bool
     early_exp: int = 0
     epilogue: Literal["tma", "rows", "registers"] = "tma"
-    transpose_warps: int = 0
     transpose_registers: int = 0
 
     ROWS_PER_CTA = 64  # of a role: query rows that a warpgroup product covers
@@ -125,20 +128,17 @@ class HopperTile(TileConfig):
         super().__post_init__()
         if self.longest_first:
             raise ValueError(f"{self.longest_first=} must be False: Hopper's roles walk head after head")
-        if self.transpose_warps not in (0, 2, 4):
-            raise ValueError(f"{self.transpose_warps=} must be 4 or 2, or 0 for 16-bit tensors")
-        wanted = {0: (0,), 2: (self.load_registers,), 4: REGISTERS_PER_ROLE}[self.transpose_warps]
-        if self.transpose_registers not in wanted:
+        if self.transpose_registers and self.transpose_registers not in REGISTERS_PER_ROLE:
             raise ValueError(
-                f"{self.transpose_registers=} must be, with self.transpose_warps of 4 a multiple of 8 from 24 to 256, "
-                f"of 2 self.load_registers, of 0 also 0; got {self.transpose_warps=}"
+                f"{self.transpose_registers=} must be a multiple of 8 from 24 to 256, or 0 for no such role"
             )
-        if self.transpose_warps and self.stage_in_queries:
-            raise ValueError(f"{self.stage_in_queries=} must be False with fp8, whose O is larger than its Q")
         if self.cga_layout not in ((), ((1, 0),)):
             raise ValueError(f"{self.cga_layout=} must be () for one CTA or ((1, 0),) for two, sharded along the rows")
         if self.registers > REGISTERS_PER_SM:
             raise ValueError(f"{self.registers=} must be at most {REGISTERS_PER_SM}, all warps of a CTA together")
+
+    def transposes_before(self, element_bytes: int) -> bool:
+        return element_bytes == 1 and self.transpose_registers == 0
 
     @property
     def rows_per_role(self) -> int:
@@ -152,15 +152,15 @@ class HopperTile(TileConfig):
     @property
     def registers(self) -> int:
         """Of a CTA. Registers are handed out by warpgroup, so the load warp counts as four."""
-        transpose = self.transpose_registers if self.transpose_warps == 4 else 0
-        return WARPGROUP * (self.softmax_roles * self.softmax_registers + transpose + self.load_registers)
+        softmax = self.softmax_roles * self.softmax_registers
+        return WARPGROUP * (softmax + self.transpose_registers + self.load_registers)
 
     def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
         row = head_dim * element_bytes
         unstaged = self.stage_in_queries or self.epilogue == "registers"
         results = 0 if unstaged else self.ROWS_PER_CTA * head_dim * 2
         queries = self.softmax_roles * (self.query_slots * self.ROWS_PER_CTA * row + results)
-        keys_values = (3 if self.transpose_warps else 2) * self.kv_slots * self.block_n * row
+        keys_values = (3 if self.transpose_registers else 2) * self.kv_slots * self.block_n * row
         return queries + keys_values + BARRIER_BYTES
 
     def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:

@@ -17,8 +17,9 @@ CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 class Row:
     """A choice of tile for the problems it fits, on the architectures that the tile is for.
 
-    element_bytes: of q, k and v. min_kv_len: from how many keys on. one_round: only if no program has more than one
-    item to do: with little work small tiles win, as more processors have some. result_file (under bench/results/),
+    element_bytes: of q, k and v. min_kv_len: from how many keys on. min_reuse: from how many queries on to a KV head:
+    so often is used what is prepared once. one_round: only if no program has more than one item to do: with little work
+    small tiles win, as more processors have some. result_file (under bench/results/),
     card, date: where the tiles were timed that it was chosen from; None for a row that waits for its measurement. The
     rows are few: they are not the fastest at every length, and a few per cent are within the noise.
     """
@@ -28,6 +29,7 @@ class Row:
     tile: TileConfig
     element_bytes: int = 2
     min_kv_len: int = 1
+    min_reuse: int = 1
     one_round: bool = False
     result_file: str | None = None
     card: str | None = None
@@ -40,6 +42,7 @@ class Row:
             and device.arch in self.tile.archs
             and num_ctas in (None, self.tile.num_ctas)
             and problem.kv_len >= self.min_kv_len
+            and problem.q_len * problem.heads // problem.kv_heads >= self.min_reuse
             and not (self.one_round and self.takes_rounds(problem, device))
         )
 
@@ -61,12 +64,8 @@ def hopper_tile(
     stage_in_queries: bool = False,
     epilogue: Literal["tma", "rows", "registers"] = "tma",
     num_ctas: int = 1,
-    transpose: tuple[int, int] = (0, 0),
+    transpose_registers: int = 0,
 ) -> HopperTile:
-    """transpose: (warps, registers) of the role that transposes V, for fp8."""
-    # Two warps that transpose share a warpgroup with the load warp. In 16 bits it has more than it needs: what all
-    # roles have in common stays in registers only if each of them has enough.
-    load_registers = {0: 32, 2: transpose[1], 4: 24}[transpose[0]]
     return HopperTile(
         softmax_roles=softmax_roles,
         block_n=block_n,
@@ -77,9 +76,10 @@ def hopper_tile(
         stage_in_queries=stage_in_queries,
         epilogue=epilogue,
         softmax_registers=softmax_registers,
-        load_registers=load_registers,
-        transpose_warps=transpose[0],
-        transpose_registers=transpose[1],
+        # What all roles have in common stays in registers only if each of them has enough, so more than the load warp
+        # needs itself, if there are more.
+        load_registers=24 if transpose_registers else 32,
+        transpose_registers=transpose_registers,
         cga_layout=CGA_LAYOUTS[num_ctas],
     )
 
@@ -125,17 +125,22 @@ def hopper_rows() -> Iterator[Row]:
             wide = hopper_tile(2, 64, 1, 2, 232, turns="none", stage_in_queries=True, num_ctas=n)
             yield measured(256, causal, wide)
 
+    # In fp8 a role of the kernel transposes V where keys are used so seldom that a kernel of its own does not pay.
     fp8 = {"element_bytes": 1}
-    long = hopper_tile(3, 128, 2, 2, 152, turns="scores", early_exp=1, transpose=(2, 56))
-    yield measured(64, True, long, min_kv_len=4096, **fp8)
+    long = {"min_reuse": 2048, **fp8}
+    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, turns="none"), min_kv_len=8192, **long)
     for n in (1, 2):
-        yield measured(64, False, hopper_tile(3, 128, 2, 2, 152, turns="none", transpose=(2, 56), num_ctas=n), **fp8)
-        yield measured(64, True, hopper_tile(2, 128, 2, 4, 216, turns="none", transpose=(4, 56), num_ctas=n), **fp8)
+        yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns="none", num_ctas=n), **long)
+        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n), **long)
         for causal in (False, True):
-            tile = hopper_tile(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose=(4, 56), num_ctas=n)
-            yield measured(128, causal, tile, **fp8)
-            wide = hopper_tile(2, 64, 1, 2, 208, turns="none", transpose=(2, 88), num_ctas=n)
+            wide = hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, num_ctas=n)
             yield measured(256, causal, wide, **fp8)
+            tile = hopper_tile(2, 128, 2, 3, 240, turns="none", early_exp=1, num_ctas=n)
+            yield measured(128, causal, tile, min_reuse=4096 if causal else 1024, **fp8)
+            tile = hopper_tile(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56, num_ctas=n)
+            yield measured(128, causal, tile, **fp8)
+            tile = hopper_tile(2, 128, 2, 4, 216, turns="none", transpose_registers=56, num_ctas=n)
+            yield measured(64, causal, tile, **fp8)
 
 
 def blackwell_rows() -> tuple[Row, ...]:
@@ -238,14 +243,17 @@ def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
 
 
 def require_fits_dtype(tile: HopperTile, problem: Problem) -> None:
-    """ValueError unless the tile has a role to transpose V if, and only if, that is in fp8; and enough for it to do."""
+    """ValueError for what does not go with the problem's dtype: with fp8 O staged in Q's tile; with 16 bits a role that
+    transposes V, nor one with too little to do."""
     fp8 = problem.dtype in FP8_DTYPES
-    if fp8 != (tile.transpose_warps > 0):
-        want = "4 or 2" if fp8 else "0"
+    if tile.stage_in_queries and fp8:
         raise ValueError(
-            f"tile: expected transpose_warps={want} for {problem.dtype} on a Hopper card, got {tile.transpose_warps}"
+            f"tile: expected stage_in_queries=False for {problem.dtype}, whose O is larger than its Q, got True"
         )
-    if fp8 and tile.transpose_warps == 4 and tile.block_n * problem.padded_head_dim < 128 * 64:
+    if tile.transpose_registers > 0 and not fp8:
+        raise ValueError(f"tile: expected transpose_registers=0 for {problem.dtype}, got {tile.transpose_registers}")
+    if tile.transpose_registers > 0 and tile.block_n * problem.padded_head_dim < 128 * 64:
         raise ValueError(
-            f"tile: expected transpose_warps=2 for blocks of {tile.block_n} keys at head_dim {problem.head_dim}, got 4"
+            f"tile: expected transpose_registers=0 for blocks of {tile.block_n} keys at head_dim {problem.head_dim}, "
+            f"got {tile.transpose_registers}: too few values for a warpgroup"
         )

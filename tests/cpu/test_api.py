@@ -201,26 +201,26 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
         ValueError,
         r"^tile: expected rescale_threshold=0 for torch.float8_e4m3fn, .*overflow, got 8.0",
     ),
-    "a tile of 16 bits on Hopper in fp8": (
+    "O staged in Q on Hopper in fp8": (
         HOPPER,
-        {"tile": a_tile(), "dtype": E5M2},
+        {"tile": hopper_tile(2, 64, 1, 2, 232, turns="none", stage_in_queries=True), "dtype": E5M2},
         ValueError,
-        r"^tile: expected transpose_warps=4 or 2 for torch.float8_e5m2 on a Hopper card, got 0",
+        r"^tile: expected stage_in_queries=False for torch.float8_e5m2, .*larger than .*Q, got True",
     ),
     "a tile of fp8 on Hopper in 16 bits": (
         HOPPER,
         {"tile": pick_tile(Problem.of(*qkv(dtype=E4M3)), HOPPER)},
         ValueError,
-        r"^tile: expected transpose_warps=0 for torch.bfloat16 on a Hopper card, got 2",
+        r"^tile: expected transpose_registers=0 for torch.bfloat16, got 56",
     ),
-    "too many warps for a small V on Hopper": (
+    "a role to transpose too small a V on Hopper": (
         HOPPER,
         {
-            "tile": hopper_tile(2, 64, 2, 2, 200, turns="none", transpose=(4, 56)),
+            "tile": hopper_tile(2, 64, 2, 2, 200, turns="none", transpose_registers=56),
             "dtype": E4M3,
         },
         ValueError,
-        r"^tile: expected transpose_warps=2 for blocks of 64 keys at head_dim 64, got 4",
+        r"^tile: expected transpose_registers=0 for blocks of 64 keys at head_dim 64, got 56",
     ),
     "too many slots on Blackwell": (
         BLACKWELL,

@@ -71,19 +71,17 @@ def test_scopes_are_numbered_as_they_stand_in_the_code(tmp_path):
     assert scopes.scope_names(ttgir) == [(0, "values"), (1, "keys")]
 
 
-# By roles of softmax, warps that transpose: alone, two and three beside each other, and fp8's.
+# By roles of softmax, registers of one that transposes: alone, two beside each other, and fp8's.
 FIRST_WARPS = [
     (1, 0, {"softmax 0": 0, "load": 6}),
     (2, 0, {"softmax 0": 0, "softmax 1": 4, "load": 10}),
-    (3, 2, {"softmax 0": 0, "softmax 1": 4, "softmax 2": 8, "transpose": 12, "load": 14}),
-    (2, 4, {"softmax 0": 0, "softmax 1": 4, "transpose": 8, "load": 14}),
+    (2, 56, {"softmax 0": 0, "softmax 1": 4, "transpose": 8, "load": 14}),
 ]
 
 
-@pytest.mark.parametrize(("softmax_roles", "transpose_warps", "expected"), FIRST_WARPS)
-def test_first_warps(softmax_roles, transpose_warps, expected):
-    transpose = (transpose_warps, 56 if transpose_warps else 0)
-    tile = hopper_tile(softmax_roles, 128, 2, 2, 152, turns="none", transpose=transpose)
+@pytest.mark.parametrize(("softmax_roles", "transpose_registers", "expected"), FIRST_WARPS)
+def test_first_warps(softmax_roles, transpose_registers, expected):
+    tile = hopper_tile(softmax_roles, 128, 2, 2, 152, turns="none", transpose_registers=transpose_registers)
     assert scopes.first_warps(tile) == expected
 
 
@@ -100,7 +98,7 @@ def test_all_ctas_fit_into_what_the_profiler_copies():
 
 KERNELS = {
     "turns, pairs of CTAs": (torch.bfloat16, hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=2)),
-    "fp8": (torch.float8_e4m3fn, hopper_tile(2, 128, 2, 2, 152, turns="none", transpose=(2, 56))),
+    "fp8": (torch.float8_e4m3fn, hopper_tile(2, 128, 2, 2, 152, turns="none", transpose_registers=56)),
 }
 ALWAYS = {"queries", "keys", "values", "products: scores", "products: acc", "stores", "freed queries", "freed keys"}
 EXPECTED = {

@@ -37,11 +37,11 @@ every_row = pytest.mark.parametrize("row", HOPPER, ids=ROW_IDS)
 
 
 def tile_bytes(tile: HopperTile, head_dim: int, element_bytes: int) -> int:
-    """The tiles of one CTA: Q in its slots; K and V in theirs, and in fp8 V transposed in as many more; O, in 16 bits,
-    in a buffer of its own unless it is staged in Q's."""
+    """The tiles of one CTA: Q in its slots; K and V in theirs, and V transposed in as many more if a role does that; O,
+    in 16 bits, in a buffer of its own unless it is staged in Q's."""
     queries = tile.query_slots * tile.softmax_roles * ROWS * head_dim * element_bytes
     results = 0 if tile.stage_in_queries else tile.softmax_roles * ROWS * head_dim * 2
-    kinds = 3 if tile.transpose_warps else 2
+    kinds = 3 if tile.transpose_registers else 2
     return queries + results + kinds * tile.kv_slots * tile.block_n * head_dim * element_bytes
 
 
@@ -59,10 +59,9 @@ def test_row_fits_shared_memory(row):
 
 @every_row
 def test_row_fits_the_registers(row):
-    # Registers are handed out by warpgroup: the one load warp takes those of four, or shares them with the two warps
-    # that transpose V.
+    # Registers are handed out by warpgroup: the one load warp takes those of four.
     per_thread = [row.tile.softmax_registers] * row.tile.softmax_roles + [row.tile.load_registers]
-    if row.tile.transpose_warps == 4:
+    if row.tile.transpose_registers:
         per_thread.append(row.tile.transpose_registers)
     assert sum(WARPGROUP * registers for registers in per_thread) <= REGISTERS
     assert all(24 <= registers <= MAX_REGISTERS_PER_THREAD and registers % 8 == 0 for registers in per_thread)
@@ -70,7 +69,7 @@ def test_row_fits_the_registers(row):
 
 @every_row
 def test_row_fits_the_threads(row):
-    transposing = 1 if row.tile.transpose_warps == 4 else 0
+    transposing = 1 if row.tile.transpose_registers else 0
     assert WARPGROUP * (row.tile.softmax_roles + 1 + transposing) <= MAX_THREADS
 
 
@@ -127,7 +126,7 @@ def test_a_tile_for_every_problem(head_dim):
             tile = pick_tile(asked, Device.hopper(), num_ctas)
             assert isinstance(tile, HopperTile)
             assert num_ctas in (None, tile.num_ctas), asked
-            assert (tile.transpose_warps > 0) == (dtype.itemsize == 1), asked
+            assert tile.transpose_registers == 0 or dtype.itemsize == 1, asked
             assert tile.smem_bytes(padded, dtype.itemsize) <= SMEM_BYTES, asked
             assert tile_bytes(tile, padded, dtype.itemsize) <= SMEM_BYTES, asked
 
@@ -219,25 +218,12 @@ REFUSED = {
         {"softmax_roles": 4, "softmax_registers": 128},
         "self.registers=68608 must be at most 65536",
     ),
-    "three warps to transpose": ({"transpose_warps": 3}, "self.transpose_warps=3 must be 4 or 2, or 0"),
-    "registers to transpose without warps": (
-        {"transpose_registers": 56},
-        "self.transpose_registers=56 must be, .*got self.transpose_warps=0",
-    ),
-    "a shared warpgroup with other registers": (
-        {"transpose_warps": 2, "transpose_registers": 56},
-        "self.transpose_registers=56 must be, .*got self.transpose_warps=2",
-    ),
     "registers to transpose 12": (
-        {"transpose_warps": 4, "transpose_registers": 12, "softmax_registers": 160},
-        "self.transpose_registers=12 must be, .*a multiple of 8 .*got self.transpose_warps=4",
-    ),
-    "fp8 staged in Q": (
-        {"transpose_warps": 2, "transpose_registers": 24, "stage_in_queries": True},
-        "self.stage_in_queries=True must be False with fp8",
+        {"transpose_registers": 12, "softmax_registers": 160},
+        "self.transpose_registers=12 must be a multiple of 8 from 24 to 256, or 0",
     ),
     "more registers than there are, with a role to transpose": (
-        {"transpose_warps": 4, "transpose_registers": 56},
+        {"transpose_registers": 56},
         "self.registers=71680 must be at most 65536",
     ),
     "sharded along D": ({"cga_layout": ((0, 1),)}, r"self.cga_layout=\(\(0, 1\),\) must be \(\).*\(\(1, 0\),\)"),

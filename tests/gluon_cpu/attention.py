@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
-from gluon_attn.cpu import launch_arguments, register_twins
+from gluon_attn.cpu import launch_arguments, register_twins, transpose_arguments
 from gluon_attn.device import Device
+from gluon_attn.kernels.hopper.transpose import transpose_values
 from gluon_attn.launch import kernel_of
 from gluon_attn.plan import Plan
-from gluon_attn.problem import Problem, output_dtype
+from gluon_attn.problem import Problem, in_bhsd, output_dtype
 from gluon_attn.tile import TileConfig
 from gluon_attn.tuning import require_fits
 from tests.gpu.checks import check, tile_for_rounds
@@ -50,11 +51,15 @@ class Run:
         self.out = torch.empty_like(q, dtype=output_dtype(q.dtype))
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
         self.kernel, self.grid, self.target = kernel_of(tile), (plan.programs,), f"sm_{plan.arch}a"
+        self.before = TransposeRun(plan, v) if tile.transposes_before(v.itemsize) else None
+        v = v if self.before is None else self.before.transposed
         self.arguments, self.launch_options = launch_arguments(plan, q, k, v, self.out, self.lse, *scales)
 
     def __call__(self, **options: Any) -> Any:
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
+        if self.before is not None:
+            self.before(**options)
         return gluon_cpu.launch(
             self.kernel, self.grid, *self.arguments, target=self.target, **self.launch_options, **options
         )
@@ -62,6 +67,29 @@ class Run:
     def check(self, what: str = "") -> None:
         """O and LSE of the last launch against float64."""
         check(self.q, self.k, self.v, self.out, self.lse, scales=self.scales, what=what, **self.options)
+
+
+class TransposeRun:
+    """The launch before, that transposes V in fp8, ready to be repeated."""
+
+    def __init__(self, plan: Plan, v: Tensor) -> None:
+        """v: in plan.problem's layout."""
+        self.v = in_bhsd(v, plan.problem.layout)
+        self.grid, self.target = (plan.transpose_programs,), f"sm_{plan.arch}a"
+        self.transposed, self.arguments, self.launch_options = transpose_arguments(plan, v)
+
+    def __call__(self, **options: Any) -> Any:
+        self.transposed.view(torch.uint8).fill_(0x7F)  # NaN
+        return gluon_cpu.launch(
+            transpose_values, self.grid, *self.arguments, target=self.target, **self.launch_options, **options
+        )
+
+    def check(self, what: str = "") -> None:
+        """Key 16 a + 8 b + 2 t + e is column 16 a + 4 t + 2 b + e; columns of no key are 0."""
+        columns = self.transposed.shape[3]
+        padded = torch.nn.functional.pad(self.v.view(torch.uint8), (0, 0, 0, columns - self.v.shape[2]))
+        keys = padded.mT.unflatten(3, (columns // 16, 2, 4, 2)).transpose(4, 5)
+        assert torch.equal(self.transposed.view(torch.uint8), keys.flatten(3)), what
 
 
 def normal_qkv(

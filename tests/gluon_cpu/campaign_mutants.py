@@ -15,7 +15,7 @@ import re
 import sys
 import time
 import unittest.mock
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,15 @@ import gluon_cpu
 from gluon_attn.device import Device
 from gluon_attn.kernels.blackwell import kernel as blackwell_kernel
 from gluon_attn.kernels.hopper import kernel as hopper_kernel
+from gluon_attn.plan import Plan
+from gluon_attn.problem import Problem
 from gluon_attn.tile import BlackwellTile, HopperTile, TileConfig
 from gluon_attn.tuning import blackwell_tile, hopper_tile
 from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate
 from gluon_cpu.ir.parse import parse_module
-from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
+from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
 from tests.gluon_cpu.mutants import Mutant, mutants
 
 POLICIES = ("random", "late", "early", "pct", "starve")
@@ -41,7 +43,8 @@ POLICIES = ("random", "late", "early", "pct", "starve")
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, tile after tile.
+    """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, tile after tile. If V
+    is transposed before, the kernel that does that.
 
     The tile is not the tuning table's, which changes: the lengths are chosen for it.
     """
@@ -52,12 +55,15 @@ class Kernel:
     tile: TileConfig
     dtype: torch.dtype = torch.bfloat16
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> Sequence[Run | TransposeRun]:
         device = Device.blackwell() if isinstance(self.tile, BlackwellTile) else Device.hopper()
         options: dict[str, Any] = {"causal": self.causal, "device": device}
         kind: dict[str, Any] = {"head_dim": self.head_dim, "dtype": self.dtype}
         scales = kv_scales(1, 1) if self.dtype.itemsize == 1 else ()
-        inputs = (normal_qkv(q_len=q, kv_len=kv, **kind) for q, kv in self.lengths)
+        inputs = [normal_qkv(q_len=q, kv_len=kv, **kind) for q, kv in self.lengths]
+        if self.tile.transposes_before(self.dtype.itemsize):
+            plans = [Plan.of(Problem.of(*qkv), self.tile, device) for qkv in inputs]
+            return [TransposeRun(plan, v) for plan, (_, _, v) in zip(plans, inputs, strict=True)]
         return [Run(*qkv, *scales, **options, tile=self.tile, programs=1) for qkv in inputs]
 
 
@@ -109,14 +115,21 @@ KERNELS: dict[str, Kernel] = {
         head_dim=64,
         causal=True,
         lengths=((580, 649), (400, 100), (384, 387), (400, 300), (400, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 216, turns="none", transpose=(4, 56)),
+        tile=hopper_tile(2, 128, 2, 2, 216, turns="none", transpose_registers=56),
         dtype=torch.float8_e4m3fn,
     ),
     "two CTAs, fp8, turns": Kernel(
         head_dim=64,
         causal=True,
         lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 216, turns="issue", num_ctas=2, transpose=(4, 56)),
+        tile=hopper_tile(2, 128, 2, 2, 216, turns="issue", num_ctas=2, transpose_registers=56),
+        dtype=torch.float8_e4m3fn,
+    ),
+    "fp8, V transposed before": Kernel(
+        head_dim=64,
+        causal=False,
+        lengths=((1, 333), (1, 100)),
+        tile=hopper_tile(2, 128, 2, 2, 232, turns="none"),
         dtype=torch.float8_e4m3fn,
     ),
     **{
@@ -261,7 +274,7 @@ def instead_of_compiling(replacement: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def text_of(run: Run) -> str:
+def text_of(run: Run | TransposeRun) -> str:
     """The lowered text that `run` executes: with the compiler's memory offsets, fences and cluster barriers."""
     texts: list[str] = []
 
@@ -274,7 +287,7 @@ def text_of(run: Run) -> str:
     return texts[0]
 
 
-def verdict(runs: list[Run], mutant: Mutant, seeds: Iterable[int]) -> str:
+def verdict(runs: Sequence[Run | TransposeRun], mutant: Mutant, seeds: Iterable[int]) -> str:
     """What was found first, and under which schedule; "" if nothing was."""
     compiled = front.Compiled(generate(parse_module(mutant.text), True))
     with instead_of_compiling(lambda *_: compiled):

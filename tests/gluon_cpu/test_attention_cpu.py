@@ -14,9 +14,13 @@ import pytest
 import torch
 
 import gluon_cpu
+from gluon_attn.device import Device
+from gluon_attn.plan import Plan
+from gluon_attn.problem import Problem
 from gluon_attn.tile import HopperTile
 from gluon_attn.tuning import HOPPER, hopper_tile
-from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
+from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
+from tests.gpu.checks import tile_for_reuse
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ("random", "late", "early", "pct", "starve")
@@ -64,7 +68,7 @@ def hopper_inputs(**row: Any) -> tuple[torch.Tensor, ...]:
     return (q, k, v, *(kv_scales(q.shape[0], k.shape[1]) if q.dtype in FP8 else ()))
 
 
-def checked(run: Run, what: str, **options: Any) -> None:
+def checked(run: Run | TransposeRun, what: str, **options: Any) -> None:
     run(**options)
     run.check(what)
 
@@ -74,6 +78,32 @@ def test_against_float64(name):
     row, causal, num_ctas = CASES[name]
     run = Run(*hopper_inputs(**row), causal=causal, num_ctas=num_ctas)
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("name", [name for name, (row, _, _) in CASES.items() if row.get("dtype") in FP8])
+def test_fp8_with_values_transposed_before(name, layout):
+    row, causal, num_ctas = CASES[name]
+    q, k, v, *scales = hopper_inputs(**row)
+    tile = tile_for_reuse(Problem.of(q, k, v, causal=causal), Device.hopper(), num_ctas)
+    assert tile.transposes_before(1)
+    if layout == "bshd":
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    run = Run(q, k, v, *scales, causal=causal, layout=layout, num_ctas=num_ctas, tile=tile)
+    checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
+    assert run.before is not None
+    run.before.check(name)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("head_dim", [16, 64, 112, 128, 256])
+def test_values_are_transposed_under_every_policy(policy, head_dim):
+    q, k, v = normal_qkv(heads=4, kv_heads=2, batch=2, q_len=1, kv_len=333, head_dim=head_dim, dtype=FP8[1])
+    problem = Problem.of(q, k, v)
+    plan = Plan.of(problem, tile_for_reuse(problem, Device.hopper(), 1), Device.hopper())
+    run = TransposeRun(plan, v)
+    for mode in (None, "lowered"):
+        checked(run, f"{policy}, D={head_dim}", schedule=gluon_cpu.Schedule(policy, seed=0), mode=mode)
 
 
 @pytest.mark.parametrize(("roles", "num_ctas"), [(1, 1), (2, 1), (1, 2)])
@@ -106,7 +136,6 @@ def test_stores_without_tma(head_dim, dtype, staged_in, num_ctas):
         epilogue="registers" if staged_in == "nothing" else "rows",
         stage_in_queries=staged_in == "queries",
         num_ctas=num_ctas,
-        transpose=(2, 56) if dtype in FP8 else (0, 0),
     )
     inputs = hopper_inputs(q_len=333, kv_len=300, heads=3, head_dim=head_dim, dtype=dtype)
     checked(Run(*inputs, causal=True, tile=tile, programs=2), f"{tile.epilogue}, staged in {staged_in}")

@@ -106,6 +106,11 @@ def tile_for_rounds(problem: Problem, device: Device, num_ctas: int) -> TileConf
     return pick_tile(problem, dataclasses.replace(device, sm_count=num_ctas), num_ctas)
 
 
+def tile_for_reuse(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
+    """What the table has where very many queries use each key: in fp8 on Hopper, one with V transposed before."""
+    return tile_for_rounds(dataclasses.replace(problem, q_len=2**14), device, num_ctas)
+
+
 def poison_free_memory(*like: tuple[Iterable[int], torch.dtype]) -> None:
     """Fill memory of these shapes with NaN and free it: what is allocated next is likely to get it."""
     poisoned = [torch.full(tuple(shape), float("nan"), dtype=dtype, device="cuda") for shape, dtype in like]

@@ -15,6 +15,7 @@ from gluon_attn.device import Device
 from gluon_attn.problem import Problem, output_dtype
 from gluon_attn.tuning import HOPPER, hopper_tile, pick_tile
 from tests.gpu.checks import (
+    FP8,
     Apart,
     Surrounded,
     check,
@@ -22,6 +23,7 @@ from tests.gpu.checks import (
     normal_qkv,
     outcomes_of,
     poison_free_memory,
+    tile_for_reuse,
     tile_for_rounds,
 )
 
@@ -158,7 +160,7 @@ def every_case() -> Iterator[Case]:
     for (d, dtype), num_ctas, layout in itertools.product(kinds, (1, 2), ("bhsd", "bshd")):
         common: dict[str, Any] = {"turns": "none", "num_ctas": num_ctas}
         if dtype == "float8_e4m3fn":
-            common["transpose"] = (4, 56)
+            common["transpose_registers"] = 56
         cut = (2, 64 if d > 128 else 128, 1, 2, 216)
         for tile in (
             hopper_tile(*cut, epilogue="rows", stage_in_queries=d > 128, **common),
@@ -318,11 +320,12 @@ def run_case(name: str) -> None:
 
 
 def tiles_of(case: Case, problem: Problem, device: Device) -> list[TileConfig | None]:
-    """The case's tile; or the one that attention() picks, and where that is one for little work that for much, too."""
+    """The case's tile; or the one that attention() picks, and where that is one for little work those for much, too."""
     if case.tile:
         return [case.tile]
-    for_rounds = tile_for_rounds(problem, device, case.num_ctas)
-    return [None] if pick_tile(problem, device, case.num_ctas) == for_rounds else [None, for_rounds]
+    sized = (problem, device, case.num_ctas)
+    others = {tile_for_rounds(*sized), tile_for_reuse(*sized)} if problem.dtype in FP8 else {tile_for_rounds(*sized)}
+    return [None, *(others - {pick_tile(*sized)})]
 
 
 CASES = {case.name: case for case in every_case()}

@@ -14,7 +14,7 @@ import torch
 from channels import SignalChannel, cluster_fence
 from channels.compat import gl, jit
 from gluon_attn import attention
-from gluon_attn.launch import compiled
+from gluon_attn.launch import compiled, compiled_transpose
 from gluon_attn.tuning import HOPPER, Row
 from tests.gpu.checks import Apart, check, normal_qkv, outcomes_of
 
@@ -76,6 +76,8 @@ def run_attention(row: Row) -> None:
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
     kernel = compiled(dtype, row.padded_head_dim, row.causal, row.tile, device_index=0)
     assert kernel.metadata.profile_scratch_size > 0
+    if row.tile.transposes_before(row.element_bytes):
+        assert compiled_transpose(dtype, row.padded_head_dim, device_index=0).metadata.profile_scratch_size > 0
     for q_len, kv_len in LENGTHS:
         q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=row.padded_head_dim, dtype=dtype)
         out, lse = attention(q, k, v, causal=row.causal, tile=row.tile, return_lse=True)

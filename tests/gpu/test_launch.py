@@ -18,7 +18,7 @@ from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.problem import Problem
 from gluon_attn.tuning import pick_tile
-from tests.gpu.checks import Apart, Surrounded, check, normal, normal_qkv, outcomes_of
+from tests.gpu.checks import Apart, Surrounded, check, normal, normal_qkv, outcomes_of, tile_for_reuse
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -208,6 +208,43 @@ def graph_capture_and_replay() -> None:
             graph.replay()
             check(q, k, v, out, lse, causal=causal, what=f"replay {seed}, {options}")
             assert torch.equal(given, out)
+
+
+@launch_test
+def fp8_with_values_transposed_before() -> None:
+    """Two kernels and memory between them: captured and replayed, and on two streams at once."""
+    for num_ctas, layout in itertools.product((1, 2), ("bhsd", "bshd")):
+        sizes: dict[str, Any] = {"q_len": 513, "kv_len": 701, "heads": 4, "kv_heads": 2, "layout": layout}
+        q, k, v = normal_qkv(**sizes, dtype=torch.float8_e4m3fn)
+        problem = Problem.of(q, k, v, causal=True, layout=layout)
+        tile = tile_for_reuse(problem, Device.of(q.device), num_ctas)
+        assert tile.transposes_before(1)
+        options: dict[str, Any] = {"causal": True, "layout": layout}
+        attention(q, k, v, **options, tile=tile)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = attention(q, k, v, **options, tile=tile, return_lse=True)
+        for seed in (1, 2, 3):
+            fresh = normal_qkv(**sizes, dtype=torch.float8_e4m3fn, seed=seed)
+            for static, values in zip((q, k, v), fresh, strict=True):
+                static.copy_(values)
+            out.fill_(float("nan"))
+            graph.replay()
+            check(q, k, v, out, lse, **options, what=f"replay {seed}, {tile}")
+        inputs = [normal_qkv(**sizes, dtype=torch.float8_e4m3fn, seed=seed) for seed in (4, 5)]
+        expected = [torch.full_like(out, float("nan")) for _ in inputs]
+        for qkv, given in zip(inputs, expected, strict=True):
+            attention(*qkv, **options, tile=tile, out=given)
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in inputs]
+        for _ in range(100):
+            found = [torch.full_like(out, float("nan")) for _ in inputs]
+            torch.cuda.synchronize()
+            for stream, qkv, given in zip(streams, inputs, found, strict=True):
+                with torch.cuda.stream(stream):
+                    attention(*qkv, **options, tile=tile, out=given)
+            torch.cuda.synchronize()
+            assert all(map(torch.equal, found, expected)), f"{tile}"
 
 
 @launch_test

@@ -13,7 +13,7 @@ from .wires import alloc_wires
 def attention_forward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D], rows sharded over the CTAs of a cluster
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], the same in every CTA
-    v_desc,  # as k_desc
+    v_desc,  # as k_desc; of V transposed (B, Hkv, D, Sk), blocks [1, 1, D, BLOCK_N], if fp8 without a role that does it
     o_desc,  # as q_desc
     o_ptr,  # O's memory, if TILE.epilogue stores not by TMA; else None
     lse_ptr,  # (B, H, Sq) fp32, contiguous
@@ -38,7 +38,7 @@ def attention_forward(
     group = q_desc.shape[1] // k_desc.shape[1]
     operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2)
 
-    TRANSPOSERS: gl.constexpr = 1 if v_desc.dtype.primitive_bitwidth == 8 else 0
+    TRANSPOSERS: gl.constexpr = 1 if TILE.transpose_registers > 0 else 0
     gl.warp_specialize(
         [
             (softmax, (wires, schedule, operands, o_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, 0)),
@@ -49,7 +49,7 @@ def attention_forward(
         + [(transpose, (wires, schedule, operands))][:TRANSPOSERS]
         + [(load, (wires, schedule, operands, group))],
         # Warps; the first role runs in the warps that the kernel was launched with.
-        [4] * (TILE.softmax_roles - 1) + [TILE.transpose_warps][:TRANSPOSERS] + [1],
+        [4] * (TILE.softmax_roles - 1 + TRANSPOSERS) + [1],
         [TILE.softmax_registers] * (TILE.softmax_roles - 1)
         + [TILE.transpose_registers][:TRANSPOSERS]
         + [TILE.load_registers],

@@ -41,11 +41,19 @@ def load(wires, schedule, operands, group):
             k, keys = keys.acquire()
             tma.load(k, operands.k, [tile.batch, kv_head, key - BLOCK_N, 0])
             v, values = values.acquire()
-            tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
+            load_values(v, wires, operands, tile.batch, kv_head, key)
             key -= BLOCK_N
         v, values = values.acquire()
-        tma.load(v, operands.v, [tile.batch, kv_head, key, 0])
+        load_values(v, wires, operands, tile.batch, kv_head, key)
         work = work.next()
+
+
+@jit
+def load_values(slot, wires, operands, batch, kv_head, key):
+    if operands.v.dtype.primitive_bitwidth == 16 or wires.TRANSPOSES:
+        tma.load(slot, operands.v, [batch, kv_head, key, 0])
+    else:
+        tma.load(slot, operands.v, [batch, kv_head, 0, key])
 
 
 @jit
@@ -77,7 +85,7 @@ def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
     if v.tiles.dtype.primitive_bitwidth == 16:
         return v.view([BLOCK_N, D])
     else:
-        return v.part(0).permute((1, 0))
+        return v.view([D, BLOCK_N]).permute((1, 0))
 
 
 @jit

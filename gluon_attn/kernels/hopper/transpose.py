@@ -1,9 +1,10 @@
-"""The role that transposes V, for fp8.
+"""V transposed, for fp8: by a role of the attention kernel, block by block, or by a kernel of its own before it.
 
 Hopper multiplies 8-bit operands only if both run along the summed dimension in memory, the keys; V as users have it
-runs along the head dim.
+runs along the head dim. A role transposes each block as often as it is used; the kernel once, but through memory.
 """
 
+from channels import SharedMemoryChannel, cluster_fence, tma
 from gluon_attn.compat import constexpr_function, gl, jit
 
 from .work import first_work
@@ -32,11 +33,17 @@ def values_layout(block_n, head_dim, num_warps, cga_layout):
 
 
 @jit
+def transposed(slot, BLOCK_N: gl.constexpr, D: gl.constexpr, cga_layout: gl.constexpr):
+    """The V in a slot, [BLOCK_N, D], as [D, BLOCK_N] in registers, its columns where P has them."""
+    v = slot.view([BLOCK_N, D]).load(values_layout(BLOCK_N, D, gl.num_warps(), cga_layout))
+    return v.reshape([BLOCK_N // 16, 2, 4, 2, D]).permute((4, 0, 2, 1, 3)).reshape([D, BLOCK_N])
+
+
+@jit
 def transpose(wires, schedule, operands):
-    """Takes every block of V from `loaded_values` to `values`."""
+    """The role: takes every block of V from `loaded_values` to `values`."""
     BLOCK_N: gl.constexpr = operands.v.block_shape[2]
     D: gl.constexpr = operands.v.block_shape[3]
-    LAYOUT: gl.constexpr = values_layout(BLOCK_N, D, gl.num_warps(), operands.v.layout.cga_layout)
     loaded_values, values = wires.loaded_values.consumer(), wires.values.producer()
 
     work = first_work(schedule)
@@ -44,10 +51,37 @@ def transpose(wires, schedule, operands):
         rows = schedule.rows(work.tile())
         for _ in range(rows.blocks()):
             loaded, loaded_values = loaded_values.acquire()
-            v = loaded.view([BLOCK_N, D]).load(LAYOUT)
+            v = transposed(loaded, BLOCK_N, D, operands.v.layout.cga_layout)
             loaded.release_accessed()
-            v = v.reshape([BLOCK_N // 16, 2, 4, 2, D]).permute((4, 0, 2, 1, 3)).reshape([D, BLOCK_N])
-            transposed, values = values.acquire()
-            transposed.part(0).store(v)
-            transposed.publish()
+            slot, values = values.acquire()
+            slot.part(0).store(v)
+            slot.publish()
         work = work.next()
+
+
+@jit
+def transpose_values(
+    v_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D]
+    out_desc,  # (B, Hkv, D, Sk rounded up to 16), blocks [1, 1, D, BLOCK_N]
+):
+    """The kernel: one program for each block of keys of each head."""
+    BLOCK_N: gl.constexpr = v_desc.block_shape[2]
+    D: gl.constexpr = v_desc.block_shape[3]
+    loaded = SharedMemoryChannel.alloc(v_desc, SLOTS=1, CONSUMERS=1)
+    out = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_shape, out_desc.layout)
+    loaded.init()
+    cluster_fence()
+
+    blocks = (v_desc.shape[2] + BLOCK_N - 1) // BLOCK_N
+    key = gl.program_id(0) % blocks * BLOCK_N
+    head = gl.program_id(0) // blocks % v_desc.shape[1]
+    batch = gl.program_id(0) // blocks // v_desc.shape[1]
+    slot, _ = loaded.producer().acquire()
+    tma.load(slot, v_desc, [batch, head, key, 0])
+    slot, _ = loaded.consumer().acquire()
+    v = transposed(slot, BLOCK_N, D, v_desc.layout.cga_layout)
+    out.reshape([D, BLOCK_N]).store(v)
+    tma.store_own(out_desc, [batch, head, 0, key], out)
+    tma.wait_stores_read()
+    cluster_fence()
+    loaded.close()

@@ -15,8 +15,8 @@ class Wires:
              last use of the tile. Sharded: each CTA of a cluster loads its own rows.
     keys:    load -> every softmax role; KV_SLOTS slots of [BLOCK_N, D]; freed by each role when QKᵀ is done. With two
              CTAs one load fills both (multicast), and the slot is free when both CTAs have freed it.
-    loaded_values: as keys, but of V. 16-bit values are read as they are: it is `values`. In fp8: load -> transpose.
-    values:  in fp8, transpose -> every softmax role; KV_SLOTS slots of [D, BLOCK_N]; freed by each when PV is done.
+    values:  as keys, but of V; in fp8 of [D, BLOCK_N]; freed by each role when PV is done. If a role transposes V, it
+             fills them: loaded_values: load -> transpose; values: transpose -> every softmax role.
     turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued
              its products, or has its scores too, lets the next role issue, so that one role's softmax runs beside
              another's products.
@@ -33,7 +33,7 @@ class Wires:
     TAKE_TURNS: gl.constexpr
     TURN_UNTIL_SCORES: gl.constexpr  # a role passes its turn on when it has its scores, not when it has issued
     EARLY_EXP: gl.constexpr  # quarters of the exponentials before PV is waited for
-    TRANSPOSED: gl.constexpr  # fp8
+    TRANSPOSES: gl.constexpr  # whether there is a role that does
     EPILOGUE: gl.constexpr  # of HopperTile
     STAGE_IN_QUERIES: gl.constexpr  # O is staged in the tile of Q it comes from, where shared memory is short (D = 256)
 
@@ -42,7 +42,7 @@ class Wires:
         self.queries.init()
         self.keys.init()
         self.values.init()
-        if self.TRANSPOSED:
+        if self.TRANSPOSES:
             self.loaded_values.init()
         self.turns.init()
         cluster_fence()
@@ -54,7 +54,7 @@ class Wires:
         self.queries.close()
         self.keys.close()
         self.values.close()
-        if self.TRANSPOSED:
+        if self.TRANSPOSES:
             self.loaded_values.close()
         self.turns.close()
 
@@ -62,11 +62,11 @@ class Wires:
 @jit
 def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
     ROLES: gl.constexpr = TILE.softmax_roles
-    TRANSPOSED: gl.constexpr = v_desc.dtype.primitive_bitwidth == 8
+    TRANSPOSES: gl.constexpr = TILE.transpose_registers > 0
     SHARED: gl.constexpr = gl.num_ctas() > 1
     queries = SharedMemoryChannel.alloc(q_desc, SLOTS=TILE.query_slots, CONSUMERS=ROLES, PARTS=ROLES)
     keys = SharedMemoryChannel.alloc(k_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
-    if TRANSPOSED:
+    if TRANSPOSES:
         loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
         LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[2], v_desc.layout.cga_layout)
         SHAPE: gl.constexpr = [TILE.kv_slots, v_desc.block_shape[3], v_desc.block_shape[2]]
@@ -85,7 +85,7 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
         keys=keys,
         loaded_values=loaded_values,
         values=values,
-        TRANSPOSED=TRANSPOSED,
+        TRANSPOSES=TRANSPOSES,
         turns=turns,
         output=output,
         TAKE_TURNS=TILE.turns != "none",
