@@ -97,8 +97,15 @@ def blackwell_tile(kv_slots: int, softmax_registers: int, *, num_ctas: int = 1, 
 
 
 def measured(head_dim: int, causal: bool, tile: TileConfig, **fields: Any) -> Row:
+    later = head_dim == 256 or fields.get("element_bytes") == 1
     return Row(
-        head_dim, causal, tile, result_file="h200_candidates.json", card="NVIDIA H200", date="2026-11-20", **fields
+        head_dim,
+        causal,
+        tile,
+        result_file="h200_candidates_fp8_d256.json" if later else "h200_candidates.json",
+        card="NVIDIA H200",
+        date="2026-11-22" if later else "2026-11-20",
+        **fields,
     )
 
 
@@ -122,13 +129,14 @@ def hopper_rows() -> Iterator[Row]:
         yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n))
         for causal in (False, True):
             yield measured(128, causal, hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=n))
-            wide = hopper_tile(2, 64, 1, 2, 232, turns="none", stage_in_queries=True, num_ctas=n)
+            turns: Literal["none", "issue"] = "none" if causal else "issue"
+            wide = hopper_tile(2, 64, 1, 2, 232, turns=turns, stage_in_queries=True, num_ctas=n)
             yield measured(256, causal, wide)
 
     # In fp8 a role of the kernel transposes V where keys are used so seldom that a kernel of its own does not pay.
     fp8 = {"element_bytes": 1}
     long = {"min_reuse": 2048, **fp8}
-    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, turns="none"), min_kv_len=8192, **long)
+    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, turns="scores"), min_kv_len=8192, **long)
     for n in (1, 2):
         yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns="none", num_ctas=n), **long)
         yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n), **long)
