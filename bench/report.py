@@ -1,7 +1,9 @@
-"""What a result file says: tables in Markdown, and plots of TFLOP/s by length.
+"""What result files say: tables in Markdown, and plots of TFLOP/s by length.
 
 python -m bench.report tables bench/results/h200_forward.json
 python -m bench.report plot bench/results/h200_forward.json --out docs/speed     writes docs/speed.svg and .png
+
+Of several files, a point that more than one has is the last one's.
 """
 
 import argparse
@@ -9,7 +11,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,15 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"{path}: expected a result file of `python -m bench`, got {error!r}")
     return report
+
+
+def read_all(paths: Sequence[Path]) -> dict[str, Any]:
+    """One report of several: the points in the order of the first that has them, each as the last that has it says; the
+    provenance of the first, and of the others in `further`."""
+    reports = [read(path) for path in paths]
+    points = {found["name"]: found for report in reports for found in report["points"]}
+    further = [report["provenance"] for report in reports[1:]]
+    return reports[0] | {"points": list(points.values()), "further": further}
 
 
 def swept(report: dict[str, Any]) -> list[Found]:
@@ -98,10 +109,11 @@ def means(report: dict[str, Any]) -> Iterator[str]:
 
 
 def tables(report: dict[str, Any]) -> str:
-    p = report["provenance"]
-    versions = f"torch {p['torch']}, Triton {p['triton']}, cuDNN {p['cudnn']}"
-    head = f"{p['card']}, {p['date']}, {versions}, commit {p['commit']}"
-    return "\n".join([head, "", *rates(report), "", *means(report), "", *by_cta_count(report)])
+    heads = [
+        f"{p['card']}, {p['date']}, torch {p['torch']}, Triton {p['triton']}, cuDNN {p['cudnn']}, commit {p['commit']}"
+        for p in (report["provenance"], *report.get("further", ()))
+    ]
+    return "\n".join([*heads, "", *rates(report), "", *means(report), "", *by_cta_count(report)])
 
 
 def plot(report: dict[str, Any], out: Path) -> list[Path]:
@@ -132,7 +144,8 @@ def plot(report: dict[str, Any], out: Path) -> list[Path]:
         axis.set_visible(False)
     axes.flat[0].legend(loc="lower right", fontsize="small")
     p = report["provenance"]
-    figure.suptitle(f"Attention forward, {TOKENS // 1024}k tokens, {p['card']}, {p['date']} (peers of fp8: in bf16)")
+    dates = " and ".join(dict.fromkeys([p["date"], *(q["date"] for q in report.get("further", ()))]))
+    figure.suptitle(f"Attention forward, {TOKENS // 1024}k tokens, {p['card']}, {dates} (peers of fp8: in bf16)")
     written = [out.with_suffix(suffix) for suffix in (".svg", ".png")]
     for path in written:
         figure.savefig(path, dpi=80)
@@ -144,10 +157,10 @@ def main() -> None:
         prog="python -m bench.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["tables", "plot"])
-    parser.add_argument("file", type=Path, help="a result file of `python -m bench`")
+    parser.add_argument("files", type=Path, nargs="+", help="result files of `python -m bench`")
     parser.add_argument("--out", type=Path, default=Path("speed"), help="of plots, without the suffix")
     args = parser.parse_args()
-    report = read(args.file)
+    report = read_all(args.files)
     if args.what == "tables":
         print(tables(report))
     else:

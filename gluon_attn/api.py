@@ -76,7 +76,9 @@ def attention(
     """softmax(scale · Q Kᵀ + mask) V on a Hopper or Blackwell card, on the current stream of q's device.
 
     The method is FlashAttention's (Dao et al., 2022; Shah et al., 2024): online softmax over blocks of keys, warp
-    specialised. Nothing is copied, and a new length, batch or number of heads compiles nothing.
+    specialised. A new length, batch or number of heads compiles nothing. Nothing is copied, with one exception: Hopper
+    multiplies fp8 only with V transposed, and where many queries use each key a kernel of its own does that before,
+    into memory of V's size that is free again when the call is done.
 
     Args:
         q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a

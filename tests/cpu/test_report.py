@@ -64,6 +64,17 @@ def test_not_a_result_file(tmp_path, text):
         report.read(path)
 
 
+def test_of_a_point_in_two_files_the_last_counts(tmp_path):
+    paths = [tmp_path / name for name in ("first.json", "second.json")]
+    both = [{"name": "a", "results": 1}, {"name": "b", "results": 1}]
+    again = [{"name": "c", "results": 2}, {"name": "a", "results": 2}]
+    for path, points in zip(paths, (both, again), strict=True):
+        path.write_text(json.dumps({"provenance": PROVENANCE | {"date": path.stem}, "points": points}))
+    merged = report.read_all(paths)
+    assert [(point["name"], point["results"]) for point in merged["points"]] == [("a", 2), ("b", 1), ("c", 2)]
+    assert (merged["provenance"]["date"], [p["date"] for p in merged["further"]]) == ("first", ["second"])
+
+
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     written = report.plot({"provenance": PROVENANCE, "points": TWO}, tmp_path / "speed")
@@ -73,7 +84,7 @@ def test_plots(tmp_path):
 
 def test_the_readme_has_the_committed_figures():
     readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
-    committed = json.loads((RESULTS / "h200_forward.json").read_text(encoding="utf-8"))
+    committed = report.read_all([RESULTS / name for name in ("h200_forward.json", "h200_forward_fp8_d256.json")])
     bf16 = [line for line in report.rates(committed) if line.startswith(("| TFLOP", "| bf16", "| e4m3"))]
     assert len(bf16) > len(LENGTHS)
     assert [line for line in bf16 if line not in readme] == []
