@@ -54,6 +54,12 @@ def test_pairs_only_where_they_even_something_out(blocks_per_item, changes):
     assert plan(**changes).blocks_per_item == blocks_per_item
 
 
+def test_a_program_for_each_block_of_values_to_transpose():
+    assert plan(kv_len=4096).transpose_programs == 8 * 32
+    assert plan(batch=3, kv_len=1).transpose_programs == plan(batch=3, kv_len=128).transpose_programs == 8 * 3
+    assert plan(kv_len=129).transpose_programs == 8 * 2
+
+
 BLACKWELL = blackwell_tile(3, 192)  # 256 rows
 
 

@@ -161,6 +161,20 @@ def test_little_work_has_small_tiles(head_dim, causal, heads, length, rows):
     assert pick_tile(asked, Device.hopper()).block_m == rows
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "queries"), [(64, False, 2048), (64, True, 2048), (128, False, 1024), (128, True, 4096)]
+)
+@pytest.mark.parametrize("kv_len", [1000, 16384])
+def test_values_are_transposed_before_where_many_queries_use_each_key(head_dim, causal, queries, kv_len):
+    """As many of one head as of four that share a KV head, a quarter as long."""
+    kind = {"dtype": torch.float8_e4m3fn, "head_dim": head_dim, "causal": causal, "kv_len": kv_len}
+    for group, num_ctas in itertools.product((1, 4), (1, 2)):
+        for q_len, before in ((queries // group - 1, False), (queries // group, True)):
+            asked = problem(**kind, q_len=q_len, kv_heads=16 // group)
+            assert pick_tile(asked, Device.hopper(), num_ctas).transposes_before(1) == before, asked
+            assert not pick_tile(asked, Device.hopper(), num_ctas).transposes_before(2)
+
+
 def test_picking_is_pure(monkeypatch):
     asked = problem(causal=True)
     first = pick_tile(asked, Device.hopper())

@@ -193,6 +193,9 @@ SKIPS = "|".join(
     line_of(HOPPER, "wires.py", text) for text in ("k, keys = self.keys.acquire()", "v, values = self.values.acquire()")
 )
 
+LOADED_ONCE = line_of(HOPPER, "transpose.py", "slot, _ = loaded.producer().acquire()")
+FREED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.freed, freed_arrivals(self.CONSUMERS))")
+
 HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(LANE).acquire()")
 FIRST_TURN = line_of(BLACKWELL, "softmax.py", "ends = ends.take_turn()", FIRST)
 
@@ -239,6 +242,10 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"{ON_HOPPER}, fp8[^|]* \| delete: wait_barrier .* {in_hopper_roles('v, values = values.acquire()', FIRST)}",
         "the last V in the slot was transposed before any role freed the keys after it, which have been waited for",
+    ),
+    Explanation(
+        rf"fp8, V transposed before \| (delete: wait_barrier .* {LOADED_ONCE}|count .* init_barrier .* {FREED_INIT})",
+        "the slot is filled once: its first acquire passes at once, and nobody frees it",
     ),
     Explanation(
         rf"{ON_BLACKWELL} \| delete: cluster_barrier #\d+ kernel at kernel\.py:\d+$",
