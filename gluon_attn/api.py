@@ -77,8 +77,8 @@ def attention(
 
     The method is FlashAttention's (Dao et al., 2022; Shah et al., 2024): online softmax over blocks of keys, warp
     specialised. A new length, batch or number of heads compiles nothing. Nothing is copied, with one exception: Hopper
-    multiplies fp8 only with V transposed, and where many queries use each key a kernel of its own does that before,
-    into memory of V's size that is free again when the call is done.
+    multiplies fp8 only with V transposed, and at D > 128, or where many queries use each key, a kernel of its own does
+    that before, into memory for as many elements as V's shape has, also of a V that is expanded.
 
     Args:
         q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a

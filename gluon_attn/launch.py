@@ -66,13 +66,11 @@ def compiled(
 
 
 @functools.lru_cache(maxsize=64)
-def compiled_transpose(
-    dtype: torch.dtype, padded_head_dim: int, *, arch: int = 90, device_index: int | None = None
-) -> CompiledKernel:
-    """The kernel that transposes V before. arch, device_index: as for `compiled`."""
+def compiled_transpose(dtype: torch.dtype, padded_head_dim: int, *, device_index: int | None = None) -> CompiledKernel:
+    """The kernel that transposes V before, which Hopper alone needs. device_index: as for `compiled`."""
     blocks = transposition_blocks(dtype, padded_head_dim)
     types = {name: type_name(*of) for name, of in blocks.items()}
-    return compile_gluon(transpose_values, types, {}, arch=arch, num_warps=4, num_ctas=1)
+    return compile_gluon(transpose_values, types, {}, arch=90, num_warps=4, num_ctas=1)
 
 
 class Launch:
@@ -93,10 +91,10 @@ class Launch:
         with torch.cuda.device(self.device_index):
             self.launcher = Launcher(kernel, plan.programs)
         self.transpose = TransposeLaunch(plan, v) if tile.transposes_before(problem.dtype.itemsize) else None
-        views = [View.of(t, problem.layout) for t in (q, k, v, out)]
+        of_q, of_k, of_v, of_out = (View.of(t, problem.layout) for t in (q, k, v, out))
         if self.transpose is not None:
-            views[2] = self.transpose.view
-        self.describe = descriptions(views, kernel)
+            of_v = self.transpose.view
+        self.describe = descriptions([of_q, of_k, of_v, of_out], kernel)
         self.scalars = [plan.scale_log2, plan.blocks_per_item, plan.heads_per_group]
         # A launch takes a place for each compile-time parameter, and no value.
         absent = constants_of(tile, problem.causal, problem.dtype)
@@ -127,7 +125,7 @@ class TransposeLaunch:
     def __init__(self, plan: Plan, v: Tensor) -> None:
         problem = plan.problem
         self.layout = problem.layout
-        kernel = compiled_transpose(problem.dtype, problem.padded_head_dim, arch=plan.arch, device_index=v.device.index)
+        kernel = compiled_transpose(problem.dtype, problem.padded_head_dim, device_index=v.device.index)
         with torch.cuda.device(v.device):
             self.launcher = Launcher(kernel, plan.transpose_programs)
         self.view = View.of(empty_transposed(v.to("meta"), self.layout))

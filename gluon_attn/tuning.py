@@ -17,11 +17,11 @@ CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 class Row:
     """A choice of tile for the problems it fits, on the architectures that the tile is for.
 
-    element_bytes: of q, k and v. min_kv_len: from how many keys on. min_reuse: from how many queries on to a KV head:
-    so often is used what is prepared once. one_round: only if no program has more than one item to do: with little work
-    small tiles win, as more processors have some. result_file (under bench/results/),
-    card, date: where the tiles were timed that it was chosen from; None for a row that waits for its measurement. The
-    rows are few: they are not the fastest at every length, and a few per cent are within the noise.
+    element_bytes: of q, k and v. min_kv_len: from how many keys on. min_reuse: from how many queries of a KV head on,
+    which is how often each of its keys is used, and pays for what is done to it once. one_round: only if no program has
+    more than one item to do: with little work small tiles win, as more processors have some. result_file (under
+    bench/results/), card, date: where the tiles were timed that it was chosen from; None for a row that waits for its
+    measurement. The rows are few: they are not the fastest at every length, and a few per cent are within the noise.
     """
 
     padded_head_dim: int
@@ -133,13 +133,16 @@ def hopper_rows() -> Iterator[Row]:
             wide = hopper_tile(2, 64, 1, 2, 232, turns=turns, stage_in_queries=True, num_ctas=n)
             yield measured(256, causal, wide)
 
-    # In fp8 a role of the kernel transposes V where keys are used so seldom that a kernel of its own does not pay.
+    # In fp8 a role of the kernel transposes V where keys are used so seldom that a kernel of its own does not pay; but
+    # not at D=256, where with four warps more the assembler has too few registers for the products.
     fp8 = {"element_bytes": 1}
-    long = {"min_reuse": 2048, **fp8}
-    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, turns="scores"), min_kv_len=8192, **long)
+    often = {"min_reuse": 2048, **fp8}
+    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, turns="scores"), min_kv_len=8192, **often)
     for n in (1, 2):
-        yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns="none", num_ctas=n), **long)
-        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n), **long)
+        three = hopper_tile(3, 128, 2, 2, 160, turns="none", num_ctas=n)
+        yield measured(64, False, three, min_kv_len=2048, **often)
+        yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), **often)
+        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n), **often)
         for causal in (False, True):
             wide = hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, num_ctas=n)
             yield measured(256, causal, wide, **fp8)
@@ -251,8 +254,8 @@ def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
 
 
 def require_fits_dtype(tile: HopperTile, problem: Problem) -> None:
-    """ValueError for what does not go with the problem's dtype: with fp8 O staged in Q's tile; with 16 bits a role that
-    transposes V, nor one with too little to do."""
+    """ValueError for what does not go with the problem's dtype: in fp8 O staged in Q's tile, or a role that transposes
+    V with too little to do; in 16 bits such a role at all."""
     fp8 = problem.dtype in FP8_DTYPES
     if tile.stage_in_queries and fp8:
         raise ValueError(

@@ -43,6 +43,15 @@ def test_a_described_card_is_executed_on_the_cpu(num_ctas):
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
 
 
+def test_fp8_with_values_transposed_before_is_executed_on_the_cpu():
+    """As attention() launches it: two kernels."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 144).to(torch.float8_e4m3fn) for _ in range(3))
+    out, _ = attention(q, k, v, causal=True, device=Device.hopper(), return_lse=True)
+    want, _ = reference_attention(q.double(), k.double(), v.double(), causal=True)
+    torch.testing.assert_close(out.double(), want, atol=0.1, rtol=0)
+
+
 def misaligned(t: torch.Tensor) -> torch.Tensor:
     """A copy of `t`, two bytes past an aligned address."""
     copy = torch.zeros(t.numel() + 8, dtype=t.dtype)[1 : t.numel() + 1].view(t.shape)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals, hardware_arrivals, signal_arrivals
-from gluon_attn.launch import compiled
-from gluon_attn.resources import Resources, first_role_registers, instructions, resources, steady_loops
+from gluon_attn.compat import disassemble
+from gluon_attn.launch import compiled, compiled_transpose
+from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources, steady_loops
 from gluon_attn.tile import REGISTERS_PER_SM, HopperTile
 from gluon_attn.tuning import HOPPER, Row
 
@@ -25,7 +26,7 @@ def name_of(row: Row) -> str:
 
 
 SIXTEEN_BITS = [row for row in HOPPER if row.element_bytes == 2]
-FP8 = [row for row in HOPPER if row.element_bytes == 1]  # they have a role more
+FP8 = [row for row in HOPPER if row.element_bytes == 1]  # some have a role more
 every_row = pytest.mark.parametrize("row", SIXTEEN_BITS, ids=map(name_of, SIXTEEN_BITS))
 fp8_rows = pytest.mark.parametrize("row", FP8, ids=map(name_of, FP8))
 WGMMA_DEPTH = 16  # columns of the left operand that one product instruction takes, at 16 bits
@@ -182,6 +183,17 @@ def test_fp8_steps_are_neither_serialised_nor_spilled(row):
     assert len(loops) == row.tile.softmax_roles * (2 if row.causal else 1)
     per_step = (row.padded_head_dim + row.tile.block_n) // (2 * WGMMA_DEPTH)
     assert {(loop.products, loop.waits, loop.spills) for loop in loops} == {(per_step, 2, 0)}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_kernel_that_transposes_values(head_dim):
+    """One slot and the transposed tile; both barriers expect one arrive; nothing is spilled."""
+    kernel = compiled_transpose(torch.float8_e5m2, head_dim)
+    tiles = 2 * 128 * head_dim
+    assert tiles < kernel.metadata.shared <= tiles + 1024
+    assert barrier_counts(kernel.asm["ptx"]) == {1: 2}
+    code, _ = instructions(disassemble(kernel))
+    assert [count(code, name) for name in ("UTMALDG", "UTMASTG", "STL", "LDL")] == [1, 1, 0, 0]
 
 
 SCRATCH = """

@@ -71,10 +71,11 @@ def test_scopes_are_numbered_as_they_stand_in_the_code(tmp_path):
     assert scopes.scope_names(ttgir) == [(0, "values"), (1, "keys")]
 
 
-# By roles of softmax, registers of one that transposes: alone, two beside each other, and fp8's.
+# By roles of softmax, registers of one that transposes: alone, two and three beside each other, and fp8's.
 FIRST_WARPS = [
     (1, 0, {"softmax 0": 0, "load": 6}),
     (2, 0, {"softmax 0": 0, "softmax 1": 4, "load": 10}),
+    (3, 0, {"softmax 0": 0, "softmax 1": 4, "softmax 2": 8, "load": 14}),
     (2, 56, {"softmax 0": 0, "softmax 1": 4, "transpose": 8, "load": 14}),
 ]
 
@@ -99,11 +100,13 @@ def test_all_ctas_fit_into_what_the_profiler_copies():
 KERNELS = {
     "turns, pairs of CTAs": (torch.bfloat16, hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=2)),
     "fp8": (torch.float8_e4m3fn, hopper_tile(2, 128, 2, 2, 152, turns="none", transpose_registers=56)),
+    "fp8, V transposed before": (torch.float8_e4m3fn, hopper_tile(3, 128, 2, 2, 160, turns="none")),
 }
 ALWAYS = {"queries", "keys", "values", "products: scores", "products: acc", "stores", "freed queries", "freed keys"}
 EXPECTED = {
     "turns, pairs of CTAs": ALWAYS | {"turn", "values again", "freed values", "peer's keys", "peer's values"},
     "fp8": ALWAYS | {"loaded values", "freed values"},
+    "fp8, V transposed before": ALWAYS | {"freed values"},
 }
 
 

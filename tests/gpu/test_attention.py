@@ -324,8 +324,8 @@ def tiles_of(case: Case, problem: Problem, device: Device) -> list[TileConfig | 
     if case.tile:
         return [case.tile]
     sized = (problem, device, case.num_ctas)
-    others = {tile_for_rounds(*sized), tile_for_reuse(*sized)} if problem.dtype in FP8 else {tile_for_rounds(*sized)}
-    return [None, *(others - {pick_tile(*sized)})]
+    others = [tile_for_rounds(*sized), *([tile_for_reuse(*sized)] if problem.dtype in FP8 else [])]
+    return [None, *(tile for tile in dict.fromkeys(others) if tile != pick_tile(*sized))]
 
 
 CASES = {case.name: case for case in every_case()}

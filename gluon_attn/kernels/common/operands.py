@@ -34,7 +34,7 @@ class Operands:
 
     q: tma_descriptor  # (B, H, Sq, D), tiles [1, 1, ROWS, D]
     k: tma_descriptor  # (B, Hkv, Sk, D), tiles [1, 1, BLOCK_N, D]
-    v: tma_descriptor  # as k
+    v: tma_descriptor  # as k; or, on Hopper in fp8, of V transposed, tiles [1, 1, D, BLOCK_N]
     o: tma_descriptor  # as q, or bf16
     lse: gl.tensor  # (B, H, Sq) fp32
     scale_log2: gl.tensor  # softmax scale times log2(e)

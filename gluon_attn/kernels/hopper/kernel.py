@@ -13,7 +13,7 @@ from .wires import alloc_wires
 def attention_forward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D], rows sharded over the CTAs of a cluster
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], the same in every CTA
-    v_desc,  # as k_desc; of V transposed (B, Hkv, D, Sk), blocks [1, 1, D, BLOCK_N], if fp8 without a role that does it
+    v_desc,  # as k_desc; in fp8 without a role that transposes: (B, Hkv, D, Sk up to 16), blocks [1, 1, D, BLOCK_N]
     o_desc,  # as q_desc
     o_ptr,  # O's memory, if TILE.epilogue stores not by TMA; else None
     lse_ptr,  # (B, H, Sq) fp32, contiguous

@@ -1,5 +1,5 @@
 """Two roles of the Hopper kernel: one warp loads; each softmax warpgroup takes its query rows from QKᵀ to O. In fp8
-there is a third, see transpose.py."""
+there may be a third, see transpose.py."""
 
 from channels import tma
 from gluon_attn.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
@@ -50,6 +50,7 @@ def load(wires, schedule, operands, group):
 
 @jit
 def load_values(slot, wires, operands, batch, kv_head, key):
+    """Fill a slot with the block of V from `key` on, as users have it or as it was transposed before."""
     if operands.v.dtype.primitive_bitwidth == 16 or wires.TRANSPOSES:
         tma.load(slot, operands.v, [batch, kv_head, key, 0])
     else:

@@ -78,7 +78,7 @@ def transpose_values(
     batch = gl.program_id(0) // blocks // v_desc.shape[1]
     slot, _ = loaded.producer().acquire()
     tma.load(slot, v_desc, [batch, head, key, 0])
-    slot, _ = loaded.consumer().acquire()
+    slot, _ = loaded.consumer().acquire()  # filled once, and so never released
     v = transposed(slot, BLOCK_N, D, v_desc.layout.cga_layout)
     out.reshape([D, BLOCK_N]).store(v)
     tma.store_own(out_desc, [batch, head, 0, key], out)

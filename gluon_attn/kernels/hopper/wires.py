@@ -15,8 +15,9 @@ class Wires:
              last use of the tile. Sharded: each CTA of a cluster loads its own rows.
     keys:    load -> every softmax role; KV_SLOTS slots of [BLOCK_N, D]; freed by each role when QKᵀ is done. With two
              CTAs one load fills both (multicast), and the slot is free when both CTAs have freed it.
-    values:  as keys, but of V; in fp8 of [D, BLOCK_N]; freed by each role when PV is done. If a role transposes V, it
-             fills them: loaded_values: load -> transpose; values: transpose -> every softmax role.
+    values:  as keys, but of V, in fp8 of [D, BLOCK_N]; freed by each role when PV is done.
+    loaded_values: the same channel, unless a role transposes V. Then it is as keys, load -> transpose; and values are
+             transpose -> every softmax role, in each CTA its own.
     turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued
              its products, or has its scores too, lets the next role issue, so that one role's softmax runs beside
              another's products.
