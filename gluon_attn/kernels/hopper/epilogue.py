@@ -17,25 +17,25 @@ def store_lse(lse, operands, tile, rows):
 @jit
 def store_output(out, o_ptr, operands, wires, q_slot, part, tile, rows, ROLE: gl.constexpr):
     """out: [ROWS, D] in O's dtype, registers. Frees the tile of Q if O is staged there."""
-    if wires.EPILOGUE == "registers":
+    if wires.TILE.epilogue == "registers":
         store_rows(out, o_ptr, operands.o, tile, rows)
     else:
-        if wires.STAGE_IN_QUERIES:
+        if wires.TILE.stage_in_queries:
             staged = q_slot.part(part)
         else:
             staged = wires.output.index(ROLE)
-        if wires.EPILOGUE == "tma":
-            if not wires.STAGE_IN_QUERIES:
+        if wires.TILE.epilogue == "tma":
+            if not wires.TILE.stage_in_queries:
                 tma.wait_stores_read()  # of the tile before
             staged.reshape(out.shape).store(out)
             tma.store_own(operands.o, [tile.batch, tile.head, rows.first, 0], staged)
-            if wires.STAGE_IN_QUERIES:
+            if wires.TILE.stage_in_queries:
                 tma.wait_stores_read()
                 q_slot.release()
         else:
             staged.reshape(out.shape).store(out)
             in_rows = staged.reshape(out.shape).load(rows_layout(operands.o.layout, out.shape[1]))
-            if wires.STAGE_IN_QUERIES:
+            if wires.TILE.stage_in_queries:
                 q_slot.release_accessed()
             store_rows(in_rows, o_ptr, operands.o, tile, rows)
 
@@ -43,7 +43,7 @@ def store_output(out, o_ptr, operands, wires, q_slot, part, tile, rows, ROLE: gl
 @jit
 def finish_stores(wires):
     """Before a role ends: what TMA stores of its own still read must not go away."""
-    if wires.EPILOGUE == "tma":
+    if wires.TILE.epilogue == "tma":
         tma.wait_stores_read()
 
 

@@ -51,7 +51,7 @@ def load(wires, schedule, operands, group):
 @jit
 def load_values(slot, wires, operands, batch, kv_head, key):
     """Fill a slot with the block of V from `key` on, as users have it or as it was transposed before."""
-    if operands.v.dtype.primitive_bitwidth == 16 or wires.TRANSPOSES:
+    if operands.v.dtype.primitive_bitwidth == 16 or wires.TILE.transpose_registers > 0:
         tma.load(slot, operands.v, [batch, kv_head, key, 0])
     else:
         tma.load(slot, operands.v, [batch, kv_head, 0, key])
@@ -123,19 +123,19 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES:
     v, values = blocks.values.acquire()
     left = to_left_operand(p, q.dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, q.shape[1]), acc, is_async=True)
-    if not wires.TURN_UNTIL_SCORES:
+    if wires.TILE.turns != "scores":
         turn.pass_on()
 
     scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     k.release()
-    if wires.TURN_UNTIL_SCORES:
+    if wires.TILE.turns == "scores":
         turn.pass_on()
     if MASKED:
         scores = rows.mask(scores, block)
     row_max, alpha = next_maximum(scores, stats, scale_log2, MASKED)
     parts = quarters(scores)
-    early, early_sums = probabilities(parts[: wires.EARLY_EXP], row_max, scale_log2, q.dtype, MASKED)
-    if wires.EARLY_EXP > 0:
+    early, early_sums = probabilities(parts[: wires.TILE.early_exp], row_max, scale_log2, q.dtype, MASKED)
+    if wires.TILE.early_exp > 0:
         # The same slot again: it passes at once, but the assembler moves no exponential past its branch.
         blocks.values.acquire()
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
@@ -143,7 +143,7 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES:
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    late, late_sums = probabilities(parts[wires.EARLY_EXP :], row_max, scale_log2, q.dtype, MASKED)
+    late, late_sums = probabilities(parts[wires.TILE.early_exp :], row_max, scale_log2, q.dtype, MASKED)
     stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
     return join_quarters(early + late), acc, stats, Blocks(keys, values, turn)
 
@@ -169,7 +169,9 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
     queries = wires.queries.consumer()
-    blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn_of(wires.turns, ROLE, wires.TAKE_TURNS))
+    blocks = Blocks(
+        wires.keys.consumer(), wires.values.consumer(), turn_of(wires.turns, ROLE, wires.TILE.turns != "none")
+    )
 
     work = first_work(schedule)
     while work.is_left():
@@ -197,7 +199,7 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
             p, acc, stats, blocks = next_block(
                 q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False
             )
-        if not wires.STAGE_IN_QUERIES:
+        if not wires.TILE.stage_in_queries:
             q_slot.release()
         factor, lse = finish(stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
         store_lse(lse, operands, tile, rows)

@@ -31,19 +31,14 @@ class Wires:
     values: SharedMemoryChannel
     turns: SignalChannel
     output: gl.shared_memory_descriptor
-    TAKE_TURNS: gl.constexpr
-    TURN_UNTIL_SCORES: gl.constexpr  # a role passes its turn on when it has its scores, not when it has issued
-    EARLY_EXP: gl.constexpr  # quarters of the exponentials before PV is waited for
-    TRANSPOSES: gl.constexpr  # whether there is a role that does
-    EPILOGUE: gl.constexpr  # of HopperTile
-    STAGE_IN_QUERIES: gl.constexpr  # O is staged in the tile of Q it comes from, where shared memory is short (D = 256)
+    TILE: gl.constexpr  # a HopperTile
 
     @jit
     def init(self):
         self.queries.init()
         self.keys.init()
         self.values.init()
-        if self.TRANSPOSES:
+        if self.TILE.transpose_registers > 0:
             self.loaded_values.init()
         self.turns.init()
         cluster_fence()
@@ -55,7 +50,7 @@ class Wires:
         self.queries.close()
         self.keys.close()
         self.values.close()
-        if self.TRANSPOSES:
+        if self.TILE.transpose_registers > 0:
             self.loaded_values.close()
         self.turns.close()
 
@@ -63,11 +58,10 @@ class Wires:
 @jit
 def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
     ROLES: gl.constexpr = TILE.softmax_roles
-    TRANSPOSES: gl.constexpr = TILE.transpose_registers > 0
     SHARED: gl.constexpr = gl.num_ctas() > 1
     queries = SharedMemoryChannel.alloc(q_desc, SLOTS=TILE.query_slots, CONSUMERS=ROLES, PARTS=ROLES)
     keys = SharedMemoryChannel.alloc(k_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
-    if TRANSPOSES:
+    if TILE.transpose_registers > 0:
         loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
         LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[2], v_desc.layout.cga_layout)
         SHAPE: gl.constexpr = [TILE.kv_slots, v_desc.block_shape[3], v_desc.block_shape[2]]
@@ -86,14 +80,9 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
         keys=keys,
         loaded_values=loaded_values,
         values=values,
-        TRANSPOSES=TRANSPOSES,
         turns=turns,
         output=output,
-        TAKE_TURNS=TILE.turns != "none",
-        TURN_UNTIL_SCORES=TILE.turns == "scores",
-        EARLY_EXP=TILE.early_exp,
-        EPILOGUE=TILE.epilogue,
-        STAGE_IN_QUERIES=TILE.stage_in_queries,
+        TILE=TILE,
     )
 
 
