@@ -10,6 +10,7 @@ from .tile import TileConfig
 # Of the cache, that K and V of the heads at work may take: the rest is for Q, O and what else passes through.
 SHARE_OF_L2 = 0.6
 
+LARGEST_LENGTH = 2**31 - 2**12  # leaves room to round up to any block of rows or keys
 # Keys of a block in the kernel that transposes V.
 TRANSPOSE_BLOCK_N = 128
 
@@ -41,13 +42,19 @@ class Plan:
 
     @staticmethod
     def of(problem: Problem, tile: TileConfig, device: Device) -> "Plan":
-        """Raises ValueError for more row blocks than the kernel can count."""
+        """Raises ValueError for more row blocks, queries or keys than the kernel can count."""
         clusters = device.sm_count // tile.num_ctas
         if clusters == 0:
             raise ValueError(
                 f"device: expected at least {tile.num_ctas} processors for a cluster of as many CTAs, got "
                 f"{device.sm_count}; give num_ctas=1"
             )
+        for name, length in (("q", problem.q_len), ("k", problem.kv_len)):
+            if length > LARGEST_LENGTH:
+                raise ValueError(
+                    f"{name}: expected at most {LARGEST_LENGTH} positions, as they are counted in 32 bits, got {length}; "
+                    "split the sequence"
+                )
         row_blocks, heads = -(-problem.q_len // tile.block_m), problem.batch * problem.heads
         if heads * row_blocks >= 2**31 - 2 * clusters:  # a program that is done has gone one step beyond the last
             raise ValueError(
