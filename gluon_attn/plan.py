@@ -52,8 +52,8 @@ class Plan:
         for name, length in (("q", problem.q_len), ("k", problem.kv_len)):
             if length > LARGEST_LENGTH:
                 raise ValueError(
-                    f"{name}: expected at most {LARGEST_LENGTH} positions, as they are counted in 32 bits, got {length}; "
-                    "split the sequence"
+                    f"{name}: expected at most {LARGEST_LENGTH} positions, counted in 32 bits, got {length}; split the "
+                    "sequence"
                 )
         row_blocks, heads = -(-problem.q_len // tile.block_m), problem.batch * problem.heads
         if heads * row_blocks >= 2**31 - 2 * clusters:  # a program that is done has gone one step beyond the last
