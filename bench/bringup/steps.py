@@ -201,7 +201,7 @@ def repeated(num_ctas: int, notes: Notes) -> None:
     """Bit by bit the same, launch after launch, into poisoned outputs."""
     here.require_card()
     here.require_ctas(num_ctas)
-    from tests.gpu.test_launch import repeat
+    from tests.gpu.test_repeats import repeat
 
     for head_dim, causal in itertools.product((64, 128), (False, True)):
         case = cases.Case(name="", num_ctas=num_ctas, causal=causal, head_dim=head_dim, heads=16, kv_heads=4)

@@ -163,7 +163,7 @@ def test_the_steps_come_in_rising_order_of_risk():
 def test_what_the_steps_borrow_from_the_tests_on_a_card_is_there():
     """Imported only where there is a card."""
     from tests.gpu.test_consan import FINDING, RUNS, run, run_hand_over
-    from tests.gpu.test_launch import repeat
+    from tests.gpu.test_repeats import repeat
 
     assert FINDING
     assert {"a role that waits", "a role that does not wait"} <= set(RUNS)
