@@ -18,12 +18,10 @@ from triton import knobs
 
 from bench.compat import builtin, set_profile_allocator
 from channels.compat import mbarrier, tma
-from gluon_attn.api import scale_tensors
-from gluon_attn.compat import current_stream
 from gluon_attn.kernels.hopper import roles
-from gluon_attn.launch import Launch, TransposeLaunch, compiled
+from gluon_attn.launch import Launch, Transpose, compiled
 from gluon_attn.plan import Plan
-from gluon_attn.problem import output_dtype
+from gluon_attn.problem import FP8_DTYPES, output_dtype
 from gluon_attn.tile import HopperTile
 
 WAITS = ((mbarrier, "wait"), (tma, "store_wait"), (roles, "warpgroup_mma_wait"))  # as the kernel's files call them
@@ -137,19 +135,15 @@ def mode_of(warps: dict[str, int], ctas: int) -> Any:
 
 def values_of(plan: Plan, v: Tensor) -> Tensor:
     """V as the attention kernel takes it. What transposes it before is not looked at, nor timed."""
-    if not plan.tile.transposes_before(v.itemsize):
-        return v
-    return TransposeLaunch(plan, v)(v, current_stream(v.device.index))
+    return Transpose(plan, v)(v) if plan.tile.transposes_before(v.itemsize) else v
 
 
-def launch_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
+def attention_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
     """v: as `values_of` has it."""
     out = torch.empty_like(q, dtype=output_dtype(q.dtype))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    scales = list(scale_tensors((None, None, None), q, k, "bhsd"))
-    launch = Launch(plan, q, k, k, out)  # which looks at shapes and strides only: K has those that V had
-    launch.transpose = None
-    return functools.partial(launch, q, k, v, out, lse, *scales)
+    scales = [None, None, None] if q.dtype in FP8_DTYPES else []
+    return functools.partial(Launch(plan, q, k, v, out), q, k, v, out, lse, *scales)
 
 
 def profile(plan: Plan, warps: dict[str, int], tensors: list[Tensor], path: str) -> Callable[[], None]:
@@ -159,7 +153,7 @@ def profile(plan: Plan, warps: dict[str, int], tensors: list[Tensor], path: str)
     with scoped_waits():
         mode = mode_of(warps, plan.programs * plan.tile.num_ctas)
         session = profiler.start(path, data="trace", backend="instrumentation", mode=mode)
-        launch = launch_of(plan, *tensors)
+        launch = attention_of(plan, *tensors)
         launch()
         torch.cuda.synchronize()
         profiler.data.clear(session)

@@ -24,7 +24,7 @@ import torch
 from bench.candidates import label
 from bench.points import DTYPES, Point
 from bench.provenance import provenance
-from bench.scopes import WAIT_BYTES, bytes_per_role, first_warps, launch_of, profile, values_of
+from bench.scopes import WAIT_BYTES, attention_of, bytes_per_role, first_warps, profile, values_of
 from bench.timing import time_interleaved
 from bench.waits import cta_of, spread, summarise, waits_of
 from gluon_attn.device import Device
@@ -120,7 +120,7 @@ def measure(point: Point, num_ctas: int | None, cta: int, folder: Path, commit: 
     plan = Plan.of(problem, tile, device)
     warps = first_warps(tile)
     tensors[2] = values_of(plan, tensors[2])
-    as_it_is = launch_of(plan, *tensors)
+    as_it_is = attention_of(plan, *tensors)
     with tempfile.TemporaryDirectory() as scratch:
         instrumented = profile(plan, warps, tensors, f"{scratch}/trace")
         trace = json.loads(Path(f"{scratch}/trace.chrome_trace").read_text())

@@ -1,6 +1,5 @@
 """The public call: validate, pick a tile, launch."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from .compat import check_triton_version
 from .device import Device
-from .launch import Launch
+from .launch import Launch, TransposingLaunch, launch_of
 from .plan import Plan
 from .problem import (
     FP8_DTYPES,
@@ -24,6 +23,8 @@ from .tuning import pick_tile, require_ctas, require_fits, require_supported
 
 if TYPE_CHECKING:
     from .cpu import CpuLaunch
+
+    AnyLaunch = Launch | TransposingLaunch | CpuLaunch
 
 # What users of flash-attention and of torch may ask for by name, and what to call it in the answer.
 UNSUPPORTED = {
@@ -49,7 +50,7 @@ RENAMED = {
 }
 
 # Launches by everything they depend on. Shapes and strides only: no tensor is kept alive. None: nothing to launch.
-_launches: dict[tuple[Any, ...], "Launch | CpuLaunch | None"] = {}
+_launches: dict[tuple[Any, ...], "AnyLaunch | None"] = {}
 MAX_LAUNCHES = 4096
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
@@ -119,8 +120,8 @@ def attention(
         key = (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, causal, type(causal), scale, type(scale), layout, num_ctas, type(num_ctas),
-            tile, device, out if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            *(s if s is None else (s.shape, s.stride(), s.dtype, s.device) for s in scales),
+            tile, device, out is None or identity(out), q_scale is None or identity(q_scale),
+            k_scale is None or identity(k_scale), v_scale is None or identity(v_scale),
         )  # fmt: skip
         launch = _launches[key]
     except (AttributeError, KeyError, TypeError):  # new; or not a tensor, or not hashable: prepare() says what is wrong
@@ -130,15 +131,23 @@ def attention(
         _launches[key] = launch
     check_call(q, k, v, out, scales)
 
-    heads, q_len = q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1])
-    out = torch.empty_like(q, dtype=output_dtype(q.dtype)) if out is None else out
-    lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
+    if out is None:
+        dtype = output_dtype(q.dtype)
+        out = torch.empty_like(q) if dtype == q.dtype else torch.empty_like(q, dtype=dtype)
+    needs_all = launch is not None and launch.needs_all_pointers
+    lse = None
+    if return_lse or needs_all:
+        heads, q_len = q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1])
+        lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
     if launch is None:
         out.zero_()
-        lse.fill_(float("-inf"))
+        if lse is not None:
+            lse.fill_(float("-inf"))
+    elif q.dtype not in FP8_DTYPES:
+        launch(q, k, v, out, lse)
     else:
-        launch(q, k, v, out, lse, *scale_tensors(scales, q, k, layout))
-    return (out, lse) if return_lse else out
+        launch(q, k, v, out, lse, *(filled_scales(scales, k, layout) if needs_all else scales))
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def refuse(**unsupported: Any) -> None:
@@ -151,29 +160,31 @@ def refuse(**unsupported: Any) -> None:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")
 
 
-def scale_tensors(scales: Scales, q: Tensor, k: Tensor, layout: str) -> Iterator[Tensor]:
-    """The scales of fp8 inputs, 1 where there is none; nothing for other inputs."""
-    if q.dtype in FP8_DTYPES:
-        shape = q.shape[0], k.shape[1 if layout == "bhsd" else 2]
-        for scale in scales:
-            yield torch.ones(shape, dtype=torch.float32, device=q.device) if scale is None else scale
+def filled_scales(scales: Scales, k: Tensor, layout: str) -> list[Tensor]:
+    """The scales of fp8 inputs, ones where there are none."""
+    shape = k.shape[0], k.shape[1 if layout == "bhsd" else 2]
+    return [torch.ones(shape, dtype=torch.float32, device=k.device) if s is None else s for s in scales]
+
+
+def identity(t: Tensor) -> tuple[Any, ...]:
+    """What a launch may depend on of a tensor."""
+    return t.shape, t.stride(), t.dtype, t.device
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
     """What may differ from call to call with the same shapes: addresses, shared memory, gradients."""
-    tensors = {"q": q, "k": k, "v": v}
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     if out is not None:
-        check_no_overlap(out, **tensors)
-        tensors["out"] = out
-    recording = torch.is_grad_enabled()
-    for name, t in tensors.items():
-        if recording and t.requires_grad:
-            refuse_gradient(name)
-        if t.data_ptr() % TMA_ALIGNMENT_BYTES and q.numel() and k.numel():  # an empty tensor has no address
-            refuse_address(name, t)
-    for name, scale in zip(SCALES, scales, strict=True):
-        if scale is not None and recording and scale.requires_grad:
-            refuse_gradient(name)
+        check_no_overlap(out, q=q, k=k, v=v)
+        addresses |= out.data_ptr()
+    if addresses % TMA_ALIGNMENT_BYTES and q.numel() and k.numel():  # an empty tensor has no address
+        for name, t in {"q": q, "k": k, "v": v, "out": out}.items():
+            if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES:
+                refuse_address(name, t)
+    if torch.is_grad_enabled():
+        for name, t in zip(("q", "k", "v", "out", *SCALES), (q, k, v, out, *scales), strict=True):
+            if t is not None and t.requires_grad:
+                refuse_gradient(name)
 
 
 def refuse_gradient(name: str) -> NoReturn:
@@ -195,7 +206,7 @@ def prepare(
     num_ctas: int | None,
     tile: TileConfig | None,
     device: Device | None,
-) -> "Launch | CpuLaunch | None":
+) -> "AnyLaunch | None":
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
@@ -229,4 +240,4 @@ def prepare(
 
         return CpuLaunch(plan)
     like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if out is None else out
-    return Launch(plan, q, k, v, like_out)
+    return launch_of(plan, q, k, v, like_out)

@@ -4,6 +4,7 @@ import subprocess
 import tempfile
 from typing import Any
 
+import torch
 import triton
 import triton.knobs as knobs
 from triton.backends.compiler import GPUTarget
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor as tma_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 from channels.compat import aggregate, constexpr_function, gl, jit
@@ -36,10 +38,11 @@ __all__ = [
     "check_triton_version",
     "compile_gluon",
     "constexpr_function",
-    "current_stream",
     "disassemble",
     "encode_tma",
     "fma2",
+    "gdc_launch_dependents",
+    "gdc_wait",
     "gl",
     "jit",
     "mul2",
@@ -61,12 +64,21 @@ def check_triton_version() -> None:
 
 
 def compile_gluon(
-    fn: Any, signature: dict[str, str], constants: dict[str, Any], *, arch: int, num_warps: int, num_ctas: int
+    fn: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    arch: int,
+    num_warps: int,
+    num_ctas: int,
+    starts_early: bool = False,
 ) -> CompiledKernel:
     """Compile a Gluon kernel for an architecture (90 for sm_90a), with or without the card. Triton caches it on disk.
 
     signature: Triton's type of each parameter that is not in `constants`. Pointers are taken to be 16-byte aligned.
     Nothing else about arguments is specialised on, so that a new length never needs a new kernel.
+    starts_early: a launch may begin before the kernel launched before it ends, if that one says so; `gdc_wait` waits
+    for the end (CUDA's programmatic dependent launch).
     """
     names = fn.arg_names
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
@@ -75,6 +87,7 @@ def compile_gluon(
     options = {
         "num_warps": num_warps,
         "num_ctas": num_ctas,
+        "launch_pdl": starts_early,
         "enable_fp_fusion": True,
         "instrumentation_mode": knobs.compilation.instrumentation_mode,
     }
@@ -106,34 +119,41 @@ def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: li
     )
 
 
-def current_stream(device_index: int) -> int:
-    """torch's current CUDA stream of a device, as a raw handle."""
-    return driver.active.get_current_stream(device_index)
-
-
 class Launcher:
-    """Launches a compiled kernel on the device that was current when it was made.
+    """Launches a compiled kernel on a device, on the stream of it that is current for torch.
 
     Arguments are already flat and encoded: for a descriptor its map, shape and strides. Triton's own launch would build
     and check its descriptor objects anew each time, 60 µs of a call; and where nobody has hooked on to launches and
     the kernel needs no scratch memory (checkers do), Triton's launcher is passed by too, some more.
     """
 
-    def __init__(self, kernel: CompiledKernel, programs: int) -> None:
-        self.kernel, self.programs = kernel, programs
-        self.triton = kernel.run  # loads the kernel on the current device
+    def __init__(self, kernel: CompiledKernel, programs: int, device_index: int) -> None:
+        self.kernel, self.programs, self.device_index = kernel, programs, device_index
+        with torch.cuda.device(device_index):
+            self.triton = kernel.run  # loads the kernel on the current device
         self.triton.launch = driver.active.utils.launch
         scratch = self.triton.global_scratch_size + self.triton.profile_scratch_size
         self.direct = None if scratch or self.triton.gsan_enabled else driver.active.utils.launch
-        self.fixed = (self.triton.launch_cooperative_grid, self.triton.launch_pdl, kernel.packed_metadata)
-        self.types = (self.triton.arg_annotations, self.triton.kernel_signature)
+        self.fixed = (
+            kernel.function,
+            self.triton.launch_cooperative_grid,
+            self.triton.launch_pdl,
+            kernel.packed_metadata,
+            *(None,) * 5,  # launch metadata, two hooks, two kinds of scratch memory
+            self.triton.arg_annotations,
+            self.triton.kernel_signature,
+        )
 
-    def __call__(self, stream: int, arguments: list[Any]) -> None:
-        kernel, grid = self.kernel, (self.programs, 1, 1)
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    def __call__(self, arguments: tuple[Any, ...]) -> None:
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self(arguments)
+        stream = driver.active.get_current_stream(self.device_index)
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if self.direct is None or enter is None or leave is None or enter.calls or leave.calls:
+            kernel, grid = self.kernel, (self.programs, 1, 1)
             metadata = kernel.launch_metadata(grid, stream)
             self.triton(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
         else:
-            nothing = (None,) * 5  # launch metadata, two hooks, two kinds of scratch memory
-            self.direct(*grid, stream, kernel.function, *self.fixed, *nothing, *self.types, arguments)
+            self.direct(self.programs, 1, 1, stream, *self.fixed, arguments)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from .compat import TensorDescriptor
@@ -46,6 +47,7 @@ def launch_arguments(
     named |= {"heads_per_group": plan.heads_per_group}
     named |= constants_of(tile, problem.causal, problem.dtype)
     options = {"num_warps": 4, "num_ctas": tile.num_ctas, "enable_fp_fusion": True}
+    options |= {"launch_pdl": tile.transposes_before(problem.dtype.itemsize)}
     return [named[name] for name in kernel_of(tile).arg_names], options
 
 
@@ -80,15 +82,21 @@ class CpuLaunch:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.needs_all_pointers = plan.needs_all_pointers
         register_twins()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *scales: Tensor) -> None:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *scales: Tensor | None
+    ) -> None:
         import gluon_cpu
+
+        null = torch.empty(0)  # an empty tensor has no address
 
         target = f"sm_{self.plan.arch}a"
         with contextlib.nullcontext() if gluon_cpu.running() else gluon_cpu.machine():
             if self.plan.tile.transposes_before(v.itemsize):
                 v, arguments, options = transpose_arguments(self.plan, v)
                 transpose_values[(self.plan.transpose_programs,)](*arguments, target=target, **options)
-            arguments, options = launch_arguments(self.plan, q, k, v, out, lse, *scales)
+            given = (null if t is None else t for t in (lse, *scales))
+            arguments, options = launch_arguments(self.plan, q, k, v, out, *given)
             kernel_of(self.plan.tile)[(self.plan.programs,)](*arguments, target=target, **options)

@@ -1,13 +1,14 @@
 """From a plan to a launch on a card: the compiled kernel and its arguments."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .compat import CompiledKernel, Launcher, compile_gluon, current_stream
+from .compat import CompiledKernel, Launcher, compile_gluon
 from .descriptors import DTYPE_NAMES, View, descriptor_types, empty_transposed, transposition_blocks, type_name
 from .kernels.blackwell import kernel as blackwell
 from .kernels.hopper import kernel as hopper
@@ -62,6 +63,7 @@ def compiled(
         arch=tile.archs[0] if arch is None else arch,
         num_warps=4,
         num_ctas=tile.num_ctas,
+        starts_early=tile.transposes_before(dtype.itemsize),
     )
 
 
@@ -74,75 +76,95 @@ def compiled_transpose(dtype: torch.dtype, padded_head_dim: int, *, device_index
 
 
 class Launch:
-    """A launch on a card, but for the tensors: what depends on shapes, strides and options. Keeps no tensor alive."""
+    """A launch of attention on a card, but for the tensors: what depends on shapes, strides and options. Keeps no
+    tensor alive."""
 
     def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """The tensors are looked at for their shapes, strides and device only; `out` may be on the meta device."""
+        """The tensors are looked at for their shapes, strides and device only; `v` and `out` may be on the meta device.
+
+        v: transposed, if the tile has that done before.
+        """
         problem, tile = plan.problem, plan.tile
-        self.device_index = q.device.index
         kernel = compiled(
-            problem.dtype,
-            problem.padded_head_dim,
-            problem.causal,
-            tile,
-            arch=plan.arch,
-            device_index=self.device_index,
+            problem.dtype, problem.padded_head_dim, problem.causal, tile, arch=plan.arch, device_index=q.device.index
         )
-        with torch.cuda.device(self.device_index):
-            self.launcher = Launcher(kernel, plan.programs)
-        self.transpose = TransposeLaunch(plan, v) if tile.transposes_before(problem.dtype.itemsize) else None
-        of_q, of_k, of_v, of_out = (View.of(t, problem.layout) for t in (q, k, v, out))
-        if self.transpose is not None:
-            of_v = self.transpose.view
-        self.describe = descriptions([of_q, of_k, of_v, of_out], kernel)
-        self.scalars = [plan.scale_log2, plan.blocks_per_item, plan.heads_per_group]
+        self.launcher = Launcher(kernel, plan.programs, q.device.index)
+        of_v = View.of(v, "bhsd" if tile.transposes_before(v.itemsize) else problem.layout)
+        views = [View.of(q, problem.layout), View.of(k, problem.layout), of_v, View.of(out, problem.layout)]
+        self.describe = descriptions(views, kernel)
         # A launch takes a place for each compile-time parameter, and no value.
         absent = constants_of(tile, problem.causal, problem.dtype)
-        self.no_scales = [None for name in SCALES if name in absent]
-        self.constants = [None for name in absent if name not in (*SCALES, "o_ptr")]
+        self.scalars = (
+            *(None for name in SCALES if name in absent),
+            *(plan.scale_log2, plan.blocks_per_item, plan.heads_per_group),
+            *(None for name in absent if name not in (*SCALES, "o_ptr")),
+        )
         self.takes_out = "o_ptr" in kernel_of(tile).arg_names
         self.stores_by_pointer = self.takes_out and "o_ptr" not in absent
+        self.needs_all_pointers = plan.needs_all_pointers
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *scales: Tensor) -> None:
-        """Enqueue on the current stream of the tensors' device. scales: those of q, k and v, in fp8."""
-        if self.device_index != torch.cuda.current_device():
-            with torch.cuda.device(self.device_index):
-                return self(q, k, v, out, lse, *scales)
-        stream = current_stream(self.device_index)
-        if self.transpose is not None:
-            v = self.transpose(v, stream)
-        of_q, of_k, of_v, of_out = self.describe
-        arguments = [*of_q(q.data_ptr()), *of_k(k.data_ptr()), *of_v(v.data_ptr()), *of_out(out.data_ptr())]
-        if self.takes_out:
-            arguments.append(out if self.stores_by_pointer else None)
-        arguments += (lse, *scales, *self.no_scales, *self.scalars, *self.constants)
-        self.launcher(stream, arguments)
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *scales: Tensor | None
+    ) -> None:
+        """Enqueue on the current stream of the tensors' device.
+
+        lse: None if nobody asked for it. scales: in fp8 those of q, k and v, each None for 1. Unless all are needed.
+        """
+        described = self.describe(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
+        pointers = (out if self.stores_by_pointer else None, lse) if self.takes_out else (lse,)
+        self.launcher((*described, *pointers, *scales, *self.scalars))
 
 
-class TransposeLaunch:
+class TransposingLaunch:
+    """A launch of the kernel that transposes V, and then of attention: for fp8."""
+
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        self.transpose = Transpose(plan, v)
+        self.attention = Launch(plan, q, k, empty_transposed(v.to("meta"), plan.problem.layout), out)
+        self.needs_all_pointers = plan.needs_all_pointers
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *scales: Tensor | None
+    ) -> None:
+        self.attention(q, k, self.transpose(v), out, lse, *scales)
+
+
+class Transpose:
     """The launch that transposes V before attention, in fp8."""
 
     def __init__(self, plan: Plan, v: Tensor) -> None:
         problem = plan.problem
         self.layout = problem.layout
         kernel = compiled_transpose(problem.dtype, problem.padded_head_dim, device_index=v.device.index)
-        with torch.cuda.device(v.device):
-            self.launcher = Launcher(kernel, plan.transpose_programs)
-        self.view = View.of(empty_transposed(v.to("meta"), self.layout))
-        self.describe = descriptions([View.of(v, self.layout), self.view], kernel)
+        self.launcher = Launcher(kernel, plan.transpose_programs, v.device.index)
+        of_transposed = View.of(empty_transposed(v.to("meta"), self.layout))
+        self.describe = descriptions([View.of(v, self.layout), of_transposed], kernel)
 
-    def __call__(self, v: Tensor, stream: int) -> Tensor:
+    def __call__(self, v: Tensor) -> Tensor:
         """V transposed, in memory that is new to this launch: it is the caller's to hold until both are enqueued."""
         transposed = empty_transposed(v, self.layout)
-        of_v, of_transposed = self.describe
-        self.launcher(stream, [*of_v(v.data_ptr()), *of_transposed(transposed.data_ptr())])
+        self.launcher(self.describe(v.data_ptr(), transposed.data_ptr()))
         return transposed
 
 
-def descriptions(views: list[View], kernel: CompiledKernel) -> list[Callable[[int], tuple[Any, ...]]]:
-    """Of each descriptor parameter of a kernel, what it is passed for a tensor at an address; tensors come back to the
-    same ones."""
-    return [
+def launch_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch | TransposingLaunch:
+    """The tensors are looked at for their shapes, strides and device only; `out` may be on the meta device."""
+    kind = TransposingLaunch if plan.tile.transposes_before(v.itemsize) else Launch
+    return kind(plan, q, k, v, out)
+
+
+def descriptions(views: list[View], kernel: CompiledKernel) -> Callable[..., tuple[Any, ...]]:
+    """What a kernel is passed for all its descriptor parameters, by the addresses of the tensors, which come back to
+    the same ones."""
+    metas = kernel.metadata.tensordesc_meta
+    each = [
         functools.lru_cache(maxsize=64)(functools.partial(view.arguments, meta=meta))
-        for view, meta in zip(views, kernel.metadata.tensordesc_meta, strict=True)
+        for view, meta in zip(views, metas, strict=True)
     ]
+
+    @functools.lru_cache(maxsize=64)
+    def of_all(*addresses: int) -> tuple[Any, ...]:
+        arguments = (of(address) for of, address in zip(each, addresses, strict=True))
+        return tuple(itertools.chain.from_iterable(arguments))
+
+    return of_all

@@ -59,7 +59,7 @@ def hopper_tile(
     kv_slots: int,
     softmax_registers: int,
     *,
-    turns: Literal["none", "issue", "scores"],
+    turns: Literal["none", "tile", "issue", "scores"],
     early_exp: int = 0,
     stage_in_queries: bool = False,
     epilogue: Literal["tma", "rows", "registers"] = "tma",
@@ -146,7 +146,7 @@ def hopper_rows() -> Iterator[Row]:
         for causal in (False, True):
             wide = hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, num_ctas=n)
             yield measured(256, causal, wide, **fp8)
-            tile = hopper_tile(2, 128, 2, 3, 240, turns="none", early_exp=1, num_ctas=n)
+            tile = hopper_tile(2, 128, 2, 3, 240, turns="tile", early_exp=1, num_ctas=n)
             yield measured(128, causal, tile, min_reuse=4096 if causal else 1024, **fp8)
             tile = hopper_tile(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56, num_ctas=n)
             yield measured(128, causal, tile, **fp8)

@@ -14,8 +14,9 @@ SPACING = 1 << 44
 class GlobalBuffer:
     """One piece of storage that tensors of the launch lie in."""
 
-    def __init__(self, name: str, base: int, raw: Any, runs: list[tuple[int, int]]) -> None:
+    def __init__(self, name: str, address: int, base: int, raw: Any, runs: list[tuple[int, int]]) -> None:
         self.name = name
+        self.address = address  # where it really is
         self.base = base  # address of raw[0]
         self.raw = raw  # bytes
         self.runs = runs  # byte ranges that belong to a tensor
@@ -43,7 +44,7 @@ class GlobalMemory:
 
     def add(self, name: str, address: int, raw: Any, runs: list[tuple[int, int]]) -> GlobalBuffer:
         base = (len(self.buffers) + 1) * SPACING + address % (1 << 12)
-        buffer = GlobalBuffer(name, base, raw, runs)
+        buffer = GlobalBuffer(name, address, base, raw, runs)
         self.buffers.append(buffer)
         self.bases.append(base)
         return buffer

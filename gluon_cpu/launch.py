@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import findings
+from . import earlier, findings
 from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE
 from .front import MODES, Compiled, arch_of, backend_for, compile_source
 from .global_memory import Descriptor, GlobalBuffer, merge_runs, strided_runs
@@ -199,7 +199,8 @@ def convert(machine: Machine, bound: Bound) -> tuple[Any, ...]:
             out += [Descriptor(placed[base], offset, shape, steps, item, nan), *shape, *strides]
         elif i in where:
             base, offset = where[i]
-            out.append(placed[base].base + offset)
+            # On a card an empty tensor has no memory, and so a null address.
+            out.append(placed[base].base + offset if math.prod(value.shape) else 0)
         else:
             out.append(convert_scalar(kind, value))
     if len(out) != len(types):
@@ -246,6 +247,7 @@ def launch(
     outputs: Sequence[Any] | None = None,
     resident: int = 4,
     specialize: bool = True,
+    launch_pdl: bool = False,
     **meta: Any,
 ) -> Report:
     """Run a Gluon kernel here and now; the outputs are in the tensors afterwards.
@@ -255,6 +257,7 @@ def launch(
     trace: a file for a Chrome trace. checks: False to only compute. resident: programs that run at the same time.
     outputs: the tensors of which every element must be written; default: those that the kernel writes and never reads,
     but for elements that were zero before.
+    launch_pdl: the kernel may start before the launch before it ends, if that one says so (see earlier.py).
     specialize: False to compile without regard to the values of integers, as kernels compiled ahead of time are.
     Raises a `Finding` if the kernel has a defect.
     """
@@ -278,11 +281,17 @@ def launch(
     machine = Machine(bound.compiled, programs, sizes, schedule, checks, tracer, resident)
     start = time.perf_counter()
     arguments = convert(machine, bound)
+    before = earlier.LAST.get()
+    earlier.LAST.set(None)
+    if launch_pdl and checks and before is not None:
+        for buffer in machine.memory.buffers:
+            before.before(buffer)
     try:
         with np.errstate(all="ignore"):
             machine.run(arguments)
             if checks:
                 check_outputs(machine, bound, outputs)
+                earlier.leave(bound.compiled.name, machine.memory.buffers, machine.lets_next_start)
     except findings.Finding as finding:
         machine.seal(finding)
         raise

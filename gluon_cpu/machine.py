@@ -57,6 +57,7 @@ class Machine:
         self.live: list[Cluster] = []
         self.waiting: deque[int] = deque()
         self.programs_cancelled = 0
+        self.lets_next_start = False  # whether a later launch may start before this one ends
         self.at: Any = None
         self.steps = 0
         self.progress = 0  # the step at which somebody was last woken, done or set to work

@@ -1,12 +1,18 @@
 """What would have ordered two accesses: the last lines of a report."""
 
-from .shadow import Access, Conflict
+from .shadow import EARLIER, Access, Conflict
 
 
 def missing_order(conflict: Conflict, in_global_memory: bool = False) -> str:
     earlier, later = conflict.earlier, conflict.later
     if earlier.atomic and later.atomic:
         return "both are atomic, but scope='cta' is so only among the roles of one CTA: use scope='gpu'."
+    if earlier.cluster == EARLIER:
+        act = {"write-read": "read", "read-write": "write", "write-write": "write"}[conflict.kind]
+        return (
+            f"the kernel may start before the one launched before it ends: {issuer(later.who)} calls gdc_wait(), or "
+            f"waits for a role that has, before {'it issues the ' + name(later) if is_engine(later) else 'its ' + act}."
+        )
     if earlier.cluster != later.cluster:
         who = "the two belong to different programs of the grid."
         atomics = "an atomic with release by the one and one with acquire by the other"

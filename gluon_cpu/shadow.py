@@ -27,6 +27,7 @@ class Scope(NamedTuple):
 
 BARRIER = Scope(False, 0, 0, barrier=True)
 BARRIER_BYTES = 8
+EARLIER = -1  # of an access by the launch before, where the number of a cluster would stand
 
 
 class Access(NamedTuple):
@@ -248,7 +249,7 @@ class Shadow:
         gaps: list[tuple[int, int]] = []
         for a, b in runs:
             for s in self.cover(a, b):
-                if s.write is None:
+                if s.write is None or s.write.cluster == EARLIER:
                     if gaps and gaps[-1][1] == s.start:
                         gaps[-1] = (gaps[-1][0], s.end)
                     else:

@@ -115,6 +115,12 @@ def print_(e: Emitter, op: Op) -> None:
     e.emit(f"A.device_print({info}{''.join(', ' + e.full(v) for v in values)})")
 
 
-@handles("tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents", "ttg.global_scratch_none")
+@handles("tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents")
+def order_of_launches(e: Emitter, op: Op) -> None:
+    method = op.name.removeprefix("tt.")
+    e.emit(f"A.{method}({e.info(op, method)})")
+
+
+@handles("ttg.global_scratch_none")
 def nothing(e: Emitter, op: Op) -> None:
-    """Orders whole launches, of which there is one."""
+    """No memory is asked for."""

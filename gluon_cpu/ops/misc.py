@@ -1,4 +1,4 @@
-"""Assertions, prints and breakpoints of the kernel, and values that cross CTAs."""
+"""Assertions, prints and breakpoints of the kernel, the order of launches, and values that cross CTAs."""
 
 import ast
 from types import SimpleNamespace
@@ -6,11 +6,24 @@ from typing import Any
 
 import numpy as np
 
+from ..earlier import everything_before
 from ..findings import DeviceAssert
 from .base import AgentBase
 
 
 class MiscOps(AgentBase):
+    def grid_dependency_wait(self, info: Any) -> None:
+        """Know all that the launch before did."""
+        self.at = info
+        known = everything_before(self.slot, self.t)
+        if not any((a.slot, a.cluster) == (self.slot, known.cluster) for a in self.foreign):
+            self.foreign.append(known)
+            self.tick()
+
+    def grid_dependency_launch_dependents(self, info: Any) -> None:
+        self.at = info
+        self.cluster.machine.lets_next_start = True
+
     def device_assert(self, info: Any, condition: Any) -> None:
         self.at = info
         if not np.all(condition):

@@ -1,5 +1,6 @@
 """attention() where there is no card: what it refuses, in which order, and what it says."""
 
+import itertools
 import re
 from typing import Any
 
@@ -50,6 +51,25 @@ def test_fp8_with_values_transposed_before_is_executed_on_the_cpu():
     out, _ = attention(q, k, v, causal=True, device=Device.hopper(), return_lse=True)
     want, _ = reference_attention(q.double(), k.double(), v.double(), causal=True)
     torch.testing.assert_close(out.double(), want, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("device", [Device.hopper(), BLACKWELL], ids=["Hopper", "Blackwell"])
+def test_without_lse_and_with_scales_left_out(device):
+    """Nothing else changes."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 64).to(E4M3) for _ in range(3))
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), (torch.rand(1, 2) + 0.5 for _ in range(3)), strict=True))
+    ones = {name: torch.ones(1, 2) for name in scales}
+    for left_out in itertools.chain.from_iterable(itertools.combinations(scales, n) for n in range(4)):
+        given: dict[str, Any] = {name: scale for name, scale in scales.items() if name not in left_out}
+        want, _ = attention(q, k, v, device=device, return_lse=True, **(ones | given))
+        out = attention(q, k, v, device=device, **given)
+        assert isinstance(out, torch.Tensor)
+        assert torch.equal(out, want), left_out
+    q, k, v = (torch.randn(1, 2, 40, 64, dtype=torch.bfloat16) for _ in range(3))
+    out, (want, _) = attention(q, k, v, device=device), attention(q, k, v, device=device, return_lse=True)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out, want)
 
 
 def misaligned(t: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Which way a launch takes: straight to the driver, or by Triton's launcher, which serves hooks and checkers."""
 
+import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -9,10 +10,13 @@ from gluon_attn import compat
 
 
 def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = ()) -> list[tuple]:
-    """The calls that one launch of 7 programs on stream 3 makes: ("direct" or "triton", *arguments)."""
+    """The calls that one launch of 7 programs on device 5, of stream 3, makes: ("direct" or "triton", *arguments)."""
     calls: list[tuple] = []
     utils = SimpleNamespace(launch=lambda *args: calls.append(("direct", *args)))
-    monkeypatch.setattr(compat, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda device: {5: 3}[device])
+    monkeypatch.setattr(compat, "driver", SimpleNamespace(active=active))
+    cuda = SimpleNamespace(device=lambda index: contextlib.nullcontext(), current_device=lambda: 5)
+    monkeypatch.setattr(compat, "torch", SimpleNamespace(cuda=cuda))
     chains = SimpleNamespace(calls=list(hooks)), SimpleNamespace(calls=[])
     runtime = SimpleNamespace(launch_enter_hook=chains[0], launch_exit_hook=chains[1])
     monkeypatch.setattr(compat, "knobs", SimpleNamespace(runtime=runtime))
@@ -27,13 +31,13 @@ def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = ()) -> 
     kernel = SimpleNamespace(
         run=Triton(), function=11, packed_metadata="packed", launch_metadata=lambda grid, stream: ("of", grid, stream)
     )
-    compat.Launcher(kernel, 7)(3, ["a", "b"])
+    compat.Launcher(kernel, 7, 5)(("a", "b"))
     return calls
 
 
 def test_straight_to_the_driver(monkeypatch):
     nothing = (None,) * 5
-    expected = ("direct", 7, 1, 1, 3, 11, False, False, "packed", *nothing, ("types",), b"s", ["a", "b"])
+    expected = ("direct", 7, 1, 1, 3, 11, False, False, "packed", *nothing, ("types",), b"s", ("a", "b"))
     assert launched(monkeypatch) == [expected]
 
 

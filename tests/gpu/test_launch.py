@@ -23,6 +23,8 @@ from tests.gpu.checks import Apart, Surrounded, check, normal, normal_qkv, outco
 pytestmark = pytest.mark.timeout(600)
 
 Sizes = dict[str, Any]
+# One kernel, and two: at D=256 V is always transposed before.
+KINDS: tuple[Sizes, ...] = ({"dtype": torch.bfloat16, "head_dim": 128}, {"dtype": torch.float8_e4m3fn, "head_dim": 256})
 
 LAUNCHES: dict[str, Callable[[], None]] = {}
 
@@ -248,18 +250,37 @@ def fp8_with_values_transposed_before() -> None:
 
 
 @launch_test
-def capture_of_a_first_call() -> None:
-    """Lengths that were never launched, within a capture: only the kernel itself is known."""
-    warm = normal_qkv(q_len=256)
-    tile = picked(*warm, num_ctas=1)
-    attention(*warm, tile=tile)
-    q, k, v = normal_qkv(q_len=257, kv_len=391)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def transposed_values_are_waited_for() -> None:
+    """Attention starts while V is still being transposed, into memory that has the transposed V of the call before."""
+    q, k, _ = normal_qkv(batch=1, heads=64, q_len=128, kv_len=16384, dtype=torch.float8_e4m3fn)
+    values = [normal(*k.shape, dtype=k.dtype, seed=seed) for seed in (1, 2)]
+    tile = tile_for_reuse(Problem.of(q, k, values[0]), Device.of(q.device), num_ctas=1)
+    expected = []
+    for v in values:
         out, lse = attention(q, k, v, tile=tile, return_lse=True)
-    out.fill_(float("nan"))
-    graph.replay()
-    check(q, k, v, out, lse)
+        torch.cuda.synchronize()
+        check(*(t[:, :2] for t in (q, k, v, out, lse)))
+        expected.append(out)
+    out = torch.empty_like(out)
+    for i in range(40):
+        attention(q, k, values[i % 2], tile=tile, out=out)
+        assert torch.equal(out, expected[i % 2]), f"launch {i}"
+
+
+@launch_test
+def capture_of_a_first_call() -> None:
+    """Lengths that were never launched, within a capture: only the kernels themselves are known."""
+    for kind in KINDS:
+        warm = normal_qkv(q_len=256, **kind)
+        tile = picked(*warm, num_ctas=1)
+        attention(*warm, tile=tile)
+        q, k, v = normal_qkv(q_len=257, kv_len=391, **kind)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = attention(q, k, v, tile=tile, return_lse=True)
+        out.fill_(float("nan"))
+        graph.replay()
+        check(q, k, v, out, lse, what=f"{kind}")
 
 
 @launch_test
@@ -334,28 +355,29 @@ def freed_memory_is_not_used() -> None:
 
 @launch_test
 def no_tensor_is_kept_alive() -> None:
-    def call(q_len: int) -> list[weakref.ref]:
-        q, k, v = normal_qkv(q_len=q_len, kv_heads=1)
+    def call(q_len: int, kind: Sizes) -> list[weakref.ref]:
+        q, k, v = normal_qkv(q_len=q_len, kv_heads=1, **kind)
         out, lse = attention(q, k, v, causal=True, return_lse=True)
         attention(q, k, v, out=out, num_ctas=2)
         return [weakref.ref(t) for t in (q, k, v, out, lse)]
 
-    call(512)
+    for kind in KINDS:
+        call(512, kind)
     torch.cuda.synchronize()
     gc.collect()
     base = torch.cuda.memory_allocated()
     gc.disable()  # nor may they wait for a collection
     try:
-        for q_len in (512, 513, 1, 700):
-            assert [ref() for ref in call(q_len)] == [None] * 5, f"a tensor of length {q_len} is alive"
-            assert torch.cuda.memory_allocated() == base, f"length {q_len} left memory behind"
+        for q_len, kind in itertools.product((512, 513, 1, 700), KINDS):
+            assert [ref() for ref in call(q_len, kind)] == [None] * 5, f"a tensor of length {q_len}, {kind} is alive"
+            assert torch.cuda.memory_allocated() == base, f"length {q_len}, {kind} left memory behind"
     finally:
         gc.enable()
 
 
 @contextlib.contextmanager
 def counting_compiles() -> Iterator[Callable[[], tuple[int, int, int]]]:
-    """What is compiled inside, three ways: by Triton's launch, by `triton.compile`, and by the kernel's own cache."""
+    """What is compiled inside, three ways: by Triton's launch, by `triton.compile`, and by the kernels' own caches."""
     launched = compiled = 0
 
     def on_launch(**_: Any) -> None:
@@ -368,12 +390,13 @@ def counting_compiles() -> Iterator[Callable[[], tuple[int, int, int]]]:
         return compile_kernel(*args, **kwargs)
 
     compile_kernel = triton.compile
-    misses = attention_launch.compiled.cache_info().misses
+    caches = attention_launch.compiled, attention_launch.compiled_transpose
+    misses = sum(cache.cache_info().misses for cache in caches)
     assert triton.knobs.runtime.jit_post_compile_hook is None
     triton.knobs.runtime.jit_post_compile_hook = on_launch
     triton.compile = on_compile
     try:
-        yield lambda: (launched, compiled, attention_launch.compiled.cache_info().misses - misses)
+        yield lambda: (launched, compiled, sum(cache.cache_info().misses for cache in caches) - misses)
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
         triton.compile = compile_kernel
@@ -381,15 +404,17 @@ def counting_compiles() -> Iterator[Callable[[], tuple[int, int, int]]]:
 
 @launch_test
 def new_lengths_compile_nothing() -> None:
-    for num_ctas, causal in itertools.product((1, 2), (False, True)):
-        q, k, v = normal_qkv(q_len=512)
+    for num_ctas, causal, kind in itertools.product((1, 2), (False, True), KINDS):
+        q, k, v = normal_qkv(q_len=512, **kind)
+        attention_launch.compiled_transpose.cache_clear()
         # A tile that nobody else uses, so that the first call has something to compile.
         tile = dataclasses.replace(picked(q, k, v, num_ctas=num_ctas, causal=causal), kv_slots=1)
         with counting_compiles() as compiles:
             out, lse = attention(q, k, v, tile=tile, causal=causal, return_lse=True)
             first = compiles()
             check(q, k, v, out, lse, causal=causal, what=str(tile))
-            assert max(first) == 1, f"the first call should compile one kernel, got {first}"
+            kernels = 2 if tile.transposes_before(q.itemsize) else 1
+            assert max(first) == kernels, f"the first call should compile {kernels}, got {first}"
             # Triton specialises on 1 and on divisibility by 16, so some that are, and some that are not.
             for batch, heads, kv_heads, q_len, kv_len in (
                 (1, 2, 2, 513, 513),
@@ -408,8 +433,8 @@ def new_lengths_compile_nothing() -> None:
                     "q_len": q_len,
                     "kv_len": kv_len,
                 }
-                for layout, scale, head_dim in (("bhsd", None, 128), ("bshd", 1.0, 72)):
-                    tensors = normal_qkv(**sizes, layout=layout, head_dim=head_dim)
+                for layout, scale, head_dim in (("bhsd", None, q.shape[3]), ("bshd", 1.0, q.shape[3] // 2 + 16)):
+                    tensors = normal_qkv(**sizes, layout=layout, head_dim=head_dim, dtype=q.dtype)
                     attention(*tensors, tile=tile, causal=causal, scale=scale, layout=layout, return_lse=True)
             torch.cuda.synchronize()
             assert compiles() == first, f"{compiles()} compiles after {first} for the first call"

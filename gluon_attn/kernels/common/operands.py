@@ -45,20 +45,26 @@ class Operands:
         return tile.head // (self.q.shape[1] // self.k.shape[1])
 
     @jit
-    def scale_of(self, scales, tile):
-        """A tile's number in (B, Hkv) fp32."""
-        return gl.load(scales + (tile.batch * self.k.shape[1] + self.kv_head(tile)))
+    def scale_of(self, scales, tile, OPTIONAL: gl.constexpr):
+        """A tile's number in (B, Hkv) fp32. OPTIONAL: `scales` may be null, for 1 everywhere."""
+        if OPTIONAL:
+            scale = 1.0
+            if scales.to(gl.int64) != 0:  # branched over: a masked load made a kernel at D=64 spill
+                scale = self.scale_of(scales, tile, OPTIONAL=False)
+            return scale
+        else:
+            return gl.load(scales + (tile.batch * self.k.shape[1] + self.kv_head(tile)))
 
     @jit
-    def output_scale(self, v_scales, tile):
+    def output_scale(self, v_scales, tile, OPTIONAL: gl.constexpr = False):
         """What a tile's output is multiplied with."""
         if v_scales is None:
             return 1.0
         else:
-            return self.scale_of(v_scales, tile)
+            return self.scale_of(v_scales, tile, OPTIONAL)
 
     @jit
-    def score_scale(self, q_scales, k_scales, tile):
+    def score_scale(self, q_scales, k_scales, tile, OPTIONAL: gl.constexpr = False):
         """What a tile's raw scores are multiplied with before exp2.
 
         Positive: the largest raw score is to be the largest after it too, and 0 times a masked score, -inf, is NaN. A
@@ -67,5 +73,5 @@ class Operands:
         if q_scales is None:
             return self.scale_log2
         else:
-            scale_log2 = self.scale_log2 * self.scale_of(q_scales, tile) * self.scale_of(k_scales, tile)
-            return gl.maximum(scale_log2, SMALLEST_SCALE_LOG2)
+            q_scale, k_scale = self.scale_of(q_scales, tile, OPTIONAL), self.scale_of(k_scales, tile, OPTIONAL)
+            return gl.maximum(self.scale_log2 * q_scale * k_scale, SMALLEST_SCALE_LOG2)

@@ -8,10 +8,11 @@ from .layouts import rows_layout
 
 @jit
 def store_lse(lse, operands, tile, rows):
-    """lse: [ROWS] fp32, in whatever layout."""
+    """lse: [ROWS] fp32, in whatever layout. Nowhere, if nobody asked for it."""
     row = rows.first + gl.arange(0, rows.ROWS, lse.type.layout)
     head = (tile.batch * operands.q.shape[1] + tile.head).to(gl.int64)
-    gl.store(operands.lse + head * rows.q_len + row, lse, mask=row < rows.q_len)
+    asked = operands.lse.to(gl.int64) != 0
+    gl.store(operands.lse + head * rows.q_len + row, lse, mask=(row < rows.q_len) & asked)
 
 
 @jit

@@ -16,8 +16,8 @@ def attention_forward(
     v_desc,  # as k_desc; in fp8 without a role that transposes: (B, Hkv, D, Sk up to 16), blocks [1, 1, D, BLOCK_N]
     o_desc,  # as q_desc
     o_ptr,  # O's memory, if TILE.epilogue stores not by TMA; else None
-    lse_ptr,  # (B, H, Sq) fp32, contiguous
-    q_scale_ptr,  # (B, Hkv) fp32, contiguous, if q, k and v are in fp8; else None
+    lse_ptr,  # (B, H, Sq) fp32, contiguous; or null
+    q_scale_ptr,  # (B, Hkv) fp32, contiguous, or null for 1, if q, k and v are in fp8; else None
     k_scale_ptr,
     v_scale_ptr,
     scale_log2,  # softmax scale times log2(e)

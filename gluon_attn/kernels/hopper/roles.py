@@ -2,7 +2,7 @@
 there may be a third, see transpose.py."""
 
 from channels import tma
-from gluon_attn.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
+from gluon_attn.compat import gdc_wait, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.operands import probability_dtype, unshift
 from ..common.turns import turn_of
@@ -54,6 +54,7 @@ def load_values(slot, wires, operands, batch, kv_head, key):
     if operands.v.dtype.primitive_bitwidth == 16 or wires.TILE.transpose_registers > 0:
         tma.load(slot, operands.v, [batch, kv_head, key, 0])
     else:
+        gdc_wait()  # for the kernel that transposes; Q and the first K are loaded beside its end
         tma.load(slot, operands.v, [batch, kv_head, 0, key])
 
 
@@ -90,7 +91,7 @@ def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
 
 
 @jit
-def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.constexpr):
+def first_block(q, blocks, rows, block, operands, scales, tile, wires, SCORES: gl.constexpr):
     """(P [ROWS, BLOCK_N], packed; its row statistics; what scores and what the output are multiplied with; next ends)
     of the first block walked.
 
@@ -100,17 +101,26 @@ def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.const
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
-    turn.pass_on()
+    if wires.TILE.turns != "tile":
+        turn.pass_on()
     # Beside the product: in fp8, scales are loaded.
     q_scales, k_scales, v_scales = scales
-    scale_log2 = operands.score_scale(q_scales, k_scales, tile)
-    v_scale = operands.output_scale(v_scales, tile)
+    scale_log2 = operands.score_scale(q_scales, k_scales, tile, OPTIONAL=True)
+    v_scale = operands.output_scale(v_scales, tile, OPTIONAL=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
+    if wires.TILE.turns == "tile":
+        turn.pass_on()
     scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
-    return join_quarters(p), RowStats(row_max, total(sums)), scale_log2, v_scale, Blocks(keys, blocks.values, turn)
+    return (
+        join_quarters(p),
+        RowStats(row_max, total(sums)),
+        scale_log2,
+        v_scale,
+        blocks.after(keys, blocks.values, turn),
+    )
 
 
 @jit
@@ -118,12 +128,12 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES:
     """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
     that product, the rest beside those of the other roles. Returns what it updates, but for `wires`."""
     k, keys = blocks.keys.acquire()
-    turn = blocks.turn.take()
+    turn = blocks.next_turn()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
     v, values = blocks.values.acquire()
     left = to_left_operand(p, q.dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, q.shape[1]), acc, is_async=True)
-    if wires.TILE.turns != "scores":
+    if wires.TILE.turns == "issue":
         turn.pass_on()
 
     scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
@@ -145,7 +155,7 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES:
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     late, late_sums = probabilities(parts[wires.TILE.early_exp :], row_max, scale_log2, q.dtype, MASKED)
     stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
-    return join_quarters(early + late), acc, stats, Blocks(keys, values, turn)
+    return join_quarters(early + late), acc, stats, blocks.after(keys, values, turn)
 
 
 @jit
@@ -156,7 +166,7 @@ def last_product(p, acc, blocks, rows):
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, acc.shape[1]), acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
-    return acc, Blocks(blocks.keys, values, blocks.turn)
+    return acc, blocks.after(blocks.keys, values, blocks.turn)
 
 
 @jit
@@ -169,9 +179,8 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
     queries = wires.queries.consumer()
-    blocks = Blocks(
-        wires.keys.consumer(), wires.values.consumer(), turn_of(wires.turns, ROLE, wires.TILE.turns != "none")
-    )
+    turn = turn_of(wires.turns, ROLE, wires.TILE.turns != "none")
+    blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn, wires.TILE.turns)
 
     work = first_work(schedule)
     while work.is_left():
@@ -188,7 +197,9 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
                 blocks = blocks.skip()
 
         scales = (q_scales, k_scales, v_scales)
-        p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, scales, tile, SCORES)
+        p, stats, scale_log2, v_scale, blocks = first_block(
+            q, blocks, rows, last, operands, scales, tile, wires, SCORES
+        )
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
         if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
             for j in range(1, rows.masked_blocks()):

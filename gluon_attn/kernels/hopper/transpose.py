@@ -5,7 +5,7 @@ runs along the head dim. A role transposes each block as often as it is used; th
 """
 
 from channels import SharedMemoryChannel, cluster_fence, tma
-from gluon_attn.compat import constexpr_function, gl, jit
+from gluon_attn.compat import constexpr_function, gdc_launch_dependents, gl, jit
 
 from .work import first_work
 
@@ -65,6 +65,7 @@ def transpose_values(
     out_desc,  # (B, Hkv, D, Sk rounded up to 16), blocks [1, 1, D, BLOCK_N]
 ):
     """The kernel: one program for each block of keys of each head."""
+    gdc_launch_dependents()  # attention begins where this leaves room, and waits only before it loads V
     BLOCK_N: gl.constexpr = v_desc.block_shape[2]
     D: gl.constexpr = v_desc.block_shape[3]
     loaded = SharedMemoryChannel.alloc(v_desc, SLOTS=1, CONSUMERS=1)
