@@ -77,8 +77,9 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
 
 def label(tile: TileConfig) -> str:
     """Short name in tables. Hopper: roles x keys, slots of Q / K and V, f for turns in a tile's first block, t or T for
-    turns until products are issued or scores are there, e and the quarters of early exponentials, s for O staged in Q, an epilogue that is not by TMA, v
-    for a role that transposes V. Blackwell: keys, slots, and a letter for each lever that is on. Then the CTAs."""
+    turns until products are issued or scores are there, e and the quarters of early exponentials, s for O staged in Q,
+    an epilogue that is not by TMA, v for a role that transposes V. Blackwell: keys, slots, and a letter for each lever
+    that is on. Then the CTAs."""
     if isinstance(tile, HopperTile):
         slots = f"q{tile.query_slots}kv{tile.kv_slots}"
         turns = {"none": "", "tile": "f", "issue": "t", "scores": "T"}[tile.turns]
