@@ -50,25 +50,19 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
         *both(2, 128, 2, 4, 216, turns="none", transpose_registers=56),
         *both(4, 64, 2, 4, 112, turns="none"),
         *both(4, 64, 2, 4, 112, turns="issue", early_exp=1),
-        *both(4, 64, 2, 4, 112, turns="tile", early_exp=1),
         *both(3, 128, 2, 2, 160, turns="none"),
-        *both(3, 128, 2, 2, 160, turns="tile"),
         *both(3, 128, 2, 2, 160, turns="scores"),
-        *both(3, 128, 2, 2, 160, turns="scores", early_exp=1),
     ],
     (128, 1): [
         *both(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56),
-        *both(2, 128, 2, 2, 216, turns="tile", early_exp=1, transpose_registers=56),
         *both(2, 128, 2, 3, 240, turns="none", early_exp=1),
-        *both(2, 128, 2, 3, 240, turns="tile", early_exp=1),
-        *both(2, 128, 2, 3, 240, turns="tile", early_exp=2),
-        *both(2, 128, 2, 3, 240, turns="issue", early_exp=1),
+        *both(2, 128, 2, 4, 240, turns="none", early_exp=1),
         *both(2, 128, 2, 3, 240, turns="scores", early_exp=1),
+        *both(2, 128, 2, 4, 240, turns="scores", early_exp=1),
     ],
     (256, 1): [
         *both(2, 64, 1, 4, 240, turns="none"),
         *both(2, 64, 1, 4, 240, turns="none", early_exp=1),
-        *both(2, 64, 1, 4, 240, turns="tile", early_exp=1),
         *both(2, 64, 1, 4, 240, turns="scores", early_exp=1),
         *both(2, 128, 1, 2, 240, turns="none"),
     ],
@@ -76,13 +70,12 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
 
 
 def label(tile: TileConfig) -> str:
-    """Short name in tables. Hopper: roles x keys, slots of Q / K and V, f for turns in a tile's first block, t or T for
-    turns until products are issued or scores are there, e and the quarters of early exponentials, s for O staged in Q,
-    an epilogue that is not by TMA, v for a role that transposes V. Blackwell: keys, slots, and a letter for each lever
-    that is on. Then the CTAs."""
+    """Short name in tables. Hopper: roles x keys, slots of Q / K and V, t or T for turns until products are issued or
+    scores are there, e and the quarters of early exponentials, s for O staged in Q, an epilogue that is not by TMA, v
+    for a role that transposes V. Blackwell: keys, slots, and a letter for each lever that is on. Then the CTAs."""
     if isinstance(tile, HopperTile):
         slots = f"q{tile.query_slots}kv{tile.kv_slots}"
-        turns = {"none": "", "tile": "f", "issue": "t", "scores": "T"}[tile.turns]
+        turns = {"none": "", "issue": "t", "scores": "T"}[tile.turns]
         early, staged = f"e{tile.early_exp}" * (tile.early_exp > 0), "s" * tile.stage_in_queries
         epilogue = f" {tile.epilogue}" * (tile.epilogue != "tma")
         transpose = " v" * (tile.transpose_registers > 0)

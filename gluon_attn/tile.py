@@ -87,8 +87,7 @@ class HopperTile(TileConfig):
     softmax_roles: softmax warpgroups, 1 to 4, each with 64 query rows per CTA.
     query_slots: depth of the queries channel; kv_slots: of the keys and of the values channel, each.
     turns: whether the softmax roles issue their products in turn, so that one's softmax runs beside another's, and
-        when a role passes its turn on: "issue", when it has issued its products; "scores", when it has its scores too;
-        "tile", the same, but only in the first block of each tile: roles that begin together would stay together.
+        when a role passes its turn on: "issue", when it has issued its products; "scores", when it has its scores too.
     early_exp: quarters of a block's exponentials that are computed before the product P V of the block before is
         waited for, 0 to 2.
     stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
@@ -101,7 +100,7 @@ class HopperTile(TileConfig):
 
     softmax_roles: int
     query_slots: int
-    turns: Literal["none", "tile", "issue", "scores"]
+    turns: Literal["none", "issue", "scores"]
     stage_in_queries: bool
     early_exp: int = 0
     epilogue: Literal["tma", "rows", "registers"] = "tma"
@@ -118,8 +117,8 @@ class HopperTile(TileConfig):
             raise ValueError(f"{self.softmax_roles=} must be 1, 2, 3 or 4")
         if self.query_slots < 1:
             raise ValueError(f"{self.query_slots=} must be at least 1")
-        if self.turns not in ("none", "tile", "issue", "scores"):
-            raise ValueError(f'{self.turns=} must be "none", "tile", "issue" or "scores"')
+        if self.turns not in ("none", "issue", "scores"):
+            raise ValueError(f'{self.turns=} must be "none", "issue" or "scores"')
         if self.early_exp not in (0, 1, 2):
             raise ValueError(f"{self.early_exp=} must be 0, 1 or 2")
         if self.epilogue not in ("tma", "rows", "registers"):

@@ -59,7 +59,7 @@ def hopper_tile(
     kv_slots: int,
     softmax_registers: int,
     *,
-    turns: Literal["none", "tile", "issue", "scores"],
+    turns: Literal["none", "issue", "scores"],
     early_exp: int = 0,
     stage_in_queries: bool = False,
     epilogue: Literal["tma", "rows", "registers"] = "tma",
@@ -137,16 +137,19 @@ def hopper_rows() -> Iterator[Row]:
     # not at D=256, where with four warps more the assembler has too few registers for the products.
     fp8 = {"element_bytes": 1}
     often = {"min_reuse": 2048, **fp8}
-    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, turns="scores"), min_kv_len=8192, **often)
+    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, turns="none"), min_kv_len=8192, **often)
     for n in (1, 2):
-        three = hopper_tile(3, 128, 2, 2, 160, turns="none", num_ctas=n)
+        three = hopper_tile(3, 128, 2, 2, 160, turns="scores", num_ctas=n)
         yield measured(64, False, three, min_kv_len=2048, **often)
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), **often)
         yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n), **often)
         for causal in (False, True):
             wide = hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, num_ctas=n)
             yield measured(256, causal, wide, **fp8)
-            tile = hopper_tile(2, 128, 2, 3, 240, turns="tile", early_exp=1, num_ctas=n)
+            if causal:
+                tile = hopper_tile(2, 128, 2, 4, 240, turns="scores", early_exp=1, num_ctas=n)
+            else:
+                tile = hopper_tile(2, 128, 2, 3, 240, turns="none", early_exp=1, num_ctas=n)
             yield measured(128, causal, tile, min_reuse=4096 if causal else 1024, **fp8)
             tile = hopper_tile(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56, num_ctas=n)
             yield measured(128, causal, tile, **fp8)

@@ -91,7 +91,7 @@ def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
 
 
 @jit
-def first_block(q, blocks, rows, block, operands, scales, tile, wires, SCORES: gl.constexpr):
+def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.constexpr):
     """(P [ROWS, BLOCK_N], packed; its row statistics; what scores and what the output are multiplied with; next ends)
     of the first block walked.
 
@@ -101,16 +101,13 @@ def first_block(q, blocks, rows, block, operands, scales, tile, wires, SCORES: g
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
-    if wires.TILE.turns != "tile":
-        turn.pass_on()
+    turn.pass_on()
     # Beside the product: in fp8, scales are loaded.
     q_scales, k_scales, v_scales = scales
     scale_log2 = operands.score_scale(q_scales, k_scales, tile, OPTIONAL=True)
     v_scale = operands.output_scale(v_scales, tile, OPTIONAL=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
-    if wires.TILE.turns == "tile":
-        turn.pass_on()
     scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
@@ -119,7 +116,7 @@ def first_block(q, blocks, rows, block, operands, scales, tile, wires, SCORES: g
         RowStats(row_max, total(sums)),
         scale_log2,
         v_scale,
-        blocks.after(keys, blocks.values, turn),
+        Blocks(keys, blocks.values, turn),
     )
 
 
@@ -128,12 +125,12 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES:
     """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
     that product, the rest beside those of the other roles. Returns what it updates, but for `wires`."""
     k, keys = blocks.keys.acquire()
-    turn = blocks.next_turn()
+    turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
     v, values = blocks.values.acquire()
     left = to_left_operand(p, q.dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, q.shape[1]), acc, is_async=True)
-    if wires.TILE.turns == "issue":
+    if wires.TILE.turns != "scores":
         turn.pass_on()
 
     scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
@@ -155,7 +152,7 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES:
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     late, late_sums = probabilities(parts[wires.TILE.early_exp :], row_max, scale_log2, q.dtype, MASKED)
     stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
-    return join_quarters(early + late), acc, stats, blocks.after(keys, values, turn)
+    return join_quarters(early + late), acc, stats, Blocks(keys, values, turn)
 
 
 @jit
@@ -166,7 +163,7 @@ def last_product(p, acc, blocks, rows):
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, acc.shape[1]), acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
-    return acc, blocks.after(blocks.keys, values, blocks.turn)
+    return acc, Blocks(blocks.keys, values, blocks.turn)
 
 
 @jit
@@ -179,8 +176,9 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
     queries = wires.queries.consumer()
-    turn = turn_of(wires.turns, ROLE, wires.TILE.turns != "none")
-    blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn, wires.TILE.turns)
+    blocks = Blocks(
+        wires.keys.consumer(), wires.values.consumer(), turn_of(wires.turns, ROLE, wires.TILE.turns != "none")
+    )
 
     work = first_work(schedule)
     while work.is_left():
@@ -197,9 +195,7 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
                 blocks = blocks.skip()
 
         scales = (q_scales, k_scales, v_scales)
-        p, stats, scale_log2, v_scale, blocks = first_block(
-            q, blocks, rows, last, operands, scales, tile, wires, SCORES
-        )
+        p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, scales, tile, SCORES)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
         if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
             for j in range(1, rows.masked_blocks()):

@@ -18,9 +18,9 @@ class Wires:
     values:  as keys, but of V, in fp8 of [D, BLOCK_N]; freed by each role when PV is done.
     loaded_values: the same channel, unless a role transposes V. Then it is as keys, load -> transpose; and values are
              transpose -> every softmax role, in each CTA its own.
-    turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block, or per tile:
-             who has issued its products, or has its scores too, lets the next role issue, so that one role's softmax
-             runs beside another's products.
+    turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued
+             its products, or has its scores too, lets the next role issue, so that one role's softmax runs beside
+             another's products.
     output:  no channel but memory: one tile per softmax role, in which it alone stages O for its store; the queries'
              own if O is staged there, or not staged at all.
     """
@@ -93,19 +93,6 @@ class Blocks:
     keys: SharedMemoryConsumer
     values: SharedMemoryConsumer
     turn: Turn
-    TURNS: gl.constexpr  # as HopperTile has it
-
-    @jit
-    def after(self, keys, values, turn):
-        return Blocks(keys, values, turn, self.TURNS)
-
-    @jit
-    def next_turn(self):
-        """The turn for a block that is not the first of its tile."""
-        if self.TURNS == "tile":
-            return self.turn
-        else:
-            return self.turn.take()
 
     @jit
     def skip(self):
@@ -117,9 +104,8 @@ class Blocks:
         """
         k, keys = self.keys.acquire()
         k.release()
-        turn = self.next_turn()
-        if self.TURNS != "tile":
-            turn.pass_on()
+        turn = self.turn.take()
+        turn.pass_on()
         v, values = self.values.acquire()
         v.release()
-        return self.after(keys, values, turn)
+        return Blocks(keys, values, turn)
