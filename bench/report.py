@@ -1,7 +1,7 @@
 """What result files say: tables in Markdown, and plots of TFLOP/s by length.
 
 python -m bench.report tables bench/results/h200_forward.json
-python -m bench.report plot bench/results/h200_forward.json bench/results/h200_forward_fp8_d256.json --out docs/speed
+python -m bench.report plot bench/results/h200_forward.json --out docs/speed
                                                                writes docs/speed.svg and .png
 
 Of several files, a point that more than one has is the last one's.

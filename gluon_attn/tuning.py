@@ -97,14 +97,18 @@ def blackwell_tile(kv_slots: int, softmax_registers: int, *, num_ctas: int = 1, 
 
 
 def measured(head_dim: int, causal: bool, tile: TileConfig, **fields: Any) -> Row:
-    later = head_dim == 256 or fields.get("element_bytes") == 1
+    fp8 = fields.get("element_bytes") == 1
+    if head_dim == 256:
+        file = "h200_candidates_fp8_d256.json"  # and in 16 bits
+    else:
+        file = f"h200_candidates_fp8_d{head_dim}.json" if fp8 else "h200_candidates.json"
     return Row(
         head_dim,
         causal,
         tile,
-        result_file="h200_candidates_fp8_d256.json" if later else "h200_candidates.json",
+        result_file=file,
         card="NVIDIA H200",
-        date="2026-11-22" if later else "2026-11-20",
+        date="2026-11-22" if fp8 or head_dim == 256 else "2026-11-20",
         **fields,
     )
 
@@ -141,7 +145,7 @@ def hopper_rows() -> Iterator[Row]:
     for n in (1, 2):
         three = hopper_tile(3, 128, 2, 2, 160, turns="scores", num_ctas=n)
         yield measured(64, False, three, min_kv_len=2048, **often)
-        yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), **often)
+        yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), min_reuse=1024, **fp8)
         yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n), **often)
         for causal in (False, True):
             wide = hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, num_ctas=n)
