@@ -132,8 +132,7 @@ def attention(
     check_call(q, k, v, out, scales)
 
     if out is None:
-        dtype = output_dtype(q.dtype)
-        out = torch.empty_like(q) if dtype == q.dtype else torch.empty_like(q, dtype=dtype)
+        out = torch.empty_like(q, dtype=output_dtype(q.dtype))
     needs_all = launch is not None and launch.needs_all_pointers
     lse = None
     if return_lse or needs_all:

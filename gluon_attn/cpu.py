@@ -82,7 +82,7 @@ class CpuLaunch:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.needs_all_pointers = plan.needs_all_pointers
+        self.needs_all_pointers = plan.tile.needs_all_pointers
         register_twins()
 
     def __call__(
@@ -91,7 +91,6 @@ class CpuLaunch:
         import gluon_cpu
 
         null = torch.empty(0)  # an empty tensor has no address
-
         target = f"sm_{self.plan.arch}a"
         with contextlib.nullcontext() if gluon_cpu.running() else gluon_cpu.machine():
             if self.plan.tile.transposes_before(v.itemsize):

@@ -92,27 +92,28 @@ class Launch:
         of_v = View.of(v, "bhsd" if tile.transposes_before(v.itemsize) else problem.layout)
         views = [View.of(q, problem.layout), View.of(k, problem.layout), of_v, View.of(out, problem.layout)]
         self.describe = descriptions(views, kernel)
-        # A launch takes a place for each compile-time parameter, and no value.
+        # What comes after the pointers. A launch takes a place for each compile-time parameter, and no value.
         absent = constants_of(tile, problem.causal, problem.dtype)
-        self.scalars = (
+        self.rest = (
             *(None for name in SCALES if name in absent),
             *(plan.scale_log2, plan.blocks_per_item, plan.heads_per_group),
             *(None for name in absent if name not in (*SCALES, "o_ptr")),
         )
         self.takes_out = "o_ptr" in kernel_of(tile).arg_names
         self.stores_by_pointer = self.takes_out and "o_ptr" not in absent
-        self.needs_all_pointers = plan.needs_all_pointers
+        self.needs_all_pointers = plan.tile.needs_all_pointers
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *scales: Tensor | None
     ) -> None:
         """Enqueue on the current stream of the tensors' device.
 
-        lse: None if nobody asked for it. scales: in fp8 those of q, k and v, each None for 1. Unless all are needed.
+        lse: None if nobody asked for it. scales: in fp8 those of q, k and v, each None for 1. Where
+        `needs_all_pointers`, none may be None.
         """
         described = self.describe(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
         pointers = (out if self.stores_by_pointer else None, lse) if self.takes_out else (lse,)
-        self.launcher((*described, *pointers, *scales, *self.scalars))
+        self.launcher((*described, *pointers, *scales, *self.rest))
 
 
 class TransposingLaunch:
@@ -121,7 +122,7 @@ class TransposingLaunch:
     def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         self.transpose = Transpose(plan, v)
         self.attention = Launch(plan, q, k, empty_transposed(v.to("meta"), plan.problem.layout), out)
-        self.needs_all_pointers = plan.needs_all_pointers
+        self.needs_all_pointers = plan.tile.needs_all_pointers
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *scales: Tensor | None
@@ -154,8 +155,11 @@ def launch_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launc
 
 
 def descriptions(views: list[View], kernel: CompiledKernel) -> Callable[..., tuple[Any, ...]]:
-    """What a kernel is passed for all its descriptor parameters, by the addresses of the tensors, which come back to
-    the same ones."""
+    """What a kernel is passed for all its descriptor parameters, by the addresses of the tensors.
+
+    In a loop all of them come back to the same ones, and one look-up finds everything; elsewhere single ones do, and
+    only the others are encoded anew.
+    """
     metas = kernel.metadata.tensordesc_meta
     each = [
         functools.lru_cache(maxsize=64)(functools.partial(view.arguments, meta=meta))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .device import Device
 from .problem import Problem
-from .tile import BlackwellTile, TileConfig
+from .tile import TileConfig
 
 # Of the cache, that K and V of the heads at work may take: the rest is for Q, O and what else passes through.
 SHARE_OF_L2 = 0.6
@@ -39,11 +39,6 @@ class Plan:
     def transpose_programs(self) -> int:
         """Programs of the kernel that transposes V: one for each block of keys of each head."""
         return self.problem.batch * self.problem.kv_heads * -(-self.problem.kv_len // TRANSPOSE_BLOCK_N)
-
-    @property
-    def needs_all_pointers(self) -> bool:
-        """Whether the kernel takes no null for an LSE that nobody asked for, or for fp8 scales of 1."""
-        return isinstance(self.tile, BlackwellTile)
 
     @staticmethod
     def of(problem: Problem, tile: TileConfig, device: Device) -> "Plan":

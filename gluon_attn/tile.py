@@ -47,6 +47,12 @@ class TileConfig:
         return False
 
     @property
+    def needs_all_pointers(self) -> bool:
+        """Whether its kernel takes no null for an LSE that nobody asked for, or for fp8 scales of 1. Blackwell's does
+        not: what is proved of it is proved of a kernel that always has them."""
+        return True
+
+    @property
     @abstractmethod
     def archs(self) -> tuple[int, ...]:
         """The architectures it is for: 90, 100, 103."""
@@ -107,6 +113,10 @@ class HopperTile(TileConfig):
     transpose_registers: int = 0
 
     ROWS_PER_CTA = 64  # of a role: query rows that a warpgroup product covers
+
+    @property
+    def needs_all_pointers(self) -> bool:
+        return False
 
     @property
     def archs(self) -> tuple[int, ...]:

@@ -18,34 +18,47 @@ ALL = np.full((2, 1), np.iinfo(np.int64).max)  # a clock: everything that an ear
 
 @dataclass
 class Footprint:
-    """What the launch of `kernel` did to global memory, by the address of each tensor's storage."""
+    """What the launch of `kernel` did to global memory: of each buffer (address, who touched which bytes from there on).
+
+    older: that of the launch before it, if it let the next one start without having waited for that.
+    """
 
     kernel: str
-    shadows: dict[int, Shadow]
+    touched: list[tuple[int, Shadow]]
+    older: "Footprint | None"
 
     def before(self, buffer: GlobalBuffer) -> None:
         """Have it known of a buffer of this launch."""
+        if self.older is not None:
+            self.older.before(buffer)
+        for address, shadow in self.touched:
+            for segment in shadow.by_start.values():
+                start, end = (
+                    max(0, min(buffer.size, x + address - buffer.address)) for x in (segment.start, segment.end)
+                )
+                if start < end:
+                    self.note(buffer, start, end, segment.write, list(segment.reads.values()))
 
-        def renamed(access: Access) -> Access:
-            # Async: between kernels no proxy fence is needed.
-            who = f"{access.who} in {self.kernel}, launched before"
-            return access._replace(slot=0, time=1, cluster=EARLIER, who=who, is_async=True, atomic=None)
+    def note(self, buffer: GlobalBuffer, start: int, end: int, write: Access | None, reads: list[Access]) -> None:
+        own_reads = [r for r in reads if r.cluster != EARLIER]
+        for s in buffer.shadow.cover(start, end):
+            if write is not None and write.cluster != EARLIER:
+                s.write = self.renamed(write)
+            if own_reads:  # one stands for all: they are ordered or not together
+                s.reads[(EARLIER, 0)] = self.renamed(own_reads[0])
 
-        old = self.shadows.get(buffer.address)
-        for segment in old.by_start.values() if old is not None else ():
-            for s in buffer.shadow.cover(segment.start, segment.end):
-                s.write = None if segment.write is None else renamed(segment.write)
-                if segment.reads:  # one stands for all: they are ordered or not together
-                    s.reads[(EARLIER, 0)] = renamed(next(iter(segment.reads.values())))
+    def renamed(self, access: Access) -> Access:
+        # Async: between kernels no proxy fence is needed.
+        who = f"{access.who} in {self.kernel}, launched before"
+        return access._replace(slot=0, time=1, cluster=EARLIER, who=who, is_async=True, atomic=None)
 
 
 LAST: ContextVar[Footprint | None] = ContextVar("gluon_cpu_last_launch", default=None)  # if it let the next one start
 
 
-def leave(kernel: str, buffers: list[GlobalBuffer], lets_next_start: bool) -> None:
-    """For the next launch."""
-    found = Footprint(kernel, {b.address: b.shadow for b in buffers if b.written or b.was_read})
-    LAST.set(found if lets_next_start else None)
+def footprint(kernel: str, buffers: list[GlobalBuffer], older: Footprint | None) -> Footprint:
+    used = [b for b in buffers if b.size and not b.scratch and (b.written or b.was_read)]
+    return Footprint(kernel, [(b.address, b.shadow) for b in used], older)
 
 
 def everything_before(slot: int, time: int) -> Acquired:

@@ -281,17 +281,24 @@ def launch(
     machine = Machine(bound.compiled, programs, sizes, schedule, checks, tracer, resident)
     start = time.perf_counter()
     arguments = convert(machine, bound)
-    before = earlier.LAST.get()
+    unknown = earlier.LAST.get() if launch_pdl and checks else None
     earlier.LAST.set(None)
-    if launch_pdl and checks and before is not None:
+    if unknown is not None:
         for buffer in machine.memory.buffers:
-            before.before(buffer)
+            unknown.before(buffer)
     try:
         with np.errstate(all="ignore"):
             machine.run(arguments)
             if checks:
                 check_outputs(machine, bound, outputs)
-                earlier.leave(bound.compiled.name, machine.memory.buffers, machine.lets_next_start)
+                if unknown is not None and not machine.has_waited:
+                    raise NotImplementedError(
+                        f"launch_pdl: expected a gdc_wait() in {bound.compiled.name}, which may start before "
+                        f"{unknown.kernel} ends: without one, later launches may start before that as well"
+                    )
+                if machine.lets_next_start:
+                    older = unknown if machine.lets_it_too_early else None
+                    earlier.LAST.set(earlier.footprint(bound.compiled.name, machine.memory.buffers, older))
     except findings.Finding as finding:
         machine.seal(finding)
         raise

@@ -57,7 +57,9 @@ class Machine:
         self.live: list[Cluster] = []
         self.waiting: deque[int] = deque()
         self.programs_cancelled = 0
-        self.lets_next_start = False  # whether a later launch may start before this one ends
+        self.lets_next_start = False  # whether a later launch may start before this one ends,
+        self.lets_it_too_early = False  # and before somebody here has waited for the launch before
+        self.has_waited = False  # for that
         self.at: Any = None
         self.steps = 0
         self.progress = 0  # the step at which somebody was last woken, done or set to work

@@ -178,7 +178,7 @@ class Shadow:
     @staticmethod
     def forget(s: Segment, cluster: int) -> None:
         """Of reads by other clusters one is enough: they are unordered with everything here alike."""
-        others = [k for k in s.reads if k[0] != cluster]
+        others = [k for k in s.reads if k[0] not in (cluster, EARLIER)]
         for k in others[:-2]:
             del s.reads[k]
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ..clocks import ORDER
 from ..earlier import everything_before
 from ..findings import DeviceAssert
+from ..shadow import EARLIER
 from .base import AgentBase
 
 
@@ -15,14 +17,19 @@ class MiscOps(AgentBase):
     def grid_dependency_wait(self, info: Any) -> None:
         """Know all that the launch before did."""
         self.at = info
-        known = everything_before(self.slot, self.t)
-        if not any((a.slot, a.cluster) == (self.slot, known.cluster) for a in self.foreign):
-            self.foreign.append(known)
+        self.cluster.machine.has_waited = True
+        if not self.knows_launch_before():
+            self.foreign.append(everything_before(self.slot, self.t))
             self.tick()
 
     def grid_dependency_launch_dependents(self, info: Any) -> None:
+        """The next launch may start; if nobody has waited here, before the one before this one ends, too."""
         self.at = info
         self.cluster.machine.lets_next_start = True
+        self.cluster.machine.lets_it_too_early |= not self.knows_launch_before()
+
+    def knows_launch_before(self) -> bool:
+        return any(a.cluster == EARLIER and self.clk[ORDER, a.slot] >= a.time for a in self.foreign)
 
     def device_assert(self, info: Any, condition: Any) -> None:
         self.at = info

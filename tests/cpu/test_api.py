@@ -53,19 +53,24 @@ def test_fp8_with_values_transposed_before_is_executed_on_the_cpu():
     torch.testing.assert_close(out.double(), want, atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("device", [Device.hopper(), BLACKWELL], ids=["Hopper", "Blackwell"])
-def test_without_lse_and_with_scales_left_out(device):
+@pytest.mark.parametrize(
+    ("device", "head_dim"),
+    [(Device.hopper(), 64), (Device.hopper(), 256), (BLACKWELL, 64)],
+    ids=["Hopper", "Hopper, V transposed before", "Blackwell"],
+)
+def test_without_lse_and_with_scales_left_out(device, head_dim):
     """Nothing else changes."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 40, 64).to(E4M3) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 40, head_dim).to(E4M3) for _ in range(3))
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), (torch.rand(1, 2) + 0.5 for _ in range(3)), strict=True))
     ones = {name: torch.ones(1, 2) for name in scales}
     for left_out in itertools.chain.from_iterable(itertools.combinations(scales, n) for n in range(4)):
         given: dict[str, Any] = {name: scale for name, scale in scales.items() if name not in left_out}
-        want, _ = attention(q, k, v, device=device, return_lse=True, **(ones | given))
+        want, want_lse = attention(q, k, v, device=device, return_lse=True, **(ones | given))
         out = attention(q, k, v, device=device, **given)
         assert isinstance(out, torch.Tensor)
         assert torch.equal(out, want), left_out
+        assert torch.equal(attention(q, k, v, device=device, return_lse=True, **given)[1], want_lse), left_out
     q, k, v = (torch.randn(1, 2, 40, 64, dtype=torch.bfloat16) for _ in range(3))
     out, (want, _) = attention(q, k, v, device=device), attention(q, k, v, device=device, return_lse=True)
     assert isinstance(out, torch.Tensor)

@@ -185,6 +185,20 @@ def test_fp8_steps_are_neither_serialised_nor_spilled(row):
     assert {(loop.products, loop.waits, loop.spills) for loop in loops} == {(per_step, 2, 0)}
 
 
+@fp8_rows
+def test_fp8_starts_before_values_are_transposed_and_waits_for_them(row):
+    kernel, before = in_fp8(row), row.tile.transposes_before(1)
+    assert kernel.metadata.launch_pdl == before
+    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == before
+
+
+@every_row
+def test_16_bits_start_after_what_is_before(row):
+    kernel = compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile)
+    assert not kernel.metadata.launch_pdl
+    assert "griddepcontrol" not in kernel.asm["ptx"]
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_kernel_that_transposes_values(head_dim):
     """One slot and the transposed tile; both barriers expect one arrive; nothing is spilled."""
@@ -192,6 +206,8 @@ def test_the_kernel_that_transposes_values(head_dim):
     tiles = 2 * 128 * head_dim
     assert tiles < kernel.metadata.shared <= tiles + 1024
     assert barrier_counts(kernel.asm["ptx"]) == {1: 2}
+    assert kernel.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
+    assert not kernel.metadata.launch_pdl
     code, _ = instructions(disassemble(kernel))
     assert [count(code, name) for name in ("UTMALDG", "UTMASTG", "STL", "LDL")] == [1, 1, 0, 0]
 

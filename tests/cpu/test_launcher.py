@@ -23,7 +23,7 @@ def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = ()) -> 
 
     class Triton:
         global_scratch_size, profile_scratch_size, gsan_enabled = scratch, 0, False
-        launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = False, False, ("types",), b"s"
+        launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = False, True, ("types",), b"s"
 
         def __call__(self, *args):
             calls.append(("triton", *args))
@@ -37,7 +37,7 @@ def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = ()) -> 
 
 def test_straight_to_the_driver(monkeypatch):
     nothing = (None,) * 5
-    expected = ("direct", 7, 1, 1, 3, 11, False, False, "packed", *nothing, ("types",), b"s", ("a", "b"))
+    expected = ("direct", 7, 1, 1, 3, 11, False, True, "packed", *nothing, ("types",), b"s", ("a", "b"))
     assert launched(monkeypatch) == [expected]
 
 

@@ -16,7 +16,6 @@ SYNCHRONISATION = (
     "ttng.cluster_barrier",
     "ttng.async_tma_store_wait",
     "ttng.tc_gen5_commit",
-    "tt.grid_dependency_wait",
     "ttg.barrier",
     "gpu.barrier",
 )

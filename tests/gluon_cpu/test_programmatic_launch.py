@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,39 @@ def test_what_the_kernel_before_wrote_does_not_count_as_written():
     gluon_cpu.launch(first, (4,), x, y, True)
     with pytest.raises(gluon_cpu.OutputError):
         gluon_cpu.launch(second, (2,), normal(512), y, "first", launch_pdl=True)
+
+
+@jit
+def between(x_ptr, WHEN: gl.constexpr):
+    """Lets the next kernel start; waits for the one before "first", "late" or "never". Reads x."""
+    if WHEN == "first":
+        gdc_wait()
+    gdc_launch_dependents()
+    if WHEN == "late":
+        gdc_wait()
+    gl.load(x_ptr + gl.arange(0, 128, ROW))
+
+
+def run_three(when: str) -> None:
+    x, y, z = normal(512), poisoned(512), poisoned(512)
+    gluon_cpu.launch(first, (4,), x, y, True)
+    gluon_cpu.launch(between, (1,), y if when == "first" else x, when, launch_pdl=True)
+    gluon_cpu.launch(second, (4,), y, z, "late", launch_pdl=True)
+
+
+def test_three_kernels():
+    run_three("first")  # who lets the third start has waited for the first
+    with pytest.raises(gluon_cpu.DataRace, match="in first, launched before"):
+        run_three("late")
+    with pytest.raises(NotImplementedError, match=r"^launch_pdl: expected a gdc_wait\(\) in between"):
+        run_three("never")
+
+
+def test_the_same_memory_by_another_address():
+    memory = np.random.default_rng(0).standard_normal(1024).astype(np.float32)
+    gluon_cpu.launch(first, (4,), normal(512), torch.from_numpy(memory[256:768]), True)
+    with pytest.raises(gluon_cpu.DataRace, match="launched before"):
+        gluon_cpu.launch(second, (4,), memory[256:768], poisoned(512), "never", launch_pdl=True)
 
 
 @jit

@@ -289,8 +289,9 @@ def a_device_that_is_not_the_current_one() -> None:
         pytest.skip("needs two cards")
     for current, used in ((0, 1), (1, 0)):
         with torch.cuda.device(current):
-            q, k, v = (t.to(f"cuda:{used}") for t in normal_qkv(q_len=300))
-            run_and_check(q, k, v, causal=True)
+            for kind in KINDS:
+                q, k, v = (t.to(f"cuda:{used}") for t in normal_qkv(q_len=300, **kind))
+                run_and_check(q, k, v, causal=True)
             assert torch.cuda.current_device() == current
 
 
@@ -433,7 +434,10 @@ def new_lengths_compile_nothing() -> None:
                     "q_len": q_len,
                     "kv_len": kv_len,
                 }
-                for layout, scale, head_dim in (("bhsd", None, q.shape[3]), ("bshd", 1.0, q.shape[3] // 2 + 16)):
+                for layout, scale, head_dim in (
+                    ("bhsd", None, q.shape[3]),
+                    ("bshd", 1.0, q.shape[3] // 2 + 16 // q.itemsize),
+                ):
                     tensors = normal_qkv(**sizes, layout=layout, head_dim=head_dim, dtype=q.dtype)
                     attention(*tensors, tile=tile, causal=causal, scale=scale, layout=layout, return_lse=True)
             torch.cuda.synchronize()

@@ -54,7 +54,7 @@ def load_values(slot, wires, operands, batch, kv_head, key):
     if operands.v.dtype.primitive_bitwidth == 16 or wires.TILE.transpose_registers > 0:
         tma.load(slot, operands.v, [batch, kv_head, key, 0])
     else:
-        gdc_wait()  # for the kernel that transposes; Q and the first K are loaded beside its end
+        gdc_wait()  # for the kernel that transposes, beside whose end Q and K are loaded; passes at once ever after
         tma.load(slot, operands.v, [batch, kv_head, 0, key])
 
 
@@ -111,13 +111,7 @@ def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.const
     scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
-    return (
-        join_quarters(p),
-        RowStats(row_max, total(sums)),
-        scale_log2,
-        v_scale,
-        Blocks(keys, blocks.values, turn),
-    )
+    return join_quarters(p), RowStats(row_max, total(sums)), scale_log2, v_scale, Blocks(keys, blocks.values, turn)
 
 
 @jit
