@@ -18,8 +18,7 @@ ALL = np.full((2, 1), np.iinfo(np.int64).max)  # a clock: everything that an ear
 
 @dataclass
 class Footprint:
-    """What the launch of `kernel` did to global memory: of each buffer (address, who touched which bytes from there on).
-
+    """What the launch of `kernel` did to global memory. touched: of each buffer its address, and who did what there.
     older: that of the launch before it, if it let the next one start without having waited for that.
     """
 
