@@ -9,13 +9,26 @@ import pytest
 from gluon_attn import compat
 
 
-def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = ()) -> list[tuple]:
+def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = (), current: int = 5) -> list[tuple]:
     """The calls that one launch of 7 programs on device 5, of stream 3, makes: ("direct" or "triton", *arguments)."""
     calls: list[tuple] = []
-    utils = SimpleNamespace(launch=lambda *args: calls.append(("direct", *args)))
+    devices = [current]
+
+    def direct(*args):
+        assert devices[-1] == 5, "launched while another device is current"
+        calls.append(("direct", *args))
+
+    utils = SimpleNamespace(launch=direct)
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: {5: 3}[device])
     monkeypatch.setattr(compat, "driver", SimpleNamespace(active=active))
-    cuda = SimpleNamespace(device=lambda index: contextlib.nullcontext(), current_device=lambda: 5)
+
+    @contextlib.contextmanager
+    def device(index):
+        devices.append(index)
+        yield
+        devices.pop()
+
+    cuda = SimpleNamespace(device=device, current_device=lambda: devices[-1])
     monkeypatch.setattr(compat, "torch", SimpleNamespace(cuda=cuda))
     chains = SimpleNamespace(calls=list(hooks)), SimpleNamespace(calls=[])
     runtime = SimpleNamespace(launch_enter_hook=chains[0], launch_exit_hook=chains[1])
@@ -35,10 +48,12 @@ def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = ()) -> 
     return calls
 
 
-def test_straight_to_the_driver(monkeypatch):
+@pytest.mark.parametrize("current", [5, 2])
+def test_straight_to_the_driver(monkeypatch, current):
+    """Also from another device."""
     nothing = (None,) * 5
     expected = ("direct", 7, 1, 1, 3, 11, False, True, "packed", *nothing, ("types",), b"s", ("a", "b"))
-    assert launched(monkeypatch) == [expected]
+    assert launched(monkeypatch, current=current) == [expected]
 
 
 @pytest.mark.parametrize("kind", [{"scratch": 64}, {"hooks": [print]}], ids=["scratch memory", "a hook"])
