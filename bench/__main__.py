@@ -34,6 +34,12 @@ def tiles_of_table(device: Device, head_dim: int, causal: bool, element_bytes: i
     return [row.tile for row in rows if device.arch in row.tile.archs]
 
 
+def candidates(point: Point) -> list[TileConfig]:
+    """Those of bench/candidates.py for the point. Without a mask no order is the longest first."""
+    tiles = CANDIDATES[Problem.padded(point.head_dim), DTYPES[point.dtype].itemsize]
+    return [tile for tile in tiles if point.causal or not tile.longest_first]
+
+
 def measure(
     point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], rounds: int, limits: Ceilings
 ) -> dict[str, Any]:
@@ -162,7 +168,7 @@ def main() -> None:
         and (args.length is None or p.length in args.length)
         and ("causal" if p.causal else "full") in args.mask
     ]
-    tiles = {p: CANDIDATES[p.head_dim, DTYPES[p.dtype].itemsize] if args.candidates else [] for p in points}
+    tiles = {p: candidates(p) if args.candidates else [] for p in points}
     jobs = jobs_of(points, tiles, device)
     for i, _ in enumerate(precompile(jobs, device.arch), start=1):
         print(f"\rcompiled {i} of {len(jobs)} kernels", end="", flush=True)

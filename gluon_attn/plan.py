@@ -11,6 +11,8 @@ from .tile import TileConfig
 SHARE_OF_L2 = 0.6
 
 LARGEST_LENGTH = 2**31 - 2**12  # leaves room to round up to any block of rows or keys
+MIN_ROW_BLOCKS_OF_SINGLES = 5
+
 # Keys of a block in the kernel that transposes V.
 TRANSPOSE_BLOCK_N = 128
 
@@ -21,7 +23,8 @@ class Plan:
 
     items: what there is to do: row blocks of all heads, or pairs of them.
     blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (see kernels/common/schedule.py).
-    heads_per_group: how many heads' row blocks are computed in turn, if the tile is for longest_first.
+    heads_per_group: how many heads' row blocks are computed in turn, those with most keys first, if the tile is for
+        longest_first: on Hopper the last so many heads, none where there are no pairs to follow; else group by group.
     scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
     arch: what to compile for: 90, 100 or 103.
     """
@@ -65,19 +68,26 @@ class Plan:
         # two differ much and there is no program for every block anyway; unless that is left to the order of items.
         lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
         uneven = problem.causal and heaviest >= 2 * lightest
-        pairs = uneven and heads * row_blocks > clusters and not tile.longest_first and not tile.one_program_per_item
+        ordered = tile.one_program_per_item or (tile.longest_first and not tile.ends_with_singles)
+        pairs = uneven and heads * row_blocks > clusters and not ordered
         blocks_per_item = 2 if pairs else 1
         if tile.pairs_span_heads:
             items = -(-heads * row_blocks // blocks_per_item)
         else:
             items = heads * -(-row_blocks // blocks_per_item)
+        heads_per_group = heads_in_l2(problem, device)
+        if tile.ends_with_singles:
+            # Two rounds of single ones in place of one of pairs: more of them even out no better. With few row blocks
+            # to a head, or if there is but one round of pairs, they gain nothing (docs/tuning.md).
+            wanted = pairs and row_blocks >= MIN_ROW_BLOCKS_OF_SINGLES and items > clusters
+            heads_per_group = min(heads, -(-clusters // -(-row_blocks // 2))) if wanted else 0
         return Plan(
             problem=problem,
             tile=tile,
             programs=items if tile.one_program_per_item else min(clusters, items),
             items=items,
             blocks_per_item=blocks_per_item,
-            heads_per_group=heads_in_l2(problem, device),
+            heads_per_group=heads_per_group,
             scale_log2=problem.scale * math.log2(math.e),
             arch=device.arch,
         )

@@ -21,8 +21,9 @@ class TileConfig:
     softmax_registers, load_registers: registers per thread of those roles.
     cga_layout: how the rows of a tile are sharded over the CTAs of a cluster, as bases of a (rows, D) tile: () for one
         CTA, ((1, 0),) for two, and on Blackwell ((1, 0), (2, 0)) for four.
-    longest_first: compute the row blocks of several heads in turn, those with most keys first, as many heads as have
-        their K and V in L2 together; otherwise head after head. For causal masks; Blackwell only.
+    longest_first: compute the row blocks of several heads in turn, those with most keys first; otherwise head after
+        head. For causal masks. On Blackwell as many heads at a time as have their K and V in L2 together; on Hopper
+        only the last heads, so that no program ends much later than others.
     """
 
     block_n: int
@@ -40,6 +41,11 @@ class TileConfig:
     @property
     def pairs_span_heads(self) -> bool:
         """Whether, of an odd number of row blocks, the middle one is paired with that of the next head."""
+        return False
+
+    @property
+    def ends_with_singles(self) -> bool:
+        """Whether longest_first is for the last heads only, after pairs of row blocks of the others."""
         return False
 
     def transposes_before(self, element_bytes: int) -> bool:
@@ -119,6 +125,10 @@ class HopperTile(TileConfig):
         return False
 
     @property
+    def ends_with_singles(self) -> bool:
+        return self.longest_first
+
+    @property
     def archs(self) -> tuple[int, ...]:
         return (90,)
 
@@ -136,8 +146,6 @@ class HopperTile(TileConfig):
         if self.epilogue == "registers" and self.stage_in_queries:
             raise ValueError(f"{self.stage_in_queries=} must be False with {self.epilogue=}, which stages nothing")
         super().__post_init__()
-        if self.longest_first:
-            raise ValueError(f"{self.longest_first=} must be False: Hopper's roles walk head after head")
         if self.transpose_registers and self.transpose_registers not in REGISTERS_PER_ROLE:
             raise ValueError(
                 f"{self.transpose_registers=} must be a multiple of 8 from 24 to 256, or 0 for no such role"

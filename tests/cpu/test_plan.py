@@ -54,6 +54,25 @@ def test_pairs_only_where_they_even_something_out(blocks_per_item, changes):
     assert plan(**changes).blocks_per_item == blocks_per_item
 
 
+LONGEST_FIRST = dataclasses.replace(TILE, longest_first=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "changes"),
+    [
+        pytest.param(9, {}, id="132 pairs are those of 8.25 heads"),
+        pytest.param(5, {"q_len": 8192, "kv_len": 8192, "heads": 8}, id="of 4.125 heads"),
+        pytest.param(9, {"batch": 2, "heads": 16}, id="counted through all batches"),
+        pytest.param(0, {"causal": False}, id="no pairs: row blocks cost the same"),
+        pytest.param(0, {"q_len": 512, "kv_len": 512, "heads": 256}, id="few row blocks to a head"),
+        pytest.param(0, {"heads": 8}, id="one round of pairs"),
+    ],
+)
+def test_the_last_heads_on_hopper(heads, changes):
+    assert plan(LONGEST_FIRST, **changes).heads_per_group == heads
+    assert plan(LONGEST_FIRST, **changes).blocks_per_item == plan(TILE, **changes).blocks_per_item
+
+
 def test_a_program_for_each_block_of_values_to_transpose():
     assert plan(kv_len=4096).transpose_programs == 8 * 32
     assert plan(batch=3, kv_len=1).transpose_programs == plan(batch=3, kv_len=128).transpose_programs == 8 * 3

@@ -115,10 +115,11 @@ def note_work(
     blocks_per_item,
     heads_per_group,
     ROW_BLOCKS: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr,
 ):
     """As note_visits, of the walk of Hopper's roles: 1 + 1000 * (program + programs * the items it has done before);
     the steps; and which of four parts the first role computes."""
-    schedule = square_schedule(batch, heads, length, blocks_per_item, heads_per_group, LONGEST_FIRST=False)
+    schedule = square_schedule(batch, heads, length, blocks_per_item, heads_per_group, LONGEST_FIRST)
     work, step, item = first_work(schedule), 0, gl.program_id(0)
     while work.is_left():
         tile = work.tile()
@@ -131,12 +132,15 @@ def note_work(
         work, step = following, step + 1
 
 
-def hopper_walk(*, programs: int, row_blocks: int, blocks_per_item: int) -> list[torch.Tensor]:
-    """[2 batches * 3 heads, row blocks]: the item of each; 1000 * program + step; the first role's part."""
+def hopper_walk(*, programs: int, row_blocks: int, blocks_per_item: int, last_heads: int = 0) -> list[torch.Tensor]:
+    """[2 batches * 3 heads, row blocks]: the item of each; 1000 * program + step; the first role's part. last_heads:
+    whose row blocks are walked one by one; their items mean nothing."""
     found = [torch.zeros(6, row_blocks, dtype=torch.int32) for _ in range(3)]
     q_len = row_blocks * BLOCK_M - 5
     with gluon_cpu.machine():
-        note_work[(programs,)](*found, 2, 3, q_len, blocks_per_item, 1, row_blocks, num_warps=1)
+        note_work[(programs,)](
+            *found, 2, 3, q_len, blocks_per_item, last_heads, row_blocks, last_heads > 0, num_warps=1
+        )
     items, steps, parts = found
     assert (items % 1000).eq(1).all(), items
     return [items // 1000, steps, parts]
@@ -168,6 +172,54 @@ def test_hopper_heads_begin_pairs_differently():
     for row_blocks, light_first in ((2, [0, 0, 0, 0, 0, 0]), (4, [0, 1, 0, 0, 1, 0])):
         _, steps, _ = hopper_walk(programs=1, row_blocks=row_blocks, blocks_per_item=2)
         assert (steps[:, 0] < steps[:, -1]).int().tolist() == light_first
+
+
+def single_rounds(pairs: int, count: int, programs: int) -> list[tuple[list[int | None], bool]]:
+    """The places 0 ... count - 1 in rounds, each in order of the programs, and whether it is a way back. The first
+    completes the last round of pairs, if that is not complete, on a way there."""
+    begun = pairs % programs
+    cuts = [0] if begun == 0 else [0, programs - begun]
+    cuts += range(cuts[-1] + programs, count + programs, programs)
+    back, found = pairs > 0 and begun == 0, []
+    for start, end in itertools.pairwise(cuts):
+        places: list[int | None] = [i if i < count else None for i in range(start, end)]
+        places = [None] * (programs - len(places)) + places
+        found.append((places[::-1] if back else places, back))
+        back = not back
+    return found
+
+
+@pytest.mark.parametrize("last_heads", [1, 2, 4, 6])
+@pytest.mark.parametrize("row_blocks", [1, 3, 4, 7])
+@pytest.mark.parametrize("programs", [1, 3, 5, 12, 40])
+def test_hopper_ends_with_single_row_blocks(programs, row_blocks, last_heads):
+    _, steps, parts = hopper_walk(programs=programs, row_blocks=row_blocks, blocks_per_item=2, last_heads=last_heads)
+    items = -(-row_blocks // 2)
+    before = [0] * programs  # tiles of the other heads that each program has done
+    for head, row_block in itertools.product(range(6 - last_heads), range(row_blocks)):
+        program = int(steps[head, row_block]) // 1000
+        assert program == (head * items + min(row_block, row_blocks - 1 - row_block)) % programs
+        before[program] += 1
+    order = [(head, row) for row in reversed(range(row_blocks)) for head in range(6 - last_heads, 6)]
+    rounds = single_rounds((6 - last_heads) * items, len(order), programs)
+    for program in range(programs):
+        mine = [(order[place], back) for places, back in rounds if (place := places[program]) is not None]
+        for i, (at, back) in enumerate(mine):
+            assert int(steps[at]) == 1000 * program + before[program] + i
+            assert int(parts[at]) == (3 if back else 0)
+
+
+def test_single_row_blocks_even_out():
+    """Pairs: half of the programs have three, the others two. With four heads one by one, no program has to compute
+    more than a fifteenth above the mean."""
+    keys = torch.arange(1, 17).expand(6, 16)
+    loads = []
+    for last_heads in (0, 4):
+        _, steps, _ = hopper_walk(programs=20, row_blocks=16, blocks_per_item=2, last_heads=last_heads)
+        load = torch.zeros(20).index_add_(0, (steps // 1000).flatten(), keys.flatten().float())
+        loads.append(float(load.max() / load.mean()))
+    assert loads[0] == pytest.approx(1.25)
+    assert loads[1] < 1 + 1 / 15
 
 
 @jit(do_not_specialize=["one", "number", "offset", "q_len", "kv_len"])

@@ -209,7 +209,6 @@ REFUSED = {
     "five softmax roles": ({"softmax_roles": 5, "softmax_registers": 24}, "self.softmax_roles=5 must be .*1.*4"),
     "turns always": ({"turns": "always"}, "self.turns='always' must be .*none.*issue.*scores"),
     "three quarters early": ({"early_exp": 3}, "self.early_exp=3 must be 0, 1 or 2"),
-    "longest first": ({"longest_first": True}, "self.longest_first=True must be False"),
     "unknown epilogue": ({"epilogue": "fast"}, "self.epilogue='fast' must be .*tma.*rows.*registers"),
     "nothing to stage": (
         {"epilogue": "registers", "stage_in_queries": True},

@@ -22,15 +22,16 @@ def attention_forward(
     v_scale_ptr,
     scale_log2,  # softmax scale times log2(e)
     blocks_per_item,  # 1, or 2 to pair heavy row blocks with light ones
-    heads_per_group,  # heads whose row blocks are computed in turn, if TILE.longest_first
+    heads_per_group,  # of the last heads, how many are computed in turn under a mask, if TILE.longest_first
     CAUSAL: gl.constexpr,
     TILE: gl.constexpr,  # a HopperTile
 ):
     BLOCK_M: gl.constexpr = TILE.softmax_roles * q_desc.block_shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     wires = alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE)
+    LONGEST_FIRST: gl.constexpr = CAUSAL and TILE.longest_first
     schedule = tile_schedule(
-        q_desc.shape, k_desc.shape, blocks_per_item, heads_per_group, BLOCK_M, BLOCK_N, CAUSAL, TILE.longest_first
+        q_desc.shape, k_desc.shape, blocks_per_item, heads_per_group, BLOCK_M, BLOCK_N, CAUSAL, LONGEST_FIRST
     )
     wires.init()
 
