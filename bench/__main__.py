@@ -1,10 +1,12 @@
 """`python -m bench`: attention forward on this card against cuDNN (through torch's SDPA), timed in one process."""
 
 import argparse
+import itertools
 import json
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from bench.points import DTYPES, LENGTHS, SETS, Point
 from bench.precompile import Job, precompile
 from bench.provenance import clocks, provenance
 from bench.report import means, read
-from bench.timing import host_seconds, time_interleaved, wall_seconds
+from bench.timing import host_seconds, seconds_alone, time_interleaved, wall_seconds
 from gluon_attn import TileConfig
 from gluon_attn.device import Device
 from gluon_attn.launch import compiled
@@ -41,7 +43,7 @@ def candidates(point: Point) -> list[TileConfig]:
 
 
 def measure(
-    point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], rounds: int, limits: Ceilings
+    point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], rounds: int, limits: Ceilings, *, alone: bool
 ) -> dict[str, Any]:
     calls = calls_of(point, tiles, peers)
     timings = time_interleaved(calls, rounds=rounds)
@@ -60,6 +62,8 @@ def measure(
     found["roofline"] = {"flops_per_byte": point.intensity, "ceiling_tflops": ceiling}
     if "ours" in results:
         found["roofline"]["share"] = results["ours"]["tflops"] / ceiling
+    if alone:
+        found["alone"] = measure_alone(point, {name: calls[name] for name in ("cudnn", "ours") if name in calls})
     if point in SETS["small"]:
         found["host_us"], found["wall_us"] = {}, {}
         for name, call in calls.items():
@@ -67,6 +71,17 @@ def measure(
                 found["host_us"][name] = host_seconds(chosen) * 1e6
                 found["wall_us"][name] = wall_seconds(chosen) * 1e6
     return found
+
+
+def measure_alone(point: Point, calls: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, Any]:
+    """Of five rounds in which each call has its turn of 100 ms."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _, (name, call) in itertools.product(range(rounds), calls.items()):
+        seconds[name].append(seconds_alone(call))
+    return {
+        name: {"ms": 1e3 * statistics.median(taken), "tflops": point.flops / statistics.median(taken) / 1e12}
+        for name, taken in seconds.items()
+    }
 
 
 def measure_sustained() -> dict[str, Any]:
@@ -97,6 +112,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--candidates", action="store_true", help="time every tile of bench/candidates.py instead")
     parser.add_argument("--peers", nargs="*", choices=["fa2", "flex"], default=[], help="to time beside cuDNN")
     parser.add_argument("--sustained", action="store_true", help="also long loops, with power and clocks")
+    parser.add_argument("--alone", action="store_true", help="also time cuDNN and ours for 100 ms on end each, in turn")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("bench/results/latest.json"), help="the result file, JSON")
     parser.add_argument(
@@ -196,7 +212,7 @@ def main() -> None:
     ]
     start = time.time()
     for i, point in enumerate(points, start=1):
-        report["points"].append(measure(point, tiles[point], args.peers, args.rounds, limits))
+        report["points"].append(measure(point, tiles[point], args.peers, args.rounds, limits, alone=args.alone))
         print(line(report["points"][-1], (time.time() - start) / i * (len(points) - i)), flush=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.sustained:

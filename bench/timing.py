@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import triton.testing
 
 FLUSH_BYTES = 256 * 2**20  # more than four times the L2 cache of an H200
 
@@ -53,6 +54,12 @@ def time_interleaved(
         name: Timing(statistics.median(itertools.chain(*per_round)), tuple(map(statistics.median, per_round)))
         for name, per_round in seconds.items()
     }
+
+
+def seconds_alone(call: Callable[[], object]) -> float:
+    """Median time of a call that runs for 100 ms on end, after 25 ms to warm up, with a cold L2 cache each time: as
+    `triton.testing.do_bench` has it, and so with a clock that no other call has set."""
+    return triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median") / 1e3
 
 
 def host_seconds(call: Callable[[], object], *, runs: int = 400) -> float:

@@ -10,6 +10,8 @@ from .plan import Plan
 from .problem import FP8_DTYPES, Problem
 from .tile import Bases, BlackwellTile, HopperTile, TileConfig
 
+LONG = 1280  # keys, from where on it pays to compute the longest row blocks first
+
 CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 
 
@@ -112,19 +114,21 @@ def hopper_rows() -> Iterator[Row]:
             yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 232, turns="none"), one_round=True)
         pair = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2)
         yield measured(64, causal, pair, one_round=True)
-    # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used.
-    three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1)
-    yield measured(64, False, three, min_kv_len=2048)
+    # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used. The longest
+    # first likewise: at 1024 keys it costs 0 to 4 %, at 1501 it gains 3 to 8. At D=256 in 16 bits the kernel would
+    # spill for it.
+    yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1), min_kv_len=2048)
     three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, longest_first=True)
     yield measured(64, True, three, min_kv_len=8192)
-    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", longest_first=True), min_kv_len=2048)
+    four = hopper_tile(4, 64, 2, 4, 112, turns="none", longest_first=True)
+    yield measured(64, True, four, min_kv_len=LONG)
+    two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, longest_first=True)
+    yield measured(128, True, two, min_kv_len=LONG)
     for n in (1, 2):
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n))
-        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n, longest_first=True))
+        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n))
         for causal in (False, True):
-            both = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=n, longest_first=causal)
-            yield measured(128, causal, both)
-            # Not the longest first: the kernel would spill, for 0 to 2 %.
+            yield measured(128, causal, hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=n))
             turns: Literal["none", "issue"] = "none" if causal else "issue"
             wide = hopper_tile(2, 64, 1, 2, 232, turns=turns, stage_in_queries=True, num_ctas=n)
             yield measured(256, causal, wide)
@@ -136,23 +140,23 @@ def hopper_rows() -> Iterator[Row]:
     three = hopper_tile(3, 128, 2, 2, 160, turns="none", longest_first=True)
     yield measured(64, True, three, min_kv_len=8192, **often)
     for n in (1, 2):
+        causal_order: dict[str, Any] = {"num_ctas": n, "longest_first": n == 1}  # on two CTAs it gains nothing
         three = hopper_tile(3, 128, 2, 2, 160, turns="scores", num_ctas=n)
         yield measured(64, False, three, min_kv_len=2048, **often)
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), min_reuse=1024, **fp8)
-        four = hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n, longest_first=True)
-        yield measured(64, True, four, **often)
+        four = hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, **causal_order)
+        yield measured(64, True, four, min_kv_len=LONG, **often)
+        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), min_reuse=512, **fp8)
+        two = hopper_tile(2, 128, 2, 3, 240, turns="none", early_exp=1, num_ctas=n)
+        yield measured(128, False, two, min_reuse=1024, **fp8)
+        two = hopper_tile(2, 128, 2, 4, 240, turns="scores", early_exp=1, **causal_order)
+        yield measured(128, True, two, min_reuse=4096, **fp8)
+        yield measured(256, False, hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, num_ctas=n), **fp8)
+        yield measured(256, True, hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, **causal_order), **fp8)
         for causal in (False, True):
-            order: dict[str, Any] = {"num_ctas": n, "longest_first": causal}
-            wide = hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, **order)
-            yield measured(256, causal, wide, **fp8)
-            if causal:
-                tile = hopper_tile(2, 128, 2, 4, 240, turns="scores", early_exp=1, **order)
-            else:
-                tile = hopper_tile(2, 128, 2, 3, 240, turns="none", early_exp=1, **order)
-            yield measured(128, causal, tile, min_reuse=4096 if causal else 1024, **fp8)
-            tile = hopper_tile(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56, **order)
+            tile = hopper_tile(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56, num_ctas=n)
             yield measured(128, causal, tile, **fp8)
-            tile = hopper_tile(2, 128, 2, 4, 216, turns="none", transpose_registers=56, **order)
+            tile = hopper_tile(2, 128, 2, 4, 216, turns="none", transpose_registers=56, num_ctas=n)
             yield measured(64, causal, tile, **fp8)
 
 

@@ -183,7 +183,8 @@ def single_rounds(pairs: int, count: int, programs: int) -> list[tuple[list[int 
     back, found = pairs > 0 and begun == 0, []
     for start, end in itertools.pairwise(cuts):
         places: list[int | None] = [i if i < count else None for i in range(start, end)]
-        places = [None] * (programs - len(places)) + places
+        missing: list[int | None] = [None] * (programs - len(places))
+        places = missing + places
         found.append((places[::-1] if back else places, back))
         back = not back
     return found

@@ -47,7 +47,7 @@ class Run:
         require_fits(tile, problem, device)
         if programs is not None:
             device = dataclasses.replace(device, sm_count=programs * tile.num_ctas)
-        plan = Plan.of(problem, tile, device)
+        plan = self.plan = Plan.of(problem, tile, device)
         self.out = torch.empty_like(q, dtype=output_dtype(q.dtype))
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
         self.kernel, self.grid, self.target = kernel_of(tile), (plan.programs,), f"sm_{plan.arch}a"

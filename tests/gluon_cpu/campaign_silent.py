@@ -30,16 +30,19 @@ def run_of(row: Row, dtype: torch.dtype) -> Run:
     """The smallest launch in which programs walk several tiles and every ring comes around. Odd lengths."""
     tile = row.tile
     kind: dict[str, Any] = {"head_dim": row.padded_head_dim, "dtype": dtype}
-    scales = kv_scales(1, 2) if row.element_bytes == 1 else ()
     if isinstance(tile, BlackwellTile):
         # Two tiles, a head each, for one program. Five key blocks: 20 tiles of K and V, the longest ring has 16 slots.
         q, k, v = normal_qkv(heads=2, q_len=256 * tile.num_ctas - 15, kv_len=601, **kind)
+        scales = kv_scales(1, 2) if row.element_bytes == 1 else ()
         programs = None if tile.dynamic else 1
     else:
         assert isinstance(tile, HopperTile)
-        q, k, v = normal_qkv(heads=4, kv_heads=2, q_len=333, kv_len=401, **kind)
+        # Or two heads: pairs of the first one's row blocks, and then those of the second one by one.
+        heads, q_len = (2, 5 * tile.block_m - 15) if tile.longest_first and row.causal else (4, 333)
+        q, k, v = normal_qkv(heads=heads, kv_heads=heads // 2, q_len=q_len, kv_len=401, **kind)
+        scales = kv_scales(1, heads // 2) if row.element_bytes == 1 else ()
         programs = 2 // tile.num_ctas
-        tiles = 4 * -(-333 // tile.block_m) // programs
+        tiles = heads * -(-q_len // tile.block_m) // programs
         assert tiles > tile.query_slots, f"the ring of the queries does not come around in {tiles} tiles"
     device = DEVICES[tile.archs[0]]
     return Run(q, k, v, *scales, causal=row.causal, device=device, tile=tile, programs=programs)

@@ -155,6 +155,18 @@ def every_case() -> Iterator[Case]:
                 q_len=q_len,
                 kv_len=kv_len,
             )
+        if causal and table_row.tile.longest_first:
+            yield Case(
+                label=f"table row {i}, pairs and then single row blocks",
+                tile=table_row.tile,
+                dtype="bfloat16" if table_row.element_bytes == 2 else "float8_e4m3fn",
+                head_dim=table_row.padded_head_dim,
+                num_ctas=table_row.tile.num_ctas,
+                causal=True,
+                heads=60,
+                q_len=6 * table_row.tile.block_m - 15,
+                kv_len=1000,
+            )
 
     kinds = ((64, "bfloat16"), (96, "float16"), (128, "bfloat16"), (128, "float8_e4m3fn"), (200, "bfloat16"))
     for (d, dtype), num_ctas, layout in itertools.product(kinds, (1, 2), ("bhsd", "bshd")):

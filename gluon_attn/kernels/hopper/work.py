@@ -26,8 +26,8 @@ class Work:
     under a square causal mask every one costs the same. `next()` adds n digit by digit: divisions would delay every
     tile, as nothing begins before it is known which.
 
-    If LONGEST_FIRST, the row blocks of the last `heads_per_group` heads are not paired but follow one by one, those with
-    most keys first, of all these heads in turn. Of pairs, some programs have one more than others, which idle
+    If LONGEST_FIRST, the row blocks of the last `heads_per_group` heads are not paired but follow one by one, those
+    with most keys first, of all these heads in turn. Of pairs, some programs have one more than others, which idle
     meanwhile; of the lightest row blocks that matters little. Programs take them there and back, as an ox ploughs: who
     had a heavier one has a lighter one next.
     """
@@ -65,7 +65,7 @@ class Work:
         if schedule.CAUSAL:
             swapped = (schedule.blocks_per_item == 2) & (self.items > 1) & ((self.head & 1) == 1)
             row_block = gl.where(self.second ^ swapped, self.item, row_block)
-        if schedule.LONGEST_FIRST:
+        if schedule.LONGEST_FIRST:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
             if self.single >= 0:
                 place, heads = self.place(), schedule.heads_per_group
                 row_block = schedule.row_blocks - 1 - place // heads
