@@ -19,6 +19,8 @@ TORCH_CPU := torch==2.13.0+cpu
 
 ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
+# One process: that Python may have no pytest-xdist.
+PARALLEL :=
 else
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -26,6 +28,8 @@ PIP := $(PY) -m pip -qq --disable-pip-version-check
 TEST_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
 BENCH_READY := $(VENV)/.ready-bench
+# A process for each core, and each file's tests in one of them, as they share what is compiled.
+PARALLEL := -n auto --dist loadfile
 endif
 
 .PHONY: help run test check format gpu-test bench blackwell-bringup explore mutants prove races clean
@@ -41,7 +45,7 @@ run: $(TEST_READY) ## Run attention here and now and print what it saw
 	@$(PY) -m gluon_attn $(ARGS)
 
 test: $(TEST_READY) ## Run all tests; without a Hopper card those that need one are skipped, with the reason
-	@$(PY) -m pytest tests $(ARGS)
+	@$(PY) -m pytest tests $(PARALLEL) $(ARGS)
 
 check: $(DEV_READY) ## Check formatting, lint and types
 	@$(PY) -m ruff format --check .

@@ -139,14 +139,15 @@ def hopper_rows() -> Iterator[Row]:
     often = {"min_reuse": 2048, **fp8}
     three = hopper_tile(3, 128, 2, 2, 160, turns="none", longest_first=True)
     yield measured(64, True, three, min_kv_len=8192, **often)
+    four = hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, longest_first=True)
+    yield measured(64, True, four, min_kv_len=LONG, **often)
+    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none"), min_reuse=512, **fp8)
+    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=2), **often)
     for n in (1, 2):
         causal_order: dict[str, Any] = {"num_ctas": n, "longest_first": n == 1}  # on two CTAs it gains nothing
         three = hopper_tile(3, 128, 2, 2, 160, turns="scores", num_ctas=n)
         yield measured(64, False, three, min_kv_len=2048, **often)
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), min_reuse=1024, **fp8)
-        four = hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, **causal_order)
-        yield measured(64, True, four, min_kv_len=LONG, **often)
-        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), min_reuse=512, **fp8)
         two = hopper_tile(2, 128, 2, 3, 240, turns="none", early_exp=1, num_ctas=n)
         yield measured(128, False, two, min_reuse=1024, **fp8)
         two = hopper_tile(2, 128, 2, 4, 240, turns="scores", early_exp=1, **causal_order)

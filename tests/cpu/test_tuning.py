@@ -162,14 +162,15 @@ def test_little_work_has_small_tiles(head_dim, causal, heads, length, rows):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "causal", "queries"), [(64, False, 1024), (64, True, 512), (128, False, 1024), (128, True, 4096)]
+    ("head_dim", "causal", "queries", "of_two_ctas"),
+    [(64, False, 1024, 1024), (64, True, 512, 2048), (128, False, 1024, 1024), (128, True, 4096, 4096)],
 )
 @pytest.mark.parametrize("kv_len", [1000, 16384])
-def test_values_are_transposed_before_where_many_queries_use_each_key(head_dim, causal, queries, kv_len):
+def test_values_are_transposed_before_where_many_queries_use_each_key(head_dim, causal, queries, of_two_ctas, kv_len):
     """As many of one head as of four that share a KV head, a quarter as long."""
     kind = {"dtype": torch.float8_e4m3fn, "head_dim": head_dim, "causal": causal, "kv_len": kv_len}
-    for group, num_ctas in itertools.product((1, 4), (1, 2)):
-        for q_len, before in ((queries // group - 1, False), (queries // group, True)):
+    for group, (num_ctas, enough) in itertools.product((1, 4), ((1, queries), (2, of_two_ctas))):
+        for q_len, before in ((enough // group - 1, False), (enough // group, True)):
             asked = problem(**kind, q_len=q_len, kv_heads=16 // group)
             assert pick_tile(asked, Device.hopper(), num_ctas).transposes_before(1) == before, asked
 
