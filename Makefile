@@ -32,7 +32,7 @@ BENCH_READY := $(VENV)/.ready-bench
 PARALLEL := -n auto --dist loadfile
 endif
 
-.PHONY: help run test check format gpu-test bench blackwell-bringup explore mutants prove races clean
+.PHONY: help run test test-slow check format gpu-test bench blackwell-bringup explore mutants prove races clean
 
 help: ## List every command
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,8 +44,11 @@ help: ## List every command
 run: $(TEST_READY) ## Run attention here and now and print what it saw
 	@$(PY) -m gluon_attn $(ARGS)
 
-test: $(TEST_READY) ## Run all tests; without a Hopper card those that need one are skipped, with the reason
-	@$(PY) -m pytest tests $(PARALLEL) $(ARGS)
+test: $(TEST_READY) ## Run the tests but for the slow ones; without a Hopper card those that need one are skipped, with the reason
+	@$(PY) -m pytest tests -m 'not slow' $(PARALLEL) $(ARGS)
+
+test-slow: $(TEST_READY) ## Run the other tests, further cases of the same kinds (10 min on two cores)
+	@$(PY) -m pytest tests -m slow $(PARALLEL) $(ARGS)
 
 check: $(DEV_READY) ## Check formatting, lint and types
 	@$(PY) -m ruff format --check .

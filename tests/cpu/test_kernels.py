@@ -17,6 +17,7 @@ from gluon_attn.launch import compiled, compiled_transpose
 from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources, steady_loops
 from gluon_attn.tile import REGISTERS_PER_SM, HopperTile
 from gluon_attn.tuning import HOPPER, Row
+from tests.slow import slow_if
 
 
 def name_of(row: Row) -> str:
@@ -25,10 +26,14 @@ def name_of(row: Row) -> str:
     return f"D={row.padded_head_dim}, {mask}, {row.tile.softmax_roles} roles, {row.tile.num_ctas} CTAs"
 
 
+def on_two_ctas(row: Row) -> bool:
+    return row.tile.num_ctas == 2
+
+
 SIXTEEN_BITS = [row for row in HOPPER if row.element_bytes == 2]
 FP8 = [row for row in HOPPER if row.element_bytes == 1]  # some have a role more
-every_row = pytest.mark.parametrize("row", SIXTEEN_BITS, ids=map(name_of, SIXTEEN_BITS))
-fp8_rows = pytest.mark.parametrize("row", FP8, ids=map(name_of, FP8))
+every_row = pytest.mark.parametrize("row", slow_if(on_two_ctas, SIXTEEN_BITS), ids=map(name_of, SIXTEEN_BITS))
+fp8_rows = pytest.mark.parametrize("row", slow_if(on_two_ctas, FP8), ids=map(name_of, FP8))
 WGMMA_DEPTH = 16  # columns of the left operand that one product instruction takes, at 16 bits
 
 
@@ -83,6 +88,7 @@ def test_the_tile_says_what_the_kernel_takes(row):
 MUCH_WORK = [row for row in SIXTEEN_BITS if row.tile.num_ctas == 1 and not row.one_round]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", MUCH_WORK, ids=map(name_of, MUCH_WORK))
 def test_fp16_compiles_to_the_same_loops(row):
     fp16 = resources(compiled(torch.float16, row.padded_head_dim, row.causal, row.tile))
@@ -105,6 +111,7 @@ def test_a_serialised_loop_is_seen():
     assert (loop.products, loop.waits, loop.spills, loop.exp2, loop.early_exp2) == (2, 2, 1, 1, 0)
 
 
+@pytest.mark.slow
 def test_the_main_command_says_what_it_did():
     if torch.cuda.is_available():
         pytest.skip("this machine has a card: the command runs attention on it, as tests/gpu does")

@@ -127,6 +127,7 @@ def profiler(monkeypatch):
     return SimpleNamespace(InstrumentationHook=instrumentation.InstrumentationHook, told=told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_wait_has_a_scope(profiler, kernel):
     dtype, tile = KERNELS[kernel]

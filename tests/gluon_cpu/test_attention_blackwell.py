@@ -16,6 +16,7 @@ from gluon_attn.problem import Problem
 from gluon_attn.tile import BlackwellTile
 from gluon_attn.tuning import BLACKWELL, blackwell_tile, pick_tile
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
+from tests.slow import slow_if
 
 POLICIES = ("random", "late", "early", "pct", "starve")
 B200, B300 = Device.blackwell(), Device.blackwell_ultra()
@@ -98,7 +99,14 @@ def checked(run: Run, what: str, **options: Any) -> tuple[Tensor, Tensor]:
     return run.out.clone(), run.lse.clone()
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK_ON_CLUSTERS = ("odd lengths, causal, 2", "D=128, full, 2", "e4m3, GQA, full, 2", "GQA, causal, 4")
+
+
+def is_slow(name: str) -> bool:
+    return CASES[name][2] > 1 and not name.startswith(QUICK_ON_CLUSTERS)
+
+
+@pytest.mark.parametrize("name", slow_if(is_slow, CASES))
 def test_against_float64(name):
     row, causal, num_ctas = CASES[name]
     run = blackwell_run(row, causal=causal, num_ctas=num_ctas)
@@ -140,7 +148,7 @@ def test_programs_of_a_small_card(causal):
     checked(run, "programs")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", POLICIES))
 @pytest.mark.parametrize(
     ("head_dim", "num_ctas", "dtype"),
     [
@@ -254,7 +262,7 @@ def test_a_lever_that_changes_no_bit(name):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("causal", slow_if(lambda causal: not causal, [False, True]), ids=["full", "causal"])
 @pytest.mark.parametrize("name", ROUNDING)
 def test_a_lever_within_rounding(name, causal):
     """In the budget against float64; and the lever does something, or this would test nothing."""
@@ -275,6 +283,7 @@ ALL_LEVERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("num_ctas", "dtype", "dynamic"),

@@ -21,6 +21,7 @@ from gluon_attn.tile import HopperTile
 from gluon_attn.tuning import HOPPER, hopper_tile
 from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
 from tests.gpu.checks import tile_for_reuse
+from tests.slow import slow_if
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ("random", "late", "early", "pct", "starve")
@@ -73,15 +74,25 @@ def checked(run: Run | TransposeRun, what: str, **options: Any) -> None:
     run.check(what)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK_ON_TWO_CTAS = ("odd lengths, causal", "D=128, fp16, GQA, full", "D=256, full", "e4m3, causal")
+
+
+def is_slow(name: str) -> bool:
+    return CASES[name][2] == 2 and not name.startswith(QUICK_ON_TWO_CTAS)
+
+
+@pytest.mark.parametrize("name", slow_if(is_slow, CASES))
 def test_against_float64(name):
     row, causal, num_ctas = CASES[name]
     run = Run(*hopper_inputs(**row), causal=causal, num_ctas=num_ctas)
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("name", [name for name, (row, _, _) in CASES.items() if row.get("dtype") in FP8])
+IN_FP8 = [name for name, (row, _, _) in CASES.items() if row.get("dtype") in FP8]
+
+
+@pytest.mark.parametrize("layout", slow_if(lambda layout: layout == "bshd", ["bhsd", "bshd"]))
+@pytest.mark.parametrize("name", slow_if(is_slow, IN_FP8))
 def test_fp8_with_values_transposed_before(name, layout):
     row, causal, num_ctas = CASES[name]
     q, k, v, *scales = hopper_inputs(**row)
@@ -106,7 +117,9 @@ def test_values_are_transposed_under_every_policy(policy, head_dim):
         checked(run, f"{policy}, D={head_dim}", schedule=gluon_cpu.Schedule(policy, seed=0), mode=mode)
 
 
-@pytest.mark.parametrize(("roles", "num_ctas"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("roles", "num_ctas"), [(1, 1), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, 1), (1, 2)))]
+)
 @pytest.mark.parametrize("name", [name for name, (row, _, n) in CASES.items() if n == 1 and small_tiles_fit(row)])
 def test_against_float64_in_small_tiles(name, roles, num_ctas):
     """The tiles of the table for little work, which attention() picks for problems of these sizes."""
@@ -117,6 +130,7 @@ def test_against_float64_in_small_tiles(name, roles, num_ctas):
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ctas", [1, 2])
 @pytest.mark.parametrize("staged_in", ["a buffer", "queries", "nothing"])
 @pytest.mark.parametrize(
@@ -172,7 +186,7 @@ def test_pairs_and_then_single_row_blocks(row):
     checked(run, "longest first")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", POLICIES))
 @pytest.mark.parametrize("num_ctas", [1, 2])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),

@@ -64,6 +64,7 @@ def test_what_the_kernel_computes_is_proved():
     assert verdict.verified, verdict
 
 
+@pytest.mark.slow
 def test_a_kernel_that_computes_something_else_is_rejected():
     bug = "transposes the output"
     assert Task.of(small(1, bug)).run().race_free
@@ -95,6 +96,7 @@ def check_mutant(proof: Proof, kind: str) -> Verdict:
     return verify(ptx, kernel_input(launch), LIMITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no arrive", "no wait", "no commit", "wrong bytes"])
 def test_attention_without_an_operation_is_rejected(attention, kind):
     verdict = check_mutant(attention, kind)
