@@ -28,8 +28,9 @@ PIP := $(PY) -m pip -qq --disable-pip-version-check
 TEST_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
 BENCH_READY := $(VENV)/.ready-bench
-# A process for each core, and each file's tests in one of them, as they share what is compiled.
-PARALLEL := -n auto --dist loadfile
+# A process for each core, and each file's tests in one of them, as they share what is compiled. One process if there is
+# a card, which they would share.
+PARALLEL := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),,-n auto --dist loadfile)
 endif
 
 .PHONY: help run test test-slow check format gpu-test bench blackwell-bringup explore mutants prove races clean

@@ -29,6 +29,8 @@ from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
 from gluon_attn.tuning import TABLE
 
+ROUNDS_ALONE = 5
+
 
 def tiles_of_table(device: Device, head_dim: int, causal: bool, element_bytes: int) -> list[TileConfig]:
     kind = (head_dim, causal, element_bytes)
@@ -73,10 +75,10 @@ def measure(
     return found
 
 
-def measure_alone(point: Point, calls: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, Any]:
-    """Of five rounds in which each call has its turn of 100 ms."""
+def measure_alone(point: Point, calls: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
+    """Medians over ROUNDS_ALONE rounds, in which each call has its turn of 100 ms."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _, (name, call) in itertools.product(range(rounds), calls.items()):
+    for _, (name, call) in itertools.product(range(ROUNDS_ALONE), calls.items()):
         seconds[name].append(seconds_alone(call))
     return {
         name: {"ms": 1e3 * statistics.median(taken), "tflops": point.flops / statistics.median(taken) / 1e12}
@@ -193,7 +195,12 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"provenance": provenance(args.commit), "method": time_interleaved.__doc__, "points": []}
     # What the same points may differ in.
-    report["provenance"]["command"] = {"candidates": args.candidates, "peers": args.peers, "rounds": args.rounds}
+    report["provenance"]["command"] = {
+        "candidates": args.candidates,
+        "peers": args.peers,
+        "rounds": args.rounds,
+        "alone": args.alone,
+    }
     if args.resume:
         report["points"] = resumed(args.out, report["provenance"])
     done = {found["name"] for found in report["points"]}

@@ -11,6 +11,9 @@ from .tile import TileConfig
 SHARE_OF_L2 = 0.6
 
 LARGEST_LENGTH = 2**31 - 2**12  # leaves room to round up to any block of rows or keys
+
+# Of a head, for row blocks of the last heads to be walked one by one: with four, the lightest is still so heavy that
+# nothing evens out.
 MIN_ROW_BLOCKS_OF_SINGLES = 5
 
 # Keys of a block in the kernel that transposes V.
@@ -24,7 +27,7 @@ class Plan:
     items: what there is to do: row blocks of all heads, or pairs of them.
     blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (see kernels/common/schedule.py).
     heads_per_group: how many heads' row blocks are computed in turn, those with most keys first, if the tile is for
-        longest_first: on Hopper the last so many heads, none where there are no pairs to follow; else group by group.
+        longest_first: on Hopper the last so many heads, where the others' row blocks are paired; else group by group.
     scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
     arch: what to compile for: 90, 100 or 103.
     """
@@ -59,7 +62,7 @@ class Plan:
                     "sequence"
                 )
         row_blocks, heads = -(-problem.q_len // tile.block_m), problem.batch * problem.heads
-        if heads * row_blocks >= 2**31 - 2 * clusters:  # a program that is done has gone one step beyond the last
+        if heads * row_blocks >= 2**31 - 2 * clusters:  # programs count two rounds beyond the last
             raise ValueError(
                 f"q: expected fewer than 2^31 row blocks over all heads and batches, got {heads * row_blocks}; "
                 "split the batch"
@@ -77,10 +80,10 @@ class Plan:
             items = heads * -(-row_blocks // blocks_per_item)
         heads_per_group = heads_in_l2(problem, device)
         if tile.ends_with_singles:
-            # Two rounds of single ones in place of one of pairs: more of them even out no better. With few row blocks
-            # to a head, or if there is but one round of pairs, they gain nothing (docs/tuning.md).
+            # Two rounds of single ones in place of one of pairs: more of them even out no better, and one round of
+            # pairs in all leaves nothing to even out.
             wanted = pairs and row_blocks >= MIN_ROW_BLOCKS_OF_SINGLES and items > clusters
-            heads_per_group = min(heads, -(-clusters // -(-row_blocks // 2))) if wanted else 0
+            heads_per_group = -(-clusters // -(-row_blocks // 2)) if wanted else 0  # there are as many: see `wanted`
         return Plan(
             problem=problem,
             tile=tile,

@@ -115,10 +115,13 @@ def hopper_rows() -> Iterator[Row]:
         pair = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2)
         yield measured(64, causal, pair, one_round=True)
     # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used. The longest
-    # first likewise: at 1024 keys it costs 0 to 4 %, at 1501 it gains 3 to 8. At D=256 in 16 bits the kernel would
-    # spill for it.
+    # first likewise: up to 1024 keys what it costs in every tile is more than it gains. (With few queries to many keys
+    # it gains nothing, and what it costs is little beside so many blocks.) At D=256 in 16 bits the kernel would spill
+    # for it, on two CTAs it gains nothing.
     yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1), min_kv_len=2048)
     three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, longest_first=True)
+    yield measured(64, True, three, min_kv_len=8192)
+    three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, num_ctas=2)
     yield measured(64, True, three, min_kv_len=8192)
     four = hopper_tile(4, 64, 2, 4, 112, turns="none", longest_first=True)
     yield measured(64, True, four, min_kv_len=LONG)
@@ -144,7 +147,7 @@ def hopper_rows() -> Iterator[Row]:
     yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none"), min_reuse=512, **fp8)
     yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=2), **often)
     for n in (1, 2):
-        causal_order: dict[str, Any] = {"num_ctas": n, "longest_first": n == 1}  # on two CTAs it gains nothing
+        causal_order: dict[str, Any] = {"num_ctas": n, "longest_first": n == 1}
         three = hopper_tile(3, 128, 2, 2, 160, turns="scores", num_ctas=n)
         yield measured(64, False, three, min_kv_len=2048, **often)
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), min_reuse=1024, **fp8)

@@ -64,7 +64,9 @@ LONGEST_FIRST = dataclasses.replace(TILE, longest_first=True)
         pytest.param(5, {"q_len": 8192, "kv_len": 8192, "heads": 8}, id="of 4.125 heads"),
         pytest.param(9, {"batch": 2, "heads": 16}, id="counted through all batches"),
         pytest.param(0, {"causal": False}, id="no pairs: row blocks cost the same"),
-        pytest.param(0, {"q_len": 512, "kv_len": 512, "heads": 256}, id="few row blocks to a head"),
+        pytest.param(0, {"q_len": 512, "kv_len": 512, "heads": 256}, id="four row blocks to a head"),
+        pytest.param(44, {"q_len": 513, "kv_len": 513, "heads": 256}, id="five: of 44 heads"),
+        pytest.param(9, {"heads": 9}, id="all heads"),
         pytest.param(0, {"heads": 8}, id="one round of pairs"),
     ],
 )

@@ -91,9 +91,9 @@ def test_the_readme_has_the_committed_figures():
 
 
 def test_the_command():
-    files = [str(RESULTS / name) for name in ("h200_forward.json", "h200_forward_second.json")]
+    files = [str(RESULTS / name) for name in ("h200_forward.json", "h200_candidates_d64.json")]
     command = [sys.executable, "-m", "bench.report", "tables", *files]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "| bf16 D=128 causal |" in run.stdout
-    assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()[:2]] == ["b36793a", "9e1a3f9"]
+    assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()[:2]] == ["032ba9d", "7e1b019"]

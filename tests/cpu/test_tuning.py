@@ -175,6 +175,31 @@ def test_values_are_transposed_before_where_many_queries_use_each_key(head_dim, 
             assert pick_tile(asked, Device.hopper(), num_ctas).transposes_before(1) == before, asked
 
 
+@pytest.mark.parametrize(
+    ("kv_len", "dtype", "head_dim", "longest_first"),
+    [
+        (1279, torch.bfloat16, 64, False),
+        (1280, torch.bfloat16, 64, True),
+        (8192, torch.bfloat16, 64, True),
+        (1279, torch.float16, 128, False),
+        (1280, torch.float16, 128, True),
+        (8192, torch.bfloat16, 256, False),
+        (1279, torch.float8_e4m3fn, 64, False),
+        (1280, torch.float8_e4m3fn, 64, True),
+        (8192, torch.float8_e5m2, 64, True),
+        (4096, torch.float8_e4m3fn, 128, True),
+        (1024, torch.float8_e4m3fn, 256, True),
+    ],
+)
+def test_long_causal_problems_end_with_the_lightest_row_blocks(kv_len, dtype, head_dim, longest_first):
+    """On one CTA; and never without a mask."""
+    kind = {"dtype": dtype, "head_dim": head_dim, "kv_len": kv_len, "q_len": 4096}
+    for num_ctas in (None, 1, 2):
+        tile = pick_tile(problem(**kind, causal=True), Device.hopper(), num_ctas)
+        assert tile.longest_first == (longest_first and num_ctas != 2)
+        assert not pick_tile(problem(**kind, causal=False), Device.hopper(), num_ctas).longest_first
+
+
 def test_picking_is_pure(monkeypatch):
     asked = problem(causal=True)
     first = pick_tile(asked, Device.hopper())

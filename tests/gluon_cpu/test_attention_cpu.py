@@ -173,11 +173,12 @@ def test_persistent_programs(num_ctas, causal):
 
 
 LONGEST_FIRST = [row for row in HOPPER if row.tile.longest_first]
+assert len(LONGEST_FIRST) == 7
 
 
 @pytest.mark.parametrize("row", LONGEST_FIRST, ids=lambda row: f"D={row.padded_head_dim}, {8 * row.element_bytes} bits")
 def test_pairs_and_then_single_row_blocks(row):
-    """Two programs: 6 pairs of two heads, and then the row blocks of the third head."""
+    """Two programs: two pairs and a single row block of each of two heads, and then those of the third one by one."""
     dtype = torch.bfloat16 if row.element_bytes == 2 else FP8[0]
     q_len = 5 * row.tile.block_m - 15
     inputs = hopper_inputs(heads=3, q_len=q_len, kv_len=333, head_dim=row.padded_head_dim, dtype=dtype)

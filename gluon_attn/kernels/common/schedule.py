@@ -100,7 +100,7 @@ def tile_schedule(
     LONGEST_FIRST: gl.constexpr,
 ):
     """Shapes: (B, H, Sq, D) and (B, Hkv, Sk, D). blocks_per_item: 1, or 2 to pair heavy row blocks with light ones.
-    heads_per_group: heads that take turns, if LONGEST_FIRST."""
+    heads_per_group: heads that take turns, if LONGEST_FIRST (on Hopper the last ones only)."""
     row_blocks = (q_shape[2] + BLOCK_M - 1) // BLOCK_M
     return TileSchedule(
         batches=q_shape[0],

@@ -76,7 +76,7 @@ class Work:
     @jit
     def part(self, ROLE: gl.constexpr, ROLES: gl.constexpr):
         """Which of ROLES equal parts of the tile's rows a role computes. Under a causal mask the last part costs the
-        most: who has it in one tile of a pair has the first in the other."""
+        most: who has it in one tile of a pair, or on the way there, has the first in the other, or on the way back."""
         if costs_differ(self.schedule.CAUSAL, ROLES):
             return gl.where(self.second, ROLES - 1 - ROLE, ROLE)
         else:
@@ -91,7 +91,7 @@ class Work:
             if schedule.LONGEST_FIRST:
                 to_second = to_second & (single < 0)
                 single += gl.where(to_second, 0, gl.num_programs(0))
-                # The first round that all programs begin among the last heads is a way back.
+                # The first round after pairs that all programs begin among the last heads is a way back.
                 way_back = gl.where(self.single < 0, single >= gl.program_id(0), ~second)
                 second = gl.where(single < 0, to_second, way_back)
             else:
