@@ -144,29 +144,18 @@ def every_case() -> Iterator[Case]:
         yield Case(**row, causal=causal, num_ctas=num_ctas)
     # What the table holds for one mask must also be right for the other.
     for (i, table_row), causal in itertools.product(enumerate(HOPPER), (False, True)):
+        kind: dict[str, Any] = {
+            "tile": table_row.tile,
+            "dtype": "bfloat16" if table_row.element_bytes == 2 else "float8_e4m3fn",
+            "head_dim": table_row.padded_head_dim,
+            "num_ctas": table_row.tile.num_ctas,
+            "causal": causal,
+        }
         for q_len, kv_len in ((129, 1000), (1000, 129)):
-            yield Case(
-                label=f"table row {i}, Sq={q_len}, Sk={kv_len}",
-                tile=table_row.tile,
-                dtype="bfloat16" if table_row.element_bytes == 2 else "float8_e4m3fn",
-                head_dim=table_row.padded_head_dim,
-                num_ctas=table_row.tile.num_ctas,
-                causal=causal,
-                q_len=q_len,
-                kv_len=kv_len,
-            )
+            yield Case(label=f"table row {i}, Sq={q_len}, Sk={kv_len}", **kind, q_len=q_len, kv_len=kv_len)
         if causal and table_row.tile.longest_first:
-            yield Case(
-                label=f"table row {i}, pairs and then single row blocks",
-                tile=table_row.tile,
-                dtype="bfloat16" if table_row.element_bytes == 2 else "float8_e4m3fn",
-                head_dim=table_row.padded_head_dim,
-                num_ctas=table_row.tile.num_ctas,
-                causal=True,
-                heads=60,
-                q_len=6 * table_row.tile.block_m - 15,
-                kv_len=1000,
-            )
+            sizes = {"heads": 60, "q_len": 6 * table_row.tile.block_m - 15, "kv_len": 1000}
+            yield Case(label=f"table row {i}, pairs and then single row blocks", **kind, **sizes)
 
     kinds = ((64, "bfloat16"), (96, "float16"), (128, "bfloat16"), (128, "float8_e4m3fn"), (200, "bfloat16"))
     for (d, dtype), num_ctas, layout in itertools.product(kinds, (1, 2), ("bhsd", "bshd")):
