@@ -232,6 +232,7 @@ print("scratch", compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.t
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["consan", ""])
 def test_the_sanitizer_reaches_the_kernel(mode):
     """Instrumented, a kernel keeps what it watches in global memory: with the sanitizer on, and only then."""

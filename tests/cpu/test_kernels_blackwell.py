@@ -27,7 +27,7 @@ from gluon_attn.resources import first_role_registers
 from gluon_attn.tile import REGISTERS_PER_SM, BlackwellTile
 from gluon_attn.tuning import BLACKWELL, Row, blackwell_tile
 
-pytestmark = pytest.mark.timeout(900)  # all are compiled for the first test
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # all are compiled for the first test
 
 LANES = 2  # query tiles of a CTA
 

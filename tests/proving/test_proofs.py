@@ -11,6 +11,7 @@ QUICK = [proof for proof in catalogue() if proof.quick]
 
 
 @pytest.mark.skipif(version() is None, reason=f"{PACKAGE} is not installed: pip install -e '.[prove]'")
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("proof", QUICK, ids=lambda proof: proof.name)
 def test_quick(proof: Proof):
