@@ -87,6 +87,36 @@ def test_the_table_is_among_the_candidates():
         assert row.tile in CANDIDATES[row.padded_head_dim, row.element_bytes]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_candidates_of_a_point(head_dim, dtype):
+    """The longest first is an order under a mask only, where each has its counterpart in pairs."""
+    full, causal = (
+        command.candidates(Point(dtype=dtype, head_dim=head_dim, causal=causal, length=512)) for causal in (False, True)
+    )
+    ordered = [tile for tile in causal if tile.longest_first]
+    assert ordered
+    assert full == [tile for tile in causal if not tile.longest_first]
+    assert {dataclasses.replace(tile, longest_first=False) for tile in ordered} <= set(full)
+
+
+def test_calls_timed_alone(monkeypatch):
+    """Each in its turn, and the median of its rounds."""
+    order: list[str] = []
+    seconds = {"cudnn": iter((5.0, 1.0, 2.0, 9.0, 4.0)), "ours": iter((3.0, 3.0, 1.0, 2.0, 8.0))}
+
+    def alone(call):
+        order.append(call())
+        return next(seconds[call()])
+
+    monkeypatch.setattr(command, "seconds_alone", alone)
+    point = Point(head_dim=64, causal=False, length=512)
+    found = command.measure_alone(point, {"cudnn": lambda: "cudnn", "ours": lambda: "ours"})
+    assert order == ["cudnn", "ours"] * 5
+    assert {name: f["ms"] for name, f in found.items()} == {"cudnn": 4000, "ours": 3000}
+    assert found["ours"]["tflops"] == pytest.approx(point.flops / 3e12)
+
+
 def test_each_kernel_is_compiled_once():
     tiles: dict[Point, list[TileConfig]] = {p: [] for p in EVERY_POINT}
     jobs = command.jobs_of(EVERY_POINT, tiles, Device.hopper())
