@@ -154,7 +154,7 @@ def every_case() -> Iterator[Case]:
         for q_len, kv_len in ((129, 1000), (1000, 129)):
             yield Case(label=f"table row {i}, Sq={q_len}, Sk={kv_len}", **kind, q_len=q_len, kv_len=kv_len)
         if causal and table_row.tile.longest_first:
-            sizes = {"heads": 60, "q_len": 6 * table_row.tile.block_m - 15, "kv_len": 1000}
+            sizes: dict[str, Any] = {"heads": 60, "q_len": 6 * table_row.tile.block_m - 15, "kv_len": 1000}
             yield Case(label=f"table row {i}, pairs and then single row blocks", **kind, **sizes)
 
     kinds = ((64, "bfloat16"), (96, "float16"), (128, "bfloat16"), (128, "float8_e4m3fn"), (200, "bfloat16"))
