@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.candidates import label
-from bench.points import Point
+from bench.points import DTYPES, Point
 from gluon_attn import TileConfig, attention
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
@@ -55,14 +55,15 @@ def ours(point: Point, tensors: list[Tensor], **options: Any) -> Callable[[], ob
     return partial(attention, q, k, v, causal=point.causal, layout=point.layout, **options)
 
 
-def calls_of(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str]) -> dict[str, Callable[[], object]]:
-    """cuDNN (in bf16 where the point is fp8) and, in bf16 only, `peers`; and ours: as the table picks it, with 1 and
-    with 2 CTAs, on the plainer problem if there is one; or with each of `tiles` instead."""
+def calls_of(
+    point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], ctas: Sequence[int]
+) -> dict[str, Callable[[], object]]:
+    """cuDNN (in bf16 where the point is fp8) and, in 16 bits, `peers`; and ours: as the table picks it, and with each
+    number of `ctas`, or on the plainer problem if there is one; or with each of `tiles` instead."""
     tensors = point.tensors()
     q, k, v = tensors
     calls: dict[str, Callable[[], object]] = {}
-    # Peers are timed in bf16 only: none of them knows fp8.
-    for name in dict.fromkeys(("cudnn", *(peers if point.dtype == "bf16" else ()))):
+    for name in ("cudnn", *(peers if DTYPES[point.dtype].itemsize == 2 else ())):  # none of the latter knows fp8
         calls[name] = (
             flex(q, k, v, point.causal) if name == "flex" else partial(sdpa, BACKENDS[name], q, k, v, point.causal)
         )
@@ -72,4 +73,4 @@ def calls_of(point: Point, tiles: Sequence[TileConfig], peers: Sequence[str]) ->
     plainer = point.plainer()
     if plainer:
         return calls | {"ours, plainer": ours(plainer, plainer.tensors())}
-    return calls | {f"ours {n}cta": ours(point, tensors, num_ctas=n) for n in (1, 2)}
+    return calls | {f"ours {n}cta": ours(point, tensors, num_ctas=n) for n in ctas}

@@ -2,10 +2,13 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from bench.provenance import SEED
 
 TOKENS = 16384  # B * S of every point but the small ones
 MODEL_DIM = 2048  # H * D
@@ -67,6 +70,12 @@ class Point:
         )
         return " ".join([f"D={self.head_dim} {'causal' if self.causal else 'full'} {self.length}", *extras])
 
+    def in_layouts(self, layouts: Sequence[str]) -> "list[Point]":
+        """The point in each of these layouts; one that is compared with a plainer one keeps its own."""
+        if self.baseline_length is not None:
+            return [self]
+        return [dataclasses.replace(self, layout=layout) for layout in layouts]
+
     def plainer(self) -> "Point | None":
         """The problem that this one is compared with, of as many flops but for the length."""
         if self.baseline_length is None:
@@ -77,7 +86,7 @@ class Point:
 
     def tensors(self, device: str = "cuda") -> list[Tensor]:
         """q, k and v in (B, H, S, D), normal, in 16 bits: what the baselines compute with."""
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         dtype = DTYPES[self.dtype] if DTYPES[self.dtype].itemsize == 2 else torch.bfloat16
         kv_heads = self.heads // self.heads_per_kv_head
         shapes = [(self.batch, heads, self.length, self.head_dim) for heads in (self.heads, kv_heads, kv_heads)]
@@ -116,10 +125,7 @@ def small() -> list[Point]:
 
 
 SETS: dict[str, list[Point]] = {
-    "bf16": sweep("bf16", (64, 128)),
-    "fp16": sweep("fp16", (64, 128)),
-    "e4m3": sweep("e4m3", (64, 128)),
-    "e5m2": sweep("e5m2", (64, 128)),
+    "sweep": [p for dtype in DTYPES for p in sweep(dtype, (64, 128))],
     "d256": sweep("bf16", (256,)) + sweep("e4m3", (256,)),
     "variants": variants(),
     "small": small(),

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import triton
 
+SEED = 0  # of the inputs, and of the order of the calls
+
 
 def output_of(*command: str) -> str:
     """Standard output of a command, or "" if there is no such command or it fails."""
@@ -27,6 +29,7 @@ def provenance(commit: str | None) -> dict[str, Any]:
     """For a result file. commit: of the tree that is measured, if git cannot tell."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "seed": SEED,
         "commit": commit or output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown",
         "card": torch.cuda.get_device_name(),
         "driver": output_of("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"),

@@ -1,13 +1,11 @@
 """What result files say: tables in Markdown, and plots of TFLOP/s by length.
 
-python -m bench.report tables bench/results/h200_forward.json
-python -m bench.report plot bench/results/h200_forward.json --out docs/speed
-                                                               writes docs/speed.svg and .png
+python -m bench tables bench/results/h200_forward.json
+python -m bench plot bench/results/h200_forward.json --to docs/speed    writes docs/speed.svg and .png
 
 Of several files, a point that more than one has is the last one's.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -43,27 +41,25 @@ def read_all(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def swept(report: dict[str, Any]) -> list[Found]:
-    """The points of the sweeps: (B, H, S, D), as many heads as KV heads, TOKENS tokens."""
+    """The points of the sweeps: as many heads as KV heads, TOKENS tokens, compared with no plainer problem."""
     return [
         found
         for found in report["points"]
         if (p := found["point"])["baseline_length"] is None
-        and (p["layout"], p["heads_per_kv_head"]) == ("bhsd", 1)
+        and p["heads_per_kv_head"] == 1
         and (p["batch"] * p["length"], p["heads"] * p["head_dim"]) == (TOKENS, MODEL_DIM)
     ]
 
 
-def series(report: dict[str, Any]) -> Iterator[tuple[tuple[str, int, bool], dict[int, Found]]]:
-    """((dtype, head dim, causal), the points by length)."""
-    kinds: dict[tuple[str, int, bool], dict[int, Found]] = {}
+def series(report: dict[str, Any]) -> Iterator[tuple[str, dict[int, Found]]]:
+    """By dtype, head dim, mask and layout: (what it is called, the points by length)."""
+    kinds: dict[str, dict[int, Found]] = {}
     for found in swept(report):
         p = found["point"]
-        kinds.setdefault((p["dtype"], p["head_dim"], p["causal"]), {})[p["length"]] = found
+        layout = f" {p['layout']}" * (p["layout"] != "bhsd")
+        title = f"{p['dtype']} D={p['head_dim']} {'causal' if p['causal'] else 'full'}{layout}"
+        kinds.setdefault(title, {})[p["length"]] = found
     yield from kinds.items()
-
-
-def title(dtype: str, head_dim: int, causal: bool) -> str:
-    return f"{dtype} D={head_dim} {'causal' if causal else 'full'}"
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -74,12 +70,12 @@ def rates(report: dict[str, Any]) -> Iterator[str]:
     """TFLOP/s of ours, and how many times cuDNN's that is, in bf16 if ours is fp8."""
     yield f"| TFLOP/s (× cuDNN) | {' | '.join(map(str, LENGTHS))} |"
     yield "|---" * (len(LENGTHS) + 1) + "|"
-    for kind, by_length in series(report):
+    for title, by_length in series(report):
         cells = (
             f"{r['tflops']:.0f} ({r['ratio_to_cudnn']:.2f})" if (r := result(by_length.get(n), OURS)) else "–"
             for n in LENGTHS
         )
-        yield f"| {title(*kind)} | {' | '.join(cells)} |"
+        yield f"| {title} | {' | '.join(cells)} |"
 
 
 def result(found: Found | None, name: str) -> dict[str, float] | None:
@@ -89,12 +85,12 @@ def result(found: Found | None, name: str) -> dict[str, float] | None:
 def by_cta_count(report: dict[str, Any]) -> Iterator[str]:
     yield "| case | 1 CTA | 2 CTA | speedup |"
     yield "|---|---|---|---|"
-    for kind, by_length in series(report):
+    for title, by_length in series(report):
         for length, found in by_length.items():
             one, two = (result(found, f"ours {n}cta") for n in (1, 2))
             if one and two:
                 rate_1, rate_2 = one["tflops"], two["tflops"]
-                yield f"| {title(*kind)} {length} | {rate_1:.0f} | {rate_2:.0f} | {rate_2 / rate_1:.2f} |"
+                yield f"| {title} {length} | {rate_1:.0f} | {rate_2:.0f} | {rate_2 / rate_1:.2f} |"
 
 
 def means(report: dict[str, Any]) -> Iterator[str]:
@@ -109,17 +105,29 @@ def means(report: dict[str, Any]) -> Iterator[str]:
         yield f"{dtype}, D={head_dims}: {mean:.3f} times cuDNN over {len(ratios)} points, at least {min(ratios):.3f}"
 
 
+def plainer(report: dict[str, Any]) -> Iterator[str]:
+    """Ours on problems with something to them, compared with plainer ones."""
+    for p in report["points"]:
+        if "ours, plainer" in p["results"]:
+            rate, plain = (p["results"][name]["tflops"] for name in (OURS, "ours, plainer"))
+            yield f"{p['name']}: {rate / plain:.3f} of the rate on the plainer problem"
+
+
 def tables(report: dict[str, Any]) -> str:
     heads = [
         f"{p['card']}, {p['date']}, torch {p['torch']}, Triton {p['triton']}, cuDNN {p['cudnn']}, commit {p['commit']}"
         for p in (report["provenance"], *report.get("further", ()))
     ]
-    return "\n".join([*heads, "", *rates(report), "", *means(report), "", *by_cta_count(report)])
+    parts = (rates(report), means(report), plainer(report), by_cta_count(report))
+    return "\n\n".join("\n".join(part) for part in (heads, *parts))
 
 
 def plot(report: dict[str, Any], out: Path) -> list[Path]:
-    """One panel for each dtype, head dim and mask."""
-    import matplotlib
+    """One panel for each dtype, head dim, mask and layout. Raises SystemExit, with what to do, if it cannot draw."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("plot: needs matplotlib, found none; install it with: pip install -e '.[bench]'")
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
@@ -130,12 +138,12 @@ def plot(report: dict[str, Any], out: Path) -> list[Path]:
     rows = -(-len(kinds) // columns)
     size = 4 * columns, 3 * rows
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
-    for axis, (kind, by_length) in zip(axes.flat, kinds, strict=False):
+    for axis, (title, by_length) in zip(axes.flat, kinds, strict=False):
         for name, label in LABELS.items():
             line = [(n, r["tflops"]) for n, found in by_length.items() if (r := result(found, name))]
             if line:
                 axis.plot(*zip(*line, strict=True), marker="o", markersize=4, label=label)
-        axis.set_title(title(*kind))
+        axis.set_title(title)
         axis.set_xscale("log", base=2)
         axis.set_xticks(LENGTHS, [f"{n / 1024:g}k" for n in LENGTHS])
         axis.set_ylim(bottom=0)
@@ -151,22 +159,3 @@ def plot(report: dict[str, Any], out: Path) -> list[Path]:
     for path in written:
         figure.savefig(path, dpi=80)
     return written
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["tables", "plot"])
-    parser.add_argument("files", type=Path, nargs="+", help="result files of `python -m bench`")
-    parser.add_argument("--out", type=Path, default=Path("speed"), help="of plots, without the suffix")
-    args = parser.parse_args()
-    report = read_all(args.files)
-    if args.what == "tables":
-        print(tables(report))
-    else:
-        print("written:", *plot(report, args.out))
-
-
-if __name__ == "__main__":
-    main()

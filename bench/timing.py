@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import triton.testing
 
+from bench.provenance import SEED
+
 FLUSH_BYTES = 256 * 2**20  # more than four times the L2 cache of an H200
 
 
@@ -30,13 +32,13 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time every call in turn, round after round, so that clocks and temperature drift for all of them alike.
 
-    The order is shuffled in each round (seed 0): what ran just before sets the clock that a power-limited card begins
+    The order is shuffled in each round: what ran just before sets the clock that a power-limited card begins
     with. Each run starts with a cold L2 cache and is timed by CUDA events. In each round `warmup` runs precede the
     timed ones: 9 rounds make 36 warm-up and 135 timed runs.
     """
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
-    shuffled = random.Random(0)
+    shuffled = random.Random(SEED)
     for _ in range(rounds):
         for name in shuffled.sample(list(calls), len(calls)):
             call = calls[name]

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import bench.__main__ as command
-from bench import sustained
+from bench import peers, sustained, sweep
 from bench.candidates import CANDIDATES, label
 from bench.ceilings import Ceilings
 from bench.points import DTYPES, LENGTHS, MODEL_DIM, SETS, TOKENS, Point
@@ -28,10 +29,11 @@ def problem_of(point: Point) -> Problem:
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3", "e5m2"])
 def test_a_sweep_has_every_length_mask_and_head_dim(name):
-    found = {(p.head_dim, p.causal, p.length) for p in SETS[name]}
+    points = [p for p in SETS["sweep"] if p.dtype == name]
+    found = {(p.head_dim, p.causal, p.length) for p in points}
     assert found == {(d, causal, n) for d in (64, 128) for causal in (False, True) for n in LENGTHS}
-    assert all(p.batch * p.length == TOKENS and p.heads * p.head_dim == MODEL_DIM for p in SETS[name])
-    assert {p.dtype for p in SETS[name]} == {name}
+    assert all(p.batch * p.length == TOKENS and p.heads * p.head_dim == MODEL_DIM for p in points)
+    assert len(points) == len(found)
 
 
 def test_names_tell_all_points_apart():
@@ -92,7 +94,8 @@ def test_the_table_is_among_the_candidates():
 def test_candidates_of_a_point(head_dim, dtype):
     """The longest first is an order under a mask only, where each has its counterpart in pairs."""
     full, causal = (
-        command.candidates(Point(dtype=dtype, head_dim=head_dim, causal=causal, length=512)) for causal in (False, True)
+        sweep.candidates(Point(dtype=dtype, head_dim=head_dim, causal=causal, length=512), [1, 2])
+        for causal in (False, True)
     )
     ordered = [tile for tile in causal if tile.longest_first]
     assert ordered
@@ -109,9 +112,9 @@ def test_calls_timed_alone(monkeypatch):
         order.append(call())
         return next(seconds[call()])
 
-    monkeypatch.setattr(command, "seconds_alone", alone)
+    monkeypatch.setattr(sweep, "seconds_alone", alone)
     point = Point(head_dim=64, causal=False, length=512)
-    found = command.measure_alone(point, {"cudnn": lambda: "cudnn", "ours": lambda: "ours"})
+    found = sweep.measure_alone(point, {"cudnn": lambda: "cudnn", "ours": lambda: "ours"})
     assert order == ["cudnn", "ours"] * 5
     assert {name: f["ms"] for name, f in found.items()} == {"cudnn": 4000, "ours": 3000}
     assert found["ours"]["tflops"] == pytest.approx(point.flops / 3e12)
@@ -119,7 +122,7 @@ def test_calls_timed_alone(monkeypatch):
 
 def test_each_kernel_is_compiled_once():
     tiles: dict[Point, list[TileConfig]] = {p: [] for p in EVERY_POINT}
-    jobs = command.jobs_of(EVERY_POINT, tiles, Device.hopper())
+    jobs = sweep.jobs_of(EVERY_POINT, tiles, Device.hopper())
     wanted = {
         (DTYPES[p.dtype], p.head_dim, p.causal, row.tile)
         for p in EVERY_POINT
@@ -136,19 +139,10 @@ def test_settled_samples_leave_out_the_start():
     assert all(math.isnan(x) for x in sustained.settled([], 0.0, 1.0))
 
 
-def report_of(ratios: dict[str, float]) -> dict:
-    results = {n: {"tflops": 100 * r, "ratio_to_cudnn": r, "spread": 0.02, "ms": 1.0} for n, r in ratios.items()}
-    point = dataclasses.asdict(Point(head_dim=64, causal=False, length=512))
-    return {"points": [{"name": "a point", "point": point, "results": results}]}
-
-
-def test_the_summary_is_a_geometric_mean():
-    report = report_of({"cudnn": 1.0, "ours": 2.0})
-    report["points"] += report_of({"cudnn": 1.0, "ours": 0.5, "ours, plainer": 1.0})["points"]
-    assert "1.000 times cuDNN over 2 points, at least 0.500" in command.summary(report)
-    assert "a point: 0.500 of the rate on the plainer problem" in command.summary(report)
-    assert "a point" in command.line(report["points"][0], 3.0)
-    json.dumps(report)
+def test_a_line_of_progress_has_the_time_left_and_what_was_found():
+    timed = {"tflops": 700.0, "ratio_to_cudnn": 1.25, "spread": 0.02}
+    found = {"name": "a point", "results": {"ours": timed}, "host_us": {"ours": 14.26}}
+    assert sweep.line(found, 61.2) == "[ 61 s left] a point              ours 700 (1.250 ±1.0%) | host_us ours 14.3"
 
 
 def test_intensity_and_ceiling():
@@ -175,10 +169,73 @@ PROVENANCE = {
 
 def test_resuming_keeps_the_points_of_the_same_tree(tmp_path):
     out = tmp_path / "result.json"
-    assert command.resumed(out, PROVENANCE) == []
+    assert sweep.resumed(out, PROVENANCE) == []
     out.write_text(json.dumps({"provenance": PROVENANCE, "points": [{"name": "a point"}]}))
-    assert command.resumed(out, PROVENANCE) == [{"name": "a point"}]
+    assert sweep.resumed(out, PROVENANCE) == [{"name": "a point"}]
     with pytest.raises(SystemExit, match=r"--resume: expected .*result\.json to have commit 'def', got 'abc'"):
-        command.resumed(out, PROVENANCE | {"commit": "def"})
+        sweep.resumed(out, PROVENANCE | {"commit": "def"})
     with pytest.raises(SystemExit, match=r"--resume: expected .* to have command .*'rounds': 5"):
-        command.resumed(out, PROVENANCE | {"command": {"rounds": 5}})
+        sweep.resumed(out, PROVENANCE | {"command": {"rounds": 5}})
+
+
+def names_of(*arguments: str) -> list[str]:
+    found = command.parser()
+    return [p.name for p in command.chosen(found.parse_args(arguments), found.error)]
+
+
+def test_what_is_timed_by_default():
+    assert names_of() == [p.name for p in SETS["sweep"] if p.dtype == "bf16"]
+
+
+def test_filters():
+    options = "--dtype e4m3 bf16 --head-dim 128 --mask causal --length 512 8192 --layout bhsd bshd"
+    assert names_of(*options.split()) == [
+        f"D=128 causal {length}{dtype}{layout}"
+        for dtype in ("", " e4m3")
+        for length in (512, 8192)
+        for layout in ("", " bshd")
+    ]
+    assert names_of("--sets", "small", "--length", "128", "--head-dim", "64") == [
+        "D=64 full 128 B=1 H=16",
+        "D=64 causal 128 B=1 H=16",
+    ]
+    # What is compared with a plainer problem differs from it in one thing, and keeps its layout.
+    assert names_of("--sets", "variants", "--layout", "bshd") == [p.name for p in SETS["variants"]]
+
+
+BAD_ARGUMENTS = [
+    ("--length 777", "--length: expected some of 512, 1024, 2048, 4096, 8192, 16384, which these sets have, got 777"),
+    ("--sets d256 --head-dim 128", "--head-dim: expected some of 256, which these sets have, got 128"),
+    ("--sets d256 --dtype fp16", "--dtype: expected some of bf16, e4m3, which these sets have, got fp16"),
+    ("--dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
+    ("--ctas 3", "argument --ctas: invalid choice: 3"),
+    ("--rounds 0", "--rounds: expected 1 or more, got 0"),
+    ("--out .", "--out: expected a file name that ends in .json, got ."),
+    ("plot nothing.json", "nothing.json: expected a result file of `python -m bench`, got"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS, ids=lambda a: a.split()[0])
+def test_bad_arguments_are_refused_before_anything_is_timed(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(command.sys, "argv", ["bench", *arguments.split()])
+    monkeypatch.setattr(sweep, "run", lambda *_: pytest.fail("timed something"))
+    with pytest.raises(SystemExit) as refused:
+        command.main()
+    assert message in capsys.readouterr().err + str(refused.value)
+
+
+def test_calls_of_a_point(monkeypatch):
+    """What of ours and of its peers is timed, by dtype, CTA counts and tiles."""
+    monkeypatch.setattr(peers, "flex", lambda *_: lambda: None)
+    monkeypatch.setattr(Point, "tensors", lambda self: [torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16)] * 3)
+    plain = Point(head_dim=64, causal=False, length=512)
+
+    def names(point: Point, tiles: Sequence[TileConfig] = (), ctas: Sequence[int] = (1, 2)) -> list[str]:
+        return list(peers.calls_of(point, tiles, ["fa2", "flex"], ctas))
+
+    assert names(plain) == ["cudnn", "fa2", "flex", "ours", "ours 1cta", "ours 2cta"]
+    assert names(dataclasses.replace(plain, dtype="fp16"), ctas=[2]) == ["cudnn", "fa2", "flex", "ours", "ours 2cta"]
+    assert names(dataclasses.replace(plain, dtype="e4m3"), ctas=[1]) == ["cudnn", "ours", "ours 1cta"]
+    assert names(dataclasses.replace(plain, baseline_length=512))[3:] == ["ours", "ours, plainer"]
+    tiles = CANDIDATES[64, 2][:2]
+    assert names(plain, tiles)[3:] == [label(tile) for tile in tiles]

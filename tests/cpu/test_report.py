@@ -27,7 +27,6 @@ TWO = [found(200.0), found(800.0, length=16384)]
 NOT_OF_THE_SWEEP = [
     found(1.0, batch=1, heads=16),
     found(1.0, heads_per_kv_head=4),
-    found(1.0, layout="bshd"),
     found(1.0, length=501, baseline_length=512),
 ]
 
@@ -49,6 +48,22 @@ def test_candidates_have_no_mean():
     candidates["results"] = {"cudnn": candidates["results"]["cudnn"], "2x128 1cta": candidates["results"]["ours"]}
     assert list(report.means({"points": [candidates]})) == []
     assert "| – |" in report.tables({"provenance": PROVENANCE, "points": [candidates]})
+
+
+def test_another_layout_is_a_row_of_its_own():
+    lines = list(report.rates({"points": [*TWO, found(300.0, layout="bshd")]}))
+    assert lines[2:] == [
+        "| bf16 D=64 full | 200 (0.50) | – | – | – | – | 800 (2.00) |",
+        "| bf16 D=64 full bshd | 300 (0.75) | – | – | – | – | – |",
+    ]
+
+
+def test_compared_with_plainer_problems():
+    odd = found(1.0, length=501, baseline_length=512)
+    odd["results"]["ours, plainer"] = {"tflops": 2.0}
+    assert list(report.plainer({"points": [*TWO, odd | {"name": "odd"}]})) == [
+        "odd: 0.500 of the rate on the plainer problem"
+    ]
 
 
 def test_cta_counts():
@@ -92,7 +107,7 @@ def test_the_readme_has_the_committed_figures():
 
 def test_the_command():
     files = [str(RESULTS / name) for name in ("h200_forward.json", "h200_candidates_d64.json")]
-    command = [sys.executable, "-m", "bench.report", "tables", *files]
+    command = [sys.executable, "-m", "bench", "tables", *files]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "| bf16 D=128 causal |" in run.stdout
