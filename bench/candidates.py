@@ -30,6 +30,7 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
         *both(3, 128, 2, 2, 160, turns="scores"),
         *both(3, 128, 2, 2, 160, turns="scores", early_exp=1),
         *both(3, 128, 2, 2, 160, turns="scores", early_exp=1, longest_first=True),
+        hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, integer_max=True),
         *epilogues(4, 64, 2, 4, 112, turns="issue", early_exp=1),
     ],
     (128, 2): [
@@ -40,6 +41,8 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
         *both(2, 128, 2, 2, 232, turns="scores", early_exp=1),
         *both(2, 128, 2, 2, 232, turns="scores", early_exp=2),
         *both(2, 128, 2, 2, 232, turns="scores", early_exp=2, longest_first=True),
+        hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True),
+        hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True, longest_first=True),
         *both(2, 128, 1, 3, 232, turns="scores", early_exp=2, stage_in_queries=True),
         *epilogues(2, 128, 2, 2, 232, turns="scores", early_exp=2),
     ],
@@ -47,6 +50,7 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
         *both(2, 64, 1, 2, 232, turns="none", stage_in_queries=True),
         *both(2, 64, 1, 2, 232, turns="none", stage_in_queries=True, longest_first=True),
         *both(2, 64, 1, 2, 232, turns="issue", stage_in_queries=True),
+        hopper_tile(2, 64, 1, 2, 232, turns="issue", stage_in_queries=True, integer_max=True),
         *both(2, 64, 1, 2, 232, turns="scores", early_exp=1, stage_in_queries=True),
         *epilogues(2, 64, 1, 2, 232, turns="none", stage_in_queries=True),
     ],
@@ -82,12 +86,14 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
 
 def label(tile: TileConfig) -> str:
     """Short name in tables. Hopper: roles x keys, slots of Q / K and V, t or T for turns until products are issued or
-    scores are there, e and the quarters of early exponentials, s for O staged in Q, an epilogue that is not by TMA, v
-    for a role that transposes V. Blackwell: keys, slots, and a letter for each lever that is on. Then the CTAs."""
+    scores are there, e and the quarters of early exponentials, i for maxima as integers, s for O staged in Q, an
+    epilogue that is not by TMA, v for a role that transposes V. Blackwell: keys, slots, and a letter for each lever
+    that is on. Then the CTAs."""
     if isinstance(tile, HopperTile):
         slots = f"q{tile.query_slots}kv{tile.kv_slots}"
         turns = {"none": "", "issue": "t", "scores": "T"}[tile.turns]
-        early, staged = f"e{tile.early_exp}" * (tile.early_exp > 0), "s" * tile.stage_in_queries
+        early = f"e{tile.early_exp}" * (tile.early_exp > 0) + "i" * tile.integer_max
+        staged = "s" * tile.stage_in_queries
         epilogue = f" {tile.epilogue}" * (tile.epilogue != "tma")
         transpose = " v" * (tile.transpose_registers > 0)
         name = f"{tile.softmax_roles}x{tile.block_n} {slots}{turns}{early}{staged}{epilogue}{transpose}"

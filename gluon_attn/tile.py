@@ -100,6 +100,8 @@ class HopperTile(TileConfig):
     query_slots: depth of the queries channel; kv_slots: of the keys and of the values channel, each.
     turns: whether the softmax roles issue their products in turn, so that one's softmax runs beside another's, and
         when a role passes its turn on: "issue", when it has issued its products; "scores", when it has its scores too.
+    integer_max: find the row maxima of unmasked blocks by comparing scores as integers, unless some row of a role has
+        seen only scores far below 0. For 16 bits and one CTA.
     early_exp: quarters of a block's exponentials that are computed before the product P V of the block before is
         waited for, 0 to 2.
     stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
@@ -115,6 +117,7 @@ class HopperTile(TileConfig):
     turns: Literal["none", "issue", "scores"]
     stage_in_queries: bool
     early_exp: int = 0
+    integer_max: bool = False
     epilogue: Literal["tma", "rows", "registers"] = "tma"
     transpose_registers: int = 0
 
@@ -139,6 +142,8 @@ class HopperTile(TileConfig):
             raise ValueError(f"{self.query_slots=} must be at least 1")
         if self.turns not in ("none", "issue", "scores"):
             raise ValueError(f'{self.turns=} must be "none", "issue" or "scores"')
+        if self.integer_max and self.num_ctas > 1:
+            raise ValueError(f"{self.integer_max=} must be False with {self.num_ctas} CTAs, whose rows would be asked")
         if self.early_exp not in (0, 1, 2):
             raise ValueError(f"{self.early_exp=} must be 0, 1 or 2")
         if self.epilogue not in ("tma", "rows", "registers"):

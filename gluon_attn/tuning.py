@@ -63,6 +63,7 @@ def hopper_tile(
     *,
     turns: Literal["none", "issue", "scores"],
     early_exp: int = 0,
+    integer_max: bool = False,
     stage_in_queries: bool = False,
     epilogue: Literal["tma", "rows", "registers"] = "tma",
     num_ctas: int = 1,
@@ -76,6 +77,7 @@ def hopper_tile(
         kv_slots=kv_slots,
         turns=turns,
         early_exp=early_exp,
+        integer_max=integer_max,
         stage_in_queries=stage_in_queries,
         epilogue=epilogue,
         softmax_registers=softmax_registers,
@@ -125,13 +127,16 @@ def hopper_rows() -> Iterator[Row]:
     yield measured(64, True, three, min_kv_len=8192)
     four = hopper_tile(4, 64, 2, 4, 112, turns="none", longest_first=True)
     yield measured(64, True, four, min_kv_len=LONG)
-    two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, longest_first=True)
+    two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True, longest_first=True)
     yield measured(128, True, two, min_kv_len=LONG)
     for n in (1, 2):
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n))
         yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n))
         for causal in (False, True):
-            yield measured(128, causal, hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=n))
+            # Maxima as integers gain from 1024 keys on; up to there, under a mask, few blocks are without one.
+            integer_max = n == 1 and not causal
+            two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=integer_max, num_ctas=n)
+            yield measured(128, causal, two)
             turns: Literal["none", "issue"] = "none" if causal else "issue"
             wide = hopper_tile(2, 64, 1, 2, 232, turns=turns, stage_in_queries=True, num_ctas=n)
             yield measured(256, causal, wide)
@@ -264,9 +269,13 @@ def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
 
 
 def require_fits_dtype(tile: HopperTile, problem: Problem) -> None:
-    """ValueError for what does not go with the problem's dtype: in fp8 O staged in Q's tile, or a role that transposes
-    V with too little to do; in 16 bits such a role at all."""
+    """ValueError for what does not go with the problem's dtype: in fp8 O staged in Q's tile, maxima as integers, or a
+    role that transposes V with too little to do; in 16 bits such a role at all."""
     fp8 = problem.dtype in FP8_DTYPES
+    if tile.integer_max and fp8:
+        raise ValueError(
+            f"tile: expected integer_max=False for {problem.dtype}, whose small numbers P would be among, got True"
+        )
     if tile.stage_in_queries and fp8:
         raise ValueError(
             f"tile: expected stage_in_queries=False for {problem.dtype}, whose O is larger than its Q, got True"

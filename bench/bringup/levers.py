@@ -15,6 +15,8 @@ HOPPER_CHANGES: tuple[Change, ...] = (
     {"early_exp": 0},
     {"early_exp": 1},
     {"early_exp": 2},
+    {"integer_max": False},
+    {"integer_max": True},
     {"epilogue": "tma"},
     {"epilogue": "rows"},
     {"epilogue": "registers", "stage_in_queries": False},
@@ -47,7 +49,7 @@ BLACKWELL_CHANGES: tuple[Change, ...] = (
 )
 
 # Every lever off.
-HOPPER_PLAIN: Change = {"turns": "none", "early_exp": 0, "epilogue": "tma"}
+HOPPER_PLAIN: Change = {"turns": "none", "early_exp": 0, "integer_max": False, "epilogue": "tma"}
 BLACKWELL_PLAIN: Change = {
     "load_pieces": 1,
     "exp_pieces": 1,
@@ -71,6 +73,8 @@ def variants(tile: TileConfig, arch: int) -> dict[str, TileConfig]:
     """Tiles that differ from `tile` in one lever, for an architecture, by what differs."""
     found: dict[str, TileConfig] = {}
     for change in HOPPER_CHANGES if isinstance(tile, HopperTile) else BLACKWELL_CHANGES:
+        if change.get("integer_max") and tile.num_ctas > 1:
+            continue
         other = dataclasses.replace(tile, **change)
         if other != tile and arch in other.archs:
             found.setdefault(label(tile, other), other)

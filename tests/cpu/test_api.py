@@ -241,6 +241,12 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
         ValueError,
         r"^tile: expected stage_in_queries=False for torch.float8_e5m2, .*larger than .*Q, got True",
     ),
+    "maxima as integers on Hopper in fp8": (
+        HOPPER,
+        {"tile": hopper_tile(2, 128, 2, 2, 232, turns="none", integer_max=True), "dtype": E4M3},
+        ValueError,
+        r"^tile: expected integer_max=False for torch.float8_e4m3fn, .*, got True",
+    ),
     "a tile of fp8 on Hopper in 16 bits": (
         HOPPER,
         {"tile": pick_tile(Problem.of(*qkv(dtype=E4M3)), HOPPER)},

@@ -194,7 +194,8 @@ def by_pointer(tile):
 def test_hopper_has_levers_too():
     for row in HOPPER:
         plain = levers.plain(row.tile)
-        assert set(levers.variants(plain, 90)) == HOPPER_LEVERS | {by_pointer(plain)}
+        on_one_cta = {"integer_max=True"} if plain.num_ctas == 1 else set()
+        assert set(levers.variants(plain, 90)) == HOPPER_LEVERS | {by_pointer(plain)} | on_one_cta
 
 
 def every_case(monkeypatch, device):
@@ -227,7 +228,7 @@ def test_the_grid_on_hopper(monkeypatch):
     every = every_case(monkeypatch, Device.hopper())
     assert {case.num_ctas for case in every} == {1, 2}
     assert {192, 256} <= {case.head_dim for case in every}
-    assert {case.lever for case in every} == {"", "plain", "epilogue=registers"} | HOPPER_LEVERS
+    assert {case.lever for case in every} == {"", "plain", "epilogue=registers", "integer_max=True"} | HOPPER_LEVERS
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -235,6 +235,10 @@ REFUSED = {
     "five softmax roles": ({"softmax_roles": 5, "softmax_registers": 24}, "self.softmax_roles=5 must be .*1.*4"),
     "turns always": ({"turns": "always"}, "self.turns='always' must be .*none.*issue.*scores"),
     "three quarters early": ({"early_exp": 3}, "self.early_exp=3 must be 0, 1 or 2"),
+    "maxima as integers on two CTAs": (
+        {"integer_max": True, "cga_layout": ((1, 0),)},
+        "self.integer_max=True must be False with 2 CTAs",
+    ),
     "unknown epilogue": ({"epilogue": "fast"}, "self.epilogue='fast' must be .*tma.*rows.*registers"),
     "nothing to stage": (
         {"epilogue": "registers", "stage_in_queries": True},

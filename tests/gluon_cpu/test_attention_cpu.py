@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -185,6 +186,38 @@ def test_pairs_and_then_single_row_blocks(row):
     run = Run(*inputs, causal=True, tile=row.tile, programs=2)
     assert (run.plan.blocks_per_item, run.plan.heads_per_group) == (2, 1)
     checked(run, "longest first")
+
+
+# Largest scores of key blocks in the order in which they are walked, in log2 units.
+BLOCK_MAXIMA = {
+    "above 0": (1, 2, 0.5, 3, 0.2),
+    "a little below 0": (-5, -4, -7, -3, -6),
+    "a little below 0, then above": (-7, -3, 2, -5, 9),
+    "a little below 0, then far": (-6, -200, -90, -300, -20),
+    "above 0, then far below": (3, -100, -300, -50, -2),
+    "far below 0": (-300, -280, -310, -170, -250),
+    "far below 0, then above": (-300, 5, -20, 7, -1),
+    "just this side of the limit": (-7.8, -40, -9, -6, -8),
+    "just that side of the limit": (-8.2, -40, -9, -7, -8),
+}
+
+
+def with_block_maxima(maxima: tuple[float, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k and v whose scores are near `maxima` in two rows of three, in the third a tenth of that."""
+    q, k, v = normal_qkv(q_len=300, kv_len=128 * len(maxima), head_dim=128, dtype=torch.float32)
+    q, k = 0.05 * q, 0.05 * k
+    q[..., 0] = torch.where(torch.arange(300) % 3 == 2, 0.1, 1.0)
+    k[..., 0] = torch.tensor(maxima[::-1]).repeat_interleave(128) * 128**0.5 * math.log(2)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("maxima", BLOCK_MAXIMA.values(), ids=BLOCK_MAXIMA.keys())
+def test_maxima_as_integers(maxima, dtype, causal):
+    """What is compared as an integer, and where scores are so far below 0 that it must not be."""
+    tile = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True)
+    checked(Run(*with_block_maxima(maxima, dtype), causal=causal, tile=tile, programs=2), "maxima as integers")
 
 
 @pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", POLICIES))

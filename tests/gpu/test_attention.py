@@ -121,6 +121,9 @@ def rows() -> Iterator[dict[str, Any]]:
     for d in KERNEL_HEAD_DIMS:
         yield {"label": f"D={d}, large scores", "data": "large scores", "head_dim": d, "q_len": 500, "kv_len": 700}
         yield {"label": f"D={d}, rising scores", "data": "rising scores", "head_dim": d, "q_len": 300, "kv_len": 700}
+        yield {"label": f"D={d}, negative scores", "data": "negative scores", "head_dim": d, "q_len": 700}
+        yield {"label": f"D={d}, far negative scores", "data": "far negative scores", "head_dim": d, "q_len": 700}
+    yield {"label": "fp16, negative scores", "data": "negative scores", "dtype": "float16", "q_len": 1500}
     yield {"label": "fp16, large scores", "data": "large scores", "dtype": "float16", "q_len": 300, "kv_len": 700}
     yield {"label": "constant V", "data": "constant V", "q_len": 300, "kv_len": 777}
     yield {"label": "equal scores", "data": "equal scores", "q_len": 300, "kv_len": 777}
@@ -241,6 +244,10 @@ def with_data(data: str, q: Tensor, k: Tensor, v: Tensor, sequence: int) -> tupl
             return q, k, torch.full_like(v, 0.7)
         case "equal scores":
             return torch.zeros_like(q), k, v
+        case "negative scores":  # about the limit from which on maxima are compared as integers, in some rows below
+            return q.abs(), -k.abs(), v
+        case "far negative scores":
+            return 50 * q.abs(), -k.abs(), v
         case "rising scores":  # towards the first key, which is walked last: the running maximum changes all the time
             rise = torch.linspace(8, 0.1, k.shape[sequence], device="cuda", dtype=k.dtype)
             shape = [-1 if dim == sequence else 1 for dim in range(4)]

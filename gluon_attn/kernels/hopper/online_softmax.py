@@ -4,7 +4,11 @@ from gluon_attn.compat import aggregate, gl, jit
 
 from ..common.operands import probability_dtype, shift_log2
 from ..common.row_stats import finite, inverse, log_sum_exp
+from .inline_asm import uniform
 from .packing import pack
+
+# P may be smaller by two to this power: in fp16 it is still a normal number for what matters beside the largest.
+SMALLER_P_LOG2 = gl.constexpr(8.0)
 
 
 @aggregate
@@ -14,10 +18,27 @@ class RowStats:
 
 
 @jit
-def next_maximum(scores, stats, scale_log2, MASKED: gl.constexpr):
-    """With a further block: (row maxima [M], the factor [M] for what was accumulated before)."""
-    row_max = gl.maximum(stats.max, gl.max(scores, axis=1))
+def next_maximum(scores, stats, scale_log2, MASKED: gl.constexpr, AS_INTEGERS: gl.constexpr):
+    """With a further block: (row maxima [M], the factor [M] for what was accumulated before).
+
+    AS_INTEGERS: compare the scores' bits as integers, which the hardware does three to an instruction, and floats two.
+    The order is the same from 0 on, and of negative numbers none is above: a row all negative counts as one with a 0.
+    """
+    if AS_INTEGERS:
+        bits = gl.maximum(gl.max(scores.to(gl.int32, bitcast=True), axis=1), 0)
+        largest = bits.to(gl.float32, bitcast=True)
+    else:
+        largest = gl.max(scores, axis=1)
+    row_max = gl.maximum(stats.max, largest)
     return row_max, gl.exp2((stats.max - finite(row_max, MASKED)) * scale_log2)
+
+
+@jit
+def order_as_integers(row_max, scale_log2):
+    """Whether maxima may come AS_INTEGERS from now on: in no row is the maximum so far below 0 by so much that it
+    mattered for P in 16 bits if it were 0 instead. A scalar."""
+    near = row_max * scale_log2 > -SMALLER_P_LOG2
+    return uniform(gl.min(near.to(gl.int32), axis=0)) != 0
 
 
 @jit

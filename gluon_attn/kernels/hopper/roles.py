@@ -8,7 +8,7 @@ from ..common.operands import probability_dtype, unshift
 from ..common.turns import turn_of
 from .epilogue import finish_stores, store_lse, store_output
 from .layouts import accumulator_layout, left_operand_layout
-from .online_softmax import RowStats, finish, next_maximum, probabilities, rescale, total
+from .online_softmax import RowStats, finish, next_maximum, order_as_integers, probabilities, rescale, total
 from .packing import join_quarters, quarters, unpack
 from .wires import Blocks
 from .work import first_work, may_skip
@@ -115,7 +115,20 @@ def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.const
 
 
 @jit
-def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES: gl.constexpr, MASKED: gl.constexpr):
+def next_block(
+    q,
+    p,
+    acc,
+    stats,
+    blocks,
+    rows,
+    block,
+    scale_log2,
+    wires,
+    SCORES: gl.constexpr,
+    MASKED: gl.constexpr,
+    AS_INTEGERS: gl.constexpr = False,
+):
     """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
     that product, the rest beside those of the other roles. Returns what it updates, but for `wires`."""
     k, keys = blocks.keys.acquire()
@@ -133,7 +146,7 @@ def next_block(q, p, acc, stats, blocks, rows, block, scale_log2, wires, SCORES:
         turn.pass_on()
     if MASKED:
         scores = rows.mask(scores, block)
-    row_max, alpha = next_maximum(scores, stats, scale_log2, MASKED)
+    row_max, alpha = next_maximum(scores, stats, scale_log2, MASKED, AS_INTEGERS)
     parts = quarters(scores)
     early, early_sums = probabilities(parts[: wires.TILE.early_exp], row_max, scale_log2, q.dtype, MASKED)
     if wires.TILE.early_exp > 0:
@@ -190,16 +203,26 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
 
         scales = (q_scales, k_scales, v_scales)
         p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, scales, tile, SCORES)
+        as_integers = wires.TILE.integer_max
+        if wires.TILE.integer_max:
+            as_integers = order_as_integers(stats.max, scale_log2)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
         if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
             for j in range(1, rows.masked_blocks()):
                 p, acc, stats, blocks = next_block(
                     q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=True
                 )
-        for j in range(gl.maximum(rows.masked_blocks(), 1), rows.blocks()):
-            p, acc, stats, blocks = next_block(
-                q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False
-            )
+        unmasked = gl.maximum(rows.masked_blocks(), 1)
+        if as_integers:
+            for j in range(unmasked, rows.blocks()):
+                p, acc, stats, blocks = next_block(
+                    q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False, AS_INTEGERS=True
+                )
+        else:
+            for j in range(unmasked, rows.blocks()):
+                p, acc, stats, blocks = next_block(
+                    q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False
+                )
         if not wires.TILE.stage_in_queries:
             q_slot.release()
         factor, lse = finish(stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
