@@ -133,9 +133,7 @@ def hopper_rows() -> Iterator[Row]:
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n))
         yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n))
         for causal in (False, True):
-            # Maxima as integers gain from 1024 keys on; up to there, under a mask, few blocks are without one.
-            integer_max = n == 1 and not causal
-            two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=integer_max, num_ctas=n)
+            two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=n == 1, num_ctas=n)
             yield measured(128, causal, two)
             turns: Literal["none", "issue"] = "none" if causal else "issue"
             wide = hopper_tile(2, 64, 1, 2, 232, turns=turns, stage_in_queries=True, num_ctas=n)
