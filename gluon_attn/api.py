@@ -104,7 +104,8 @@ def attention(
 
     Returns:
         O in q's shape and dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural
-        logarithm. A row that sees no key has O = 0 and LSE = -inf.
+        logarithm. A row that sees no key has O = 0 and LSE = -inf. In fp8 on Hopper, whose tensor cores add with about
+        14 bits, O of many keys is too small if V has one sign: by 13 % at 8192 (docs/tuning.md, with a remedy).
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message says which, what was expected and what to do.
