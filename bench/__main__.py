@@ -34,11 +34,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--head-dim", type=int, nargs="+", help="only these")
     top.add_argument("--mask", nargs="+", choices=["full", "causal"], help="only one of them")
     top.add_argument("--length", type=int, nargs="+", help=f"only these; a sweep has {LENGTHS}")
-    top.add_argument("--layout", nargs="+", choices=["bhsd", "bshd"], default=["bhsd"], help="of the sweeps' tensors")
-    top.add_argument("--ctas", type=int, nargs="+", choices=[1, 2], default=[1, 2], help="beside the table's pick")
+    top.add_argument("--layout", nargs="+", choices=["bhsd", "bshd"], default=["bhsd"], help="of the tensors")
+    top.add_argument(
+        "--ctas", type=int, nargs="+", choices=[1, 2], default=[1, 2], help="to time, beside the table's pick"
+    )
     top.add_argument("--candidates", action="store_true", help="time every tile of bench/candidates.py instead")
     top.add_argument("--peers", nargs="*", choices=["fa2", "flex"], default=[], help="to time beside cuDNN")
-    top.add_argument("--sustained", action="store_true", help="also long loops, with power and clocks")
+    top.add_argument("--sustained", action="store_true", help="also long loops at S=8192, of every kind")
     top.add_argument("--alone", action="store_true", help="also time cuDNN and ours for 100 ms on end each, in turn")
     top.add_argument("--rounds", type=int, default=9, help="of 15 runs of each call, interleaved")
     top.add_argument("--out", type=Path, default=RESULT, help="the result file, JSON")
@@ -75,6 +77,8 @@ def chosen(args: argparse.Namespace, error: Callable[[str], Any]) -> list[Point]
 def main() -> None:
     command = parser()
     args = command.parse_args()
+    if args.show and sys.argv[1] != args.show:
+        command.error(f"expected {args.show} as the first word, without options of what is timed, got {sys.argv[1]}")
     if args.show == "tables":
         print(report.tables(report.read_all(args.files)))
     elif args.show == "plot":

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def read(path: Path) -> dict[str, Any]:
         report = json.loads(path.read_text(encoding="utf-8"))
         report["provenance"], report["points"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"{path}: expected a result file of `python -m bench`, got {error!r}")
+        sys.exit(f"{path}: expected a result file of `python -m bench`, got {error!r}; run it, or name another file")
     return report
 
 
@@ -94,15 +94,27 @@ def by_cta_count(report: dict[str, Any]) -> Iterator[str]:
 
 
 def means(report: dict[str, Any]) -> Iterator[str]:
-    """By dtype and head dims: the geometric mean over the points of the sweeps, without the small and the odd ones."""
-    for dtype, group in itertools.groupby(swept(report), lambda f: f["point"]["dtype"]):
+    """By dtype, head dims and layout: the geometric mean over the points of the sweeps, without the small and the odd
+    ones."""
+    for layout, points in itertools.groupby(sorted(swept(report), key=layout_of), layout_of):
+        yield from means_in(points, "" if layout == "bhsd" else f" {layout}")
+
+
+def layout_of(found: Found) -> str:
+    layout: str = found["point"]["layout"]
+    return layout
+
+
+def means_in(points: Iterable[Found], layout: str) -> Iterator[str]:
+    for dtype, group in itertools.groupby(points, lambda f: f["point"]["dtype"]):
         ran = [found for found in group if OURS in found["results"]]
         if not ran:  # of candidates
             continue
         ratios = [found["results"][OURS]["ratio_to_cudnn"] for found in ran]
         head_dims = " and ".join(str(d) for d in dict.fromkeys(found["point"]["head_dim"] for found in ran))
         mean = geometric_mean(ratios)
-        yield f"{dtype}, D={head_dims}: {mean:.3f} times cuDNN over {len(ratios)} points, at least {min(ratios):.3f}"
+        times = f"{mean:.3f} times cuDNN over {len(ratios)} points, at least {min(ratios):.3f}"
+        yield f"{dtype}{layout}, D={head_dims}: {times}"
 
 
 def plainer(report: dict[str, Any]) -> Iterator[str]:
@@ -134,6 +146,8 @@ def plot(report: dict[str, Any], out: Path) -> list[Path]:
     from matplotlib import pyplot
 
     kinds = list(series(report))
+    if not kinds:
+        sys.exit("plot: expected points of a sweep, got none; time some with: python -m bench --sets sweep")
     columns = 4
     rows = -(-len(kinds) // columns)
     size = 4 * columns, 3 * rows

@@ -143,7 +143,9 @@ class HopperTile(TileConfig):
         if self.turns not in ("none", "issue", "scores"):
             raise ValueError(f'{self.turns=} must be "none", "issue" or "scores"')
         if self.integer_max and self.num_ctas > 1:
-            raise ValueError(f"{self.integer_max=} must be False with {self.num_ctas} CTAs, whose rows would be asked")
+            raise ValueError(
+                f"{self.integer_max=} must be False with {self.num_ctas} CTAs, over which a role's rows are spread"
+            )
         if self.early_exp not in (0, 1, 2):
             raise ValueError(f"{self.early_exp=} must be 0, 1 or 2")
         if self.epilogue not in ("tma", "rows", "registers"):

@@ -272,7 +272,8 @@ def require_fits_dtype(tile: HopperTile, problem: Problem) -> None:
     fp8 = problem.dtype in FP8_DTYPES
     if tile.integer_max and fp8:
         raise ValueError(
-            f"tile: expected integer_max=False for {problem.dtype}, whose small numbers P would be among, got True"
+            f"tile: expected integer_max=False for {problem.dtype}, beyond whose largest number P could be, got True; "
+            "leave it out"
         )
     if tile.stage_in_queries and fp8:
         raise ValueError(

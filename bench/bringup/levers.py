@@ -74,7 +74,7 @@ def variants(tile: TileConfig, arch: int) -> dict[str, TileConfig]:
     found: dict[str, TileConfig] = {}
     for change in HOPPER_CHANGES if isinstance(tile, HopperTile) else BLACKWELL_CHANGES:
         if change.get("integer_max") and tile.num_ctas > 1:
-            continue
+            continue  # which such a tile refuses
         other = dataclasses.replace(tile, **change)
         if other != tile and arch in other.archs:
             found.setdefault(label(tile, other), other)

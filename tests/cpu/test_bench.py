@@ -97,6 +97,9 @@ def test_candidates_of_a_point(head_dim, dtype):
         sweep.candidates(Point(dtype=dtype, head_dim=head_dim, causal=causal, length=512), [1, 2])
         for causal in (False, True)
     )
+    for num_ctas in (1, 2):
+        only = sweep.candidates(Point(dtype=dtype, head_dim=head_dim, causal=False, length=512), [num_ctas])
+        assert {tile.num_ctas for tile in only} == {num_ctas}
     ordered = [tile for tile in causal if tile.longest_first]
     assert ordered
     assert full == [tile for tile in causal if not tile.longest_first]
@@ -210,6 +213,7 @@ BAD_ARGUMENTS = [
     ("--dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
     ("--ctas 3", "argument --ctas: invalid choice: 3"),
     ("--rounds 0", "--rounds: expected 1 or more, got 0"),
+    ("--rounds 3 tables", "expected tables as the first word, without options of what is timed, got --rounds"),
     ("--out .", "--out: expected a file name that ends in .json, got ."),
     ("plot nothing.json", "nothing.json: expected a result file of `python -m bench`, got"),
 ]

@@ -52,6 +52,10 @@ def test_candidates_have_no_mean():
 
 def test_another_layout_is_a_row_of_its_own():
     lines = list(report.rates({"points": [*TWO, found(300.0, layout="bshd")]}))
+    assert list(report.means({"points": [TWO[0], found(300.0, layout="bshd"), TWO[1]]})) == [
+        "bf16, D=64: 1.000 times cuDNN over 2 points, at least 0.500",
+        "bf16 bshd, D=64: 0.750 times cuDNN over 1 points, at least 0.750",
+    ]
     assert lines[2:] == [
         "| bf16 D=64 full | 200 (0.50) | – | – | – | – | 800 (2.00) |",
         "| bf16 D=64 full bshd | 300 (0.75) | – | – | – | – | – |",
@@ -95,6 +99,12 @@ def test_plots(tmp_path):
     written = report.plot({"provenance": PROVENANCE, "points": TWO}, tmp_path / "speed")
     assert [path.name for path in written] == ["speed.svg", "speed.png"]
     assert "bf16 D=64 full" in written[0].read_text(encoding="utf-8")
+
+
+def test_nothing_to_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match="plot: expected points of a sweep, got none"):
+        report.plot({"provenance": PROVENANCE, "points": [found(1.0, batch=1, heads=16)]}, tmp_path / "speed")
 
 
 def test_the_readme_has_the_committed_figures():

@@ -188,6 +188,8 @@ def test_pairs_and_then_single_row_blocks(row):
     checked(run, "longest first")
 
 
+INTEGER_MAX = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True)
+
 # Largest scores of key blocks in the order in which they are walked, in log2 units.
 BLOCK_MAXIMA = {
     "above 0": (1, 2, 0.5, 3, 0.2),
@@ -195,6 +197,7 @@ BLOCK_MAXIMA = {
     "a little below 0, then above": (-7, -3, 2, -5, 9),
     "a little below 0, then far": (-6, -200, -90, -300, -20),
     "above 0, then far below": (3, -100, -300, -50, -2),
+    "a little below 0, then at 0": (-7.8, -0.1, -5, -0.2, -3),
     "far below 0": (-300, -280, -310, -170, -250),
     "far below 0, then above": (-300, 5, -20, 7, -1),
     "just this side of the limit": (-7.8, -40, -9, -6, -8),
@@ -216,8 +219,29 @@ def with_block_maxima(maxima: tuple[float, ...], dtype: torch.dtype) -> tuple[to
 @pytest.mark.parametrize("maxima", BLOCK_MAXIMA.values(), ids=BLOCK_MAXIMA.keys())
 def test_maxima_as_integers(maxima, dtype, causal):
     """What is compared as an integer, and where scores are so far below 0 that it must not be."""
-    tile = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True)
-    checked(Run(*with_block_maxima(maxima, dtype), causal=causal, tile=tile, programs=2), "maxima as integers")
+    checked(Run(*with_block_maxima(maxima, dtype), causal=causal, tile=INTEGER_MAX, programs=2), "maxima as integers")
+
+
+@pytest.mark.parametrize("first", [-7.8, -19.0], ids=["within the limit", "beyond it"])
+def test_a_score_near_0_among_some_far_below(first):
+    """As an integer the largest is one of those far below, and the maximum stays as the first block had it: P of the
+    score near 0 is up to 2^8; beyond the limit it would be 2^19, which fp16 does not have."""
+    q, k, v = normal_qkv(q_len=64, kv_len=384, head_dim=128, dtype=torch.float32)
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0], k[..., 0], k[..., 256:, 0] = 1, -40, first
+    k[..., 77, 0] = k[..., 200, 0] = -0.1
+    k *= 128**0.5 * math.log(2)
+    checked(Run(*(x.half() for x in (q, k, v)), causal=False, tile=INTEGER_MAX), f"after {first}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_maxima_as_integers_lose_no_small_probability(dtype):
+    """One key at -7.9, and 2047 so far below it that, with P any smaller, they would be 0 in fp16 but for their sum."""
+    q, k, v = normal_qkv(q_len=64, kv_len=2048, head_dim=128, dtype=torch.float32)
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0], k[..., 0], k[..., -1, 0] = 1, -25.2, -7.9
+    k *= 128**0.5 * math.log(2)
+    checked(Run(q.to(dtype), k.to(dtype), v.abs().to(dtype), causal=False, tile=INTEGER_MAX), "small probabilities")
 
 
 @pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", POLICIES))

@@ -6,7 +6,6 @@ import numpy as np
 
 from gluon_attn.compat import constexpr_function, gl, jit
 
-UNIFORM_ASM = gl.constexpr("redux.sync.or.b32 $0, $1, 0xffffffff;")
 PTX_NAMES = {"bf16": "bf16", "fp16": "f16", "fp8e4nv": "e4m3", "fp8e5": "e5m2"}
 
 
@@ -40,16 +39,6 @@ def round_four(a, b, c, d, dtype: gl.constexpr):
     return gl.inline_asm_elementwise(ASM, "=r,f,f,f,f", [a, b, c, d], dtype=gl.uint32, is_pure=True, pack=1)
 
 
-@jit
-def uniform(x):
-    """An int32 scalar as it is, but known to the assembler to be the same in all threads of a warp.
-
-    After a branch on anything else it takes no address for uniform: 16 more instructions a step, for the descriptors
-    of the products.
-    """
-    return gl.inline_asm_elementwise(UNIFORM_ASM.value, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
 def round_packed(dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
     """What `round_pair` and `round_four` compute; `dtype` is numpy.float16 or one of ml_dtypes."""
     import ml_dtypes
@@ -73,7 +62,7 @@ def twins() -> dict[str, Callable[..., np.ndarray]]:
 
     kinds = {gl.bfloat16: ml_dtypes.bfloat16, gl.float16: np.float16}
     fp8_kinds = {gl.float8e4nv: ml_dtypes.float8_e4m3fn, gl.float8e5: ml_dtypes.float8_e5m2}
-    found: dict[str, Callable[..., np.ndarray]] = {UNIFORM_ASM.value: np.copy}
+    found: dict[str, Callable[..., np.ndarray]] = {}
     for gluon, kind in kinds.items():
         found[round_pair_asm(gluon)] = partial(round_packed, np.dtype(kind))
     for gluon, kind in fp8_kinds.items():

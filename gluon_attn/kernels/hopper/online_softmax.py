@@ -4,11 +4,9 @@ from gluon_attn.compat import aggregate, gl, jit
 
 from ..common.operands import probability_dtype, shift_log2
 from ..common.row_stats import finite, inverse, log_sum_exp
-from .inline_asm import uniform
 from .packing import pack
 
-# P may be smaller by two to this power: in fp16 it is still a normal number for what matters beside the largest.
-SMALLER_P_LOG2 = gl.constexpr(8.0)
+LARGER_P_LOG2 = gl.constexpr(8.0)  # P may be larger than 1 by two to this power: fp16 ends at 2^16
 
 
 @aggregate
@@ -22,11 +20,11 @@ def next_maximum(scores, stats, scale_log2, MASKED: gl.constexpr, AS_INTEGERS: g
     """With a further block: (row maxima [M], the factor [M] for what was accumulated before).
 
     AS_INTEGERS: compare the scores' bits as integers, which the hardware does three to an instruction, and floats two.
-    The order is the same from 0 on, and of negative numbers none is above: a row all negative counts as one with a 0.
+    Where a score is not negative, the order is the same, as no negative one is above it. Of a row all negative this
+    finds some score, and the maximum comes out between the one before and 0: see `may_compare_as_integers`.
     """
     if AS_INTEGERS:
-        bits = gl.maximum(gl.max(scores.to(gl.int32, bitcast=True), axis=1), 0)
-        largest = bits.to(gl.float32, bitcast=True)
+        largest = gl.max(scores.to(gl.int32, bitcast=True), axis=1).to(gl.float32, bitcast=True)
     else:
         largest = gl.max(scores, axis=1)
     row_max = gl.maximum(stats.max, largest)
@@ -34,11 +32,11 @@ def next_maximum(scores, stats, scale_log2, MASKED: gl.constexpr, AS_INTEGERS: g
 
 
 @jit
-def order_as_integers(row_max, scale_log2):
-    """Whether maxima may come AS_INTEGERS from now on: in no row is the maximum so far below 0 by so much that it
-    mattered for P in 16 bits if it were 0 instead. A scalar."""
-    near = row_max * scale_log2 > -SMALLER_P_LOG2
-    return uniform(gl.min(near.to(gl.int32), axis=0)) != 0
+def may_compare_as_integers(row_max, scale_log2):
+    """Whether later maxima may come AS_INTEGERS: no row's maximum so far is below 0 by more than P may exceed 1. Asked
+    of all rows of a role at once; a scalar."""
+    near = row_max * scale_log2 > -LARGER_P_LOG2
+    return gl.min(near.to(gl.int32), axis=0) != 0
 
 
 @jit

@@ -8,7 +8,7 @@ from ..common.operands import probability_dtype, unshift
 from ..common.turns import turn_of
 from .epilogue import finish_stores, store_lse, store_output
 from .layouts import accumulator_layout, left_operand_layout
-from .online_softmax import RowStats, finish, next_maximum, order_as_integers, probabilities, rescale, total
+from .online_softmax import RowStats, finish, may_compare_as_integers, next_maximum, probabilities, rescale, total
 from .packing import join_quarters, quarters, unpack
 from .wires import Blocks
 from .work import first_work, may_skip
@@ -203,9 +203,9 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
 
         scales = (q_scales, k_scales, v_scales)
         p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, scales, tile, SCORES)
-        as_integers = wires.TILE.integer_max
+        as_integers = wires.TILE.integer_max  # if not, the second loop below is not compiled
         if wires.TILE.integer_max:
-            as_integers = order_as_integers(stats.max, scale_log2)
+            as_integers = may_compare_as_integers(stats.max, scale_log2)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
         if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
             for j in range(1, rows.masked_blocks()):
