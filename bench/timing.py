@@ -64,13 +64,13 @@ def seconds_alone(call: Callable[[], object]) -> float:
     return triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median") / 1e3
 
 
-def host_seconds(call: Callable[[], object], *, runs: int = 400) -> float:
+def host_seconds(call: Callable[[], object], *, runs: int = 80) -> float:
     """Median host time of one call, with the device kept ahead so that it never blocks on a full queue."""
     for _ in range(20):
         call()
     taken = []
     for i in range(runs):
-        if i % 50 == 0:
+        if i % 40 == 0:
             torch.cuda.synchronize()
         start = time.perf_counter()
         call()
@@ -79,16 +79,13 @@ def host_seconds(call: Callable[[], object], *, runs: int = 400) -> float:
     return statistics.median(taken)
 
 
-def wall_seconds(call: Callable[[], object], *, runs: int = 400, rounds: int = 5) -> float:
-    """Median over rounds of the time of one call in a row of `runs`, to the end of the last on the device."""
-    taken = []
-    for _ in range(rounds):
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(runs):
-            call()
-        torch.cuda.synchronize()
-        taken.append((time.perf_counter() - start) / runs)
-    return statistics.median(taken)
+def wall_seconds(call: Callable[[], object], *, runs: int = 80) -> float:
+    """Time of one call in a row of `runs`, to the end of the last on the device."""
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(runs):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / runs

@@ -123,6 +123,21 @@ def test_calls_timed_alone(monkeypatch):
     assert found["ours"]["tflops"] == pytest.approx(point.flops / 3e12)
 
 
+def test_host_times_are_taken_in_turn(monkeypatch):
+    """So that a slow phase of the host falls on every call, and on less than half of the rounds of each."""
+    monkeypatch.setattr(sweep, "ROUNDS_OF_HOST", 5)
+    order: list[str] = []
+
+    def seconds_of(call):
+        order.append(call())
+        slow = 4 <= len(order) <= 6
+        return (2e-6 if call() == "ours" else 3e-6) * (10 if slow else 1)
+
+    found = sweep.measure_in_turn(seconds_of, {"cudnn": lambda: "cudnn", "ours": lambda: "ours"})
+    assert order == ["cudnn", "ours"] * 5
+    assert found == pytest.approx({"cudnn": 3.0, "ours": 2.0})
+
+
 def test_each_kernel_is_compiled_once():
     tiles: dict[Point, list[TileConfig]] = {p: [] for p in EVERY_POINT}
     jobs = sweep.jobs_of(EVERY_POINT, tiles, Device.hopper())
