@@ -203,7 +203,7 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
 
         scales = (q_scales, k_scales, v_scales)
         p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, scales, tile, SCORES)
-        as_integers = wires.TILE.integer_max  # if not, the second loop below is not compiled
+        as_integers = wires.TILE.integer_max  # if not, only the loop with floats is compiled
         if wires.TILE.integer_max:
             as_integers = may_compare_as_integers(stats.max, scale_log2)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
