@@ -54,7 +54,6 @@ class Rows:
     def mask(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
         """Scores of key block `block`, -inf where a row does not see a key: [ROWS, BLOCK_N], or some of the columns
         from FIRST_COLUMN on."""
-        i = gl.arange(0, self.ROWS, gl.SliceLayout(1, scores.type.layout))
         # Not visible(i): only rows past the last query would see less by it, and nobody stores those.
-        columns = self.seen - (block * self.BLOCK_N + FIRST_COLUMN) + (i if self.CAUSAL else i * 0)
-        return keep_first_columns(scores, columns, float("-inf"))
+        columns = self.seen - (block * self.BLOCK_N + FIRST_COLUMN)
+        return keep_first_columns(scores, columns, float("-inf"), DIAGONAL=self.CAUSAL)

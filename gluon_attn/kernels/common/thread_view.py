@@ -24,19 +24,25 @@ def thread_view(x):
 
 
 @jit
-def keep_first_columns(x, columns, other):
-    """`other` in row m where the column is not below columns[m], a tensor [M].
+def keep_first_columns(x, columns, other, DIAGONAL: gl.constexpr):
+    """`other` where the column is not below `columns`, a scalar; if DIAGONAL, in row m not below `columns` + m.
 
     In the thread's view a column is a constant plus what the thread adds; with the latter moved to the other side, each
-    comparison is with a constant and no column number occupies a register.
+    comparison is with a constant and no column number occupies a register. A thread of a wgmma accumulator has rows m
+    and m + 8. If DIAGONAL, the 8 is moved too, and row m + 8 in a group of eight columns is compared as row m is in the
+    group before: half of the comparisons are left.
     """
     view = thread_view(x)
     layout: gl.constexpr = view.type.layout
+    rows = gl.arange(0, view.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    limits = gl.convert_layout(columns, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
+    limits = columns + (rows if DIAGONAL else rows * 0)
+    if DIAGONAL and view.shape[2] > 1:  # a wgmma accumulator
+        limits = columns + (rows & ~8)
+        column = column - (rows & 8)[:, None, None, None]
     limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]
     kept = gl.where(column < limit, view, other)
     return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
