@@ -32,6 +32,7 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
         *both(3, 128, 2, 2, 160, turns="scores", early_exp=1, longest_first=True),
         hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, integer_max=True),
         hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, integer_max=True, longest_first=True),
+        hopper_tile(3, 128, 2, 2, 160, turns="scores", integer_max=True, longest_first=True),
         hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, integer_max=True),
         hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True, longest_first=True),
         hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, integer_max=True, longest_first=True),
