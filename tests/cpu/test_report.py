@@ -121,4 +121,4 @@ def test_the_command():
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "| bf16 D=128 causal |" in run.stdout
-    assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()[:2]] == ["09f789e", "7e1b019"]
+    assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()[:2]] == ["0b57c71", "0bc6e4d"]
