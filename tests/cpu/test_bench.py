@@ -92,7 +92,7 @@ def test_the_table_is_among_the_candidates():
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_candidates_of_a_point(head_dim, dtype):
-    """The longest first is an order under a mask only."""
+    """The longest first is an order under a mask only, where each has its counterpart in pairs."""
     full, causal = (
         sweep.candidates(Point(dtype=dtype, head_dim=head_dim, causal=causal, length=512), [1, 2])
         for causal in (False, True)
@@ -103,6 +103,7 @@ def test_candidates_of_a_point(head_dim, dtype):
     ordered = [tile for tile in causal if tile.longest_first]
     assert ordered
     assert full == [tile for tile in causal if not tile.longest_first]
+    assert {dataclasses.replace(tile, longest_first=False) for tile in ordered} <= set(full)
 
 
 def test_calls_timed_alone(monkeypatch):

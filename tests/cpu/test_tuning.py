@@ -200,6 +200,28 @@ def test_long_causal_problems_end_with_the_lightest_row_blocks(kv_len, dtype, he
         assert not pick_tile(problem(**kind, causal=False), Device.hopper(), num_ctas).longest_first
 
 
+@pytest.mark.parametrize(
+    ("kv_len", "head_dim", "causal", "block_n", "integer_max"),
+    [
+        (767, 128, True, 64, True),
+        (768, 128, True, 128, True),
+        (512, 128, False, 128, True),
+        (1279, 64, True, 64, False),
+        (1280, 64, True, 64, True),
+        (16384, 64, True, 64, True),
+        (2047, 64, False, 64, False),
+        (2048, 64, False, 128, True),
+        (4096, 256, False, 64, False),
+    ],
+)
+def test_where_maxima_are_integers_and_blocks_small(kv_len, head_dim, causal, block_n, integer_max):
+    asked = problem(dtype=torch.float16, head_dim=head_dim, causal=causal, kv_len=kv_len, q_len=4096)
+    one, two = (pick_tile(asked, Device.hopper(), num_ctas) for num_ctas in (None, 2))
+    assert isinstance(one, HopperTile) and isinstance(two, HopperTile)
+    assert (one.num_ctas, one.block_n, one.integer_max) == (1, block_n, integer_max)
+    assert (two.num_ctas, two.integer_max) == (2, False)
+
+
 def test_picking_is_pure(monkeypatch):
     asked = problem(causal=True)
     first = pick_tile(asked, Device.hopper())

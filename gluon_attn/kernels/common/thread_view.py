@@ -39,8 +39,11 @@ def keep_first_columns(x, columns, other, DIAGONAL: gl.constexpr):
     threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
-    limits = columns + (rows if DIAGONAL else rows * 0)
-    if DIAGONAL and view.shape[2] > 1:  # a wgmma accumulator
+    if not DIAGONAL:
+        limits = columns + rows * 0
+    elif threads_per_row(x.type.layout) == 1:
+        limits = columns + rows
+    else:
         limits = columns + (rows & ~8)
         column = column - (rows & 8)[:, None, None, None]
     limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]

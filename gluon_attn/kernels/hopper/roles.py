@@ -95,8 +95,8 @@ def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.const
     """(P [ROWS, BLOCK_N], packed; its row statistics; what scores and what the output are multiplied with; next ends)
     of the first block walked.
 
-    It has nothing to rescale and no product of an earlier block to overlap with. Only this one is masked where no row
-    is (without a causal mask, keys end here, maybe within the block), and so one kernel serves every length.
+    It has nothing to rescale and no product of an earlier block to overlap with. Without a causal mask it alone may
+    need one, as keys end in it, maybe within it; so one kernel serves every length.
     """
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
@@ -108,7 +108,7 @@ def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.const
     v_scale = operands.output_scale(v_scales, tile, OPTIONAL=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
-    # 8-bit kernels always mask: without, they were up to 7 % slower in long sequences (docs/tuning.md).
+    # 8-bit kernels always mask: without, they were up to 7 % slower from 1024 keys on (docs/tuning.md).
     if rows.CAUSAL or q.dtype.primitive_bitwidth == 8 or rows.masked_blocks() > 0:
         scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
