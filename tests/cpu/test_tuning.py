@@ -217,7 +217,8 @@ def test_long_causal_problems_end_with_the_lightest_row_blocks(kv_len, dtype, he
 def test_where_maxima_are_integers_and_blocks_small(kv_len, head_dim, causal, block_n, integer_max):
     asked = problem(dtype=torch.float16, head_dim=head_dim, causal=causal, kv_len=kv_len, q_len=4096)
     one, two = (pick_tile(asked, Device.hopper(), num_ctas) for num_ctas in (None, 2))
-    assert isinstance(one, HopperTile) and isinstance(two, HopperTile)
+    assert isinstance(one, HopperTile)
+    assert isinstance(two, HopperTile)
     assert (one.num_ctas, one.block_n, one.integer_max) == (1, block_n, integer_max)
     assert (two.num_ctas, two.integer_max) == (2, False)
 
