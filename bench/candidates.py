@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gluon_attn.tile import BlackwellTile, HopperTile, TileConfig
-from gluon_attn.tuning import hopper_tile
+from gluon_attn.forward.configs import BlackwellTile, HopperTile, TileConfig
+from gluon_attn.forward.table import hopper_tile
 
 
 def both(*args: int, **options: Any) -> list[TileConfig]:
