@@ -1,6 +1,6 @@
 """Blackwell's rows of the tuning table fit the card; tiles check themselves; the picker has an answer where one exists.
 
-What the compiler makes of the rows is looked at in test_kernels_blackwell.py.
+What the compiler makes of the rows is looked at in ../kernels/test_compiled_blackwell.py.
 """
 
 import dataclasses
