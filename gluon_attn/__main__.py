@@ -17,12 +17,7 @@ from .cpu import find_race
 from .device import Device
 from .forward.configs import HopperTile
 from .forward.launch import compiled
-from .forward.table import (
-    BLACKWELL,
-    HOPPER,
-    Row,
-    pick_tile,
-)
+from .forward.table import BLACKWELL, HOPPER, Row, pick_tile
 from .problem import Problem
 from .resources import resources
 from .runtime.compiler import assembler_version, check_triton_version

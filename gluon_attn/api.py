@@ -9,21 +9,8 @@ from .device import Device
 from .forward.configs import TileConfig
 from .forward.launch import Launch, TransposingLaunch, launch_of
 from .forward.plan import Plan
-from .forward.table import (
-    pick_tile,
-    require_ctas,
-    require_fits,
-    require_supported,
-)
-from .problem import (
-    FP8_DTYPES,
-    SCALES,
-    TMA_ALIGNMENT_BYTES,
-    Problem,
-    check_no_overlap,
-    output_dtype,
-    refuse_address,
-)
+from .forward.table import pick_tile, require_ctas, require_fits, require_supported
+from .problem import FP8_DTYPES, SCALES, TMA_ALIGNMENT_BYTES, Problem, check_no_overlap, output_dtype, refuse_address
 from .runtime.compiler import check_triton_version
 
 if TYPE_CHECKING:

@@ -12,12 +12,7 @@ from .forward.plan import Plan
 from .kernels.hopper.inline_asm import twins
 from .kernels.hopper.transpose.kernel import transpose_values
 from .runtime.compat import TensorDescriptor
-from .runtime.descriptors import (
-    View,
-    block_and_layout,
-    empty_transposed,
-    transposition_blocks,
-)
+from .runtime.descriptors import View, block_and_layout, empty_transposed, transposition_blocks
 
 
 def find_race(call: Callable[[], object], schedules: int) -> str | None:

@@ -14,14 +14,7 @@ from ..kernels.hopper.transpose.kernel import transpose_values
 from ..problem import FP8_DTYPES, output_dtype
 from ..runtime.compat import CompiledKernel
 from ..runtime.compiler import compile_gluon
-from ..runtime.descriptors import (
-    DTYPE_NAMES,
-    View,
-    descriptor_types,
-    empty_transposed,
-    transposition_blocks,
-    type_name,
-)
+from ..runtime.descriptors import DTYPE_NAMES, View, descriptor_types, empty_transposed, transposition_blocks, type_name
 from ..runtime.launcher import Launcher
 from .configs import BlackwellTile, HopperTile, TileConfig
 from .plan import Plan

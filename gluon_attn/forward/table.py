@@ -7,12 +7,7 @@ from typing import Any, Literal
 
 from ..device import Device
 from ..problem import FP8_DTYPES, Problem
-from .configs import (
-    Bases,
-    BlackwellTile,
-    HopperTile,
-    TileConfig,
-)
+from .configs import Bases, BlackwellTile, HopperTile, TileConfig
 from .plan import Plan
 
 LONG = 1280  # keys, from where on it pays to compute the longest row blocks first

@@ -17,7 +17,3 @@ def launch(request):
 def blackwell_launch(launch):
     """`launch` for sm_100a, or another target."""
     return functools.partial(launch, target="sm_100a")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "speed: measures time, and is only meaningful on a quiet machine")

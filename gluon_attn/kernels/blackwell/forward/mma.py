@@ -2,12 +2,7 @@
 
 from channels import SignalConsumer, TensorMemoryProducer
 from channels.tensor_memory import TensorMemorySlot
-from gluon_attn.runtime.compat import (
-    aggregate,
-    gl,
-    jit,
-    tcgen05_mma,
-)
+from gluon_attn.runtime.compat import aggregate, gl, jit, tcgen05_mma
 
 from ...common.operands import probability_dtype
 from .tmem import probabilities_of

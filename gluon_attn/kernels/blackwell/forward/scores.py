@@ -4,12 +4,7 @@ from gluon_attn.runtime.compat import gl, jit
 
 from ...common.operands import probability_dtype, shift_log2
 from ...common.row_stats import finite
-from ..arithmetic import (
-    exp2,
-    multiply_add,
-    row_sums,
-    split_columns,
-)
+from ..arithmetic import exp2, multiply_add, row_sums, split_columns
 from .tmem import probabilities_of
 
 

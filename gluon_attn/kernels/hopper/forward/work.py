@@ -1,11 +1,6 @@
 """The tiles that a program computes, as each role walks them: in the same order, each for itself."""
 
-from gluon_attn.runtime.compat import (
-    aggregate,
-    constexpr_function,
-    gl,
-    jit,
-)
+from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit
 
 from ...common.schedule import Tile, TileSchedule
 

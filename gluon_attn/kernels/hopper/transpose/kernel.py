@@ -5,12 +5,7 @@ runs along the head dim. A role transposes each block as often as it is used; th
 """
 
 from channels import SharedMemoryChannel, cluster_fence, tma
-from gluon_attn.runtime.compat import (
-    constexpr_function,
-    gdc_launch_dependents,
-    gl,
-    jit,
-)
+from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents, gl, jit
 
 
 @constexpr_function

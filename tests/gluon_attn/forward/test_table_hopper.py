@@ -1,6 +1,6 @@
 """Each Hopper row of the tuning table fits the card and says where it was measured; the picker always has an answer.
 
-The rows for Blackwell have other limits, tensor memory among them: test_tuning_blackwell.py.
+The rows for Blackwell have other limits, tensor memory among them: test_table_blackwell.py.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from gluon_attn.device import Device
 from gluon_attn.forward.table import HOPPER, pick_tile
 from gluon_attn.problem import Problem
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 # Of an H100 or H200, from CUDA's programming guide.
 SMEM_BYTES = 232448

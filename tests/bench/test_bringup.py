@@ -20,7 +20,7 @@ from gluon_attn import TileConfig
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellTile
 from gluon_attn.forward.table import HOPPER, blackwell_tile
-from tests.cpu.bringup_fakes import FAKES, LEFT_BEHIND
+from tests.bench.bringup_fakes import FAKES, LEFT_BEHIND
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 # The runner, with steps that are nothing but their fates
 # ---------------------------------------------------------------------------------------------------------------------
 
-REFERENCE = "tests.cpu.bringup_fakes:FAKES"
+REFERENCE = "tests.bench.bringup_fakes:FAKES"
 
 
 def alive(pid: int) -> bool:

@@ -229,7 +229,7 @@ ALLOWED = {
     "compat": ("channels/compat.py", "from triton.experimental import gluon\nfrom triton._C import libtriton"),
     "gluon_cpu, lazily": ("gluon_attn/cpu.py", "def run():\n    from gluon_cpu import run\n    return run"),
     "gluon_cpu": ("gluon_cpu/run.py", "import triton, torch, numpy, ml_dtypes"),
-    "tests import anything": ("tests/cpu/test_x.py", "import gluon_cpu, gluon_attn, bench, channels.ring, pytest"),
+    "tests import anything": ("tests/bench/test_x.py", "import gluon_cpu, gluon_attn, bench, channels.ring, pytest"),
     "another runtime": ("gluon_attn/api.py", "import torch\ntorch.runtime._x\nself.triton.runtime"),
 }
 

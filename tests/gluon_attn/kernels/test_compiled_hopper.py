@@ -15,14 +15,7 @@ from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals
 from gluon_attn.forward.configs import REGISTERS_PER_SM, HopperTile
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
-from gluon_attn.resources import (
-    Resources,
-    count,
-    first_role_registers,
-    instructions,
-    resources,
-    steady_loops,
-)
+from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources, steady_loops
 from gluon_attn.runtime.compiler import disassemble
 from tests.slow import slow_if
 

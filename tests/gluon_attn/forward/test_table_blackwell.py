@@ -1,6 +1,6 @@
 """Blackwell's rows of the tuning table fit the card; tiles check themselves; the picker has an answer where one exists.
 
-What the compiler makes of the rows is looked at in test_kernels_blackwell.py.
+What the compiler makes of the rows is looked at in ../kernels/test_compiled_blackwell.py.
 """
 
 import dataclasses
@@ -13,14 +13,7 @@ import torch
 from gluon_attn import BlackwellTile, HopperTile
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import TileConfig
-from gluon_attn.forward.table import (
-    BLACKWELL,
-    HOPPER,
-    TABLE,
-    blackwell_tile,
-    pick_tile,
-    require_fits,
-)
+from gluon_attn.forward.table import BLACKWELL, HOPPER, TABLE, blackwell_tile, pick_tile, require_fits
 from gluon_attn.problem import Problem
 
 # Of a B200 or B300, from CUDA's programming guide and the PTX manual.

@@ -24,7 +24,7 @@ from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
 from tests.gpu.checks import tile_for_reuse
 from tests.slow import slow_if
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 POLICIES = ("random", "late", "early", "pct", "starve")
 
 # Edges first. Each with 1 and 2 CTAs, full and causal.
