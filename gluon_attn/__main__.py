@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 import torch
 
-from ..gluon_attn import attention, reference_attention
+from . import attention, reference_attention
 from .cpu import find_race
 from .device import Device
 from .forward.configs import HopperTile
