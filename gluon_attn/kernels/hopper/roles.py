@@ -1,11 +1,10 @@
 """Two roles of the Hopper kernel: one warp loads; each softmax warpgroup takes its query rows from QKᵀ to O. In fp8
 there may be a third, see transpose.py."""
 
-from channels import tma
+from channels import tma, turn_of
 from gluon_attn.compat import gdc_wait, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.operands import probability_dtype, unshift
-from ..common.turns import turn_of
 from .epilogue import finish_stores, store_lse, store_output
 from .layouts import accumulator_layout, left_operand_layout
 from .online_softmax import RowStats, finish, may_compare_as_integers, next_maximum, probabilities, rescale, total
@@ -29,9 +28,10 @@ def load(wires, schedule, operands, group):
         kv_head = tile.head // group
 
         q, queries = queries.acquire()
-        tma.expect(q, PARTS=wires.queries.PARTS)
+        coords = ()
         for part in gl.static_range(wires.queries.PARTS):
-            tma.copy(q, operands.q, [tile.batch, tile.head, tile.first_row + part * ROWS, 0], part)
+            coords = coords + ([tile.batch, tile.head, tile.first_row + part * ROWS, 0],)
+        tma.load(q, (operands.q,) * wires.queries.PARTS, coords)
 
         # In one step a softmax role multiplies with the keys of a block and the values of the block before it.
         key = (rows.blocks() - 1) * BLOCK_N
@@ -84,7 +84,7 @@ def held_registers(packed, left):
 @jit
 def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
     """V [BLOCK_N, D] as wgmma reads it: 16-bit values as they are, 8-bit ones from their transposed tile."""
-    if v.tiles.dtype.primitive_bitwidth == 16:
+    if v.part(0).dtype.primitive_bitwidth == 16:
         return v.view([BLOCK_N, D])
     else:
         return v.view([D, BLOCK_N]).permute((1, 0))
@@ -152,8 +152,8 @@ def next_block(
     parts = quarters(scores)
     early, early_sums = probabilities(parts[: wires.TILE.early_exp], row_max, scale_log2, q.dtype, MASKED)
     if wires.TILE.early_exp > 0:
-        # The same slot again: it passes at once, but the assembler moves no exponential past its branch.
-        blocks.values.acquire()
+        # It passes at once, but the assembler moves no exponential past its branch.
+        blocks.values.wait_again()
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
     # exponentials left hide the multiplications of O.
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
@@ -168,7 +168,7 @@ def next_block(
 def last_product(p, acc, blocks, rows):
     """P V of the last block, with nothing left to overlap."""
     v, values = blocks.values.acquire()
-    left = to_left_operand(p, v.tiles.dtype, acc.type.layout)
+    left = to_left_operand(p, v.part(0).dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, acc.shape[1]), acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
