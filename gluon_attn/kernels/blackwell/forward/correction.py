@@ -57,8 +57,9 @@ class Lane:
         """Rescale the output for one key block. That its last product is done follows from alpha: alpha was made of
         scores that were issued after that product, and the tensor cores finish in order."""
         alphas = self.alphas.acquire()
-        rescale(self.scores, self.outputs.slot.memory, TILE)
-        self.outputs.slot.release()
+        output = self.outputs.next_slot()
+        rescale(self.scores, output.memory, TILE)
+        output.release()
         return Lane(self.scores, alphas, self.outputs, self.statistics, self.statistics_read)
 
     @jit

@@ -1,5 +1,6 @@
 """Attention forward on Blackwell: one persistent kernel of warp-specialised roles, on clusters of 1, 2 or 4 CTAs."""
 
+from channels import close_all, init_all
 from gluon_attn.runtime.compat import gl, jit
 
 from ...common.operands import Operands
@@ -34,7 +35,7 @@ def attention_forward(
         q_desc.shape, k_desc.shape, blocks_per_item, heads_per_group, BLOCK_M, BLOCK_N, CAUSAL, TILE.longest_first
     )
     operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2)
-    wires.init()
+    init_all(wires.channels())
 
     gl.warp_specialize(
         [
@@ -48,4 +49,4 @@ def attention_forward(
         [4, 4, 1, 1, 1],  # warps; the first role runs in the warps that the kernel was launched with
         [TILE.softmax_registers, TILE.softmax_registers] + [TILE.load_registers] * 3,
     )
-    wires.close()
+    close_all(wires.channels())

@@ -1,7 +1,6 @@
 """The role that issues the products: one warp, and with more than one CTA that of a pair's lead, for both."""
 
-from channels import SignalConsumer, TensorMemoryProducer
-from channels.tensor_memory import TensorMemorySlot
+from channels import SignalConsumer, TensorMemoryProducer, TensorMemorySlot
 from gluon_attn.runtime.compat import aggregate, gl, jit, tcgen05_mma
 
 from ...common.operands import probability_dtype

@@ -1,6 +1,6 @@
 """The wires of the Blackwell kernel: its channels, by what flows through them."""
 
-from channels import SharedMemoryChannel, SignalChannel, TensorMemoryChannel, WorkChannel, cluster_fence
+from channels import SharedMemoryChannel, SignalChannel, TensorMemoryChannel, WorkChannel
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from .tmem import accumulator_layout
@@ -48,42 +48,12 @@ class Wires:
     TILE: gl.constexpr
 
     @jit
-    def init(self):
-        self.queries.init()
-        self.keys_values.init()
-        self.scores.init()
-        if self.TILE.early_p:
-            self.tails.init()
-        self.alphas.init()
-        self.outputs.init()
-        self.statistics.init()
-        self.statistics_read.init()
-        self.results.init()
-        if self.TILE.exp_turns:
-            self.turns.init()
-        if self.TILE.dynamic:
-            self.items.init()
-        cluster_fence()
-
-    @jit
-    def close(self):
-        """The roles of this CTA are done; a peer may arrive on, load into, or accumulate in, what is ours until its
-        roles are too: the barriers and both memories are kept to the end of the whole cluster."""
-        cluster_fence()
-        self.queries.close()
-        self.keys_values.close()
-        self.scores.close()
-        if self.TILE.early_p:
-            self.tails.close()
-        self.alphas.close()
-        self.outputs.close()
-        self.statistics.close()
-        self.statistics_read.close()
-        self.results.close()
-        if self.TILE.exp_turns:
-            self.turns.close()
-        if self.TILE.dynamic:
-            self.items.close()
+    def channels(self):
+        tails = (self.tails,) if self.TILE.early_p else ()
+        turns = (self.turns,) if self.TILE.exp_turns else ()
+        items = (self.items,) if self.TILE.dynamic else ()
+        always = (self.alphas, self.outputs, self.statistics, self.statistics_read, self.results)
+        return (self.queries, self.keys_values, self.scores) + tails + always + turns + items
 
 
 @jit
@@ -99,10 +69,10 @@ def alloc_wires(q_desc, k_desc, o_desc, TILE: gl.constexpr):
         keys_values=SharedMemoryChannel.alloc(
             k_desc, SLOTS=TILE.kv_slots, CONSUMERS=0, TWO_CTAS=PAIR, MULTICAST=gl.num_ctas() > 2
         ),
-        scores=TensorMemoryChannel.alloc(gl.float32, LANES, [ROWS, BLOCK_N], SCORES),
+        scores=TensorMemoryChannel.alloc(gl.float32, [ROWS, BLOCK_N], SCORES, LANES=LANES),
         tails=SignalChannel.alloc(LANES, TWO_CTAS=PAIR),
         alphas=SignalChannel.alloc(LANES),
-        outputs=TensorMemoryChannel.alloc(gl.float32, LANES, [ROWS, D], OUTPUT),
+        outputs=TensorMemoryChannel.alloc(gl.float32, [ROWS, D], OUTPUT, LANES=LANES),
         statistics=SignalChannel.alloc(LANES),
         statistics_read=SignalChannel.alloc(LANES, TWO_CTAS=PAIR),
         results=SharedMemoryChannel.alloc(o_desc, SLOTS=LANES, CONSUMERS=1),

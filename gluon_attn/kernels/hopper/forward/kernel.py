@@ -1,5 +1,6 @@
 """Attention forward on Hopper: one persistent kernel of warp-specialised roles, on clusters of 1 or 2 CTAs."""
 
+from channels import close_all, init_all
 from gluon_attn.runtime.compat import gl, jit
 
 from ...common.operands import Operands
@@ -34,7 +35,7 @@ def attention_forward(
     schedule = tile_schedule(
         q_desc.shape, k_desc.shape, blocks_per_item, heads_per_group, BLOCK_M, BLOCK_N, CAUSAL, LONGEST_FIRST
     )
-    wires.init()
+    init_all(wires.channels())
 
     # Divided here: in the role that needs it, the compiler would have it live in registers through every role.
     group = q_desc.shape[1] // k_desc.shape[1]
@@ -56,4 +57,4 @@ def attention_forward(
         + [TILE.transpose_registers][:TRANSPOSERS]
         + [TILE.load_registers],
     )
-    wires.close()
+    close_all(wires.channels())

@@ -21,9 +21,10 @@ def load(wires, schedule, operands, group):
         kv_head = tile.head // group
 
         q, queries = queries.acquire()
-        tma.expect(q, PARTS=wires.queries.PARTS)
+        coords = ()
         for part in gl.static_range(wires.queries.PARTS):
-            tma.copy(q, operands.q, [tile.batch, tile.head, tile.first_row + part * ROWS, 0], part)
+            coords = coords + ([tile.batch, tile.head, tile.first_row + part * ROWS, 0],)
+        tma.load(q, (operands.q,) * wires.queries.PARTS, coords)
 
         # In one step a softmax role multiplies with the keys of a block and the values of the block before it.
         key = (rows.blocks() - 1) * BLOCK_N

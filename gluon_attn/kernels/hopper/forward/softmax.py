@@ -1,9 +1,9 @@
 """The softmax role: a warpgroup that takes its query rows from QKᵀ to O."""
 
+from channels import turn_of
 from gluon_attn.runtime.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.operands import probability_dtype, unshift
-from ...common.turns import turn_of
 from ..layouts import accumulator_layout, left_operand_layout
 from ..packing import join_quarters, quarters, unpack
 from .online_softmax import RowStats, finish, may_compare_as_integers, next_maximum, probabilities, rescale, total
@@ -38,7 +38,7 @@ def held_registers(packed, left):
 @jit
 def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
     """V [BLOCK_N, D] as wgmma reads it: 16-bit values as they are, 8-bit ones from their transposed tile."""
-    if v.tiles.dtype.primitive_bitwidth == 16:
+    if v.part(0).dtype.primitive_bitwidth == 16:
         return v.view([BLOCK_N, D])
     else:
         return v.view([D, BLOCK_N]).permute((1, 0))
@@ -106,8 +106,8 @@ def next_block(
     parts = quarters(scores)
     early, early_sums = probabilities(parts[: wires.TILE.early_exp], row_max, scale_log2, q.dtype, MASKED)
     if wires.TILE.early_exp > 0:
-        # The same slot again: it passes at once, but the assembler moves no exponential past its branch.
-        blocks.values.acquire()
+        # It passes at once, but the assembler moves no exponential past its branch.
+        blocks.values.wait_again()
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
     # exponentials left hide the multiplications of O.
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
@@ -122,7 +122,7 @@ def next_block(
 def last_product(p, acc, blocks, rows):
     """P V of the last block, with nothing left to overlap."""
     v, values = blocks.values.acquire()
-    left = to_left_operand(p, v.tiles.dtype, acc.type.layout)
+    left = to_left_operand(p, v.part(0).dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, acc.shape[1]), acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()

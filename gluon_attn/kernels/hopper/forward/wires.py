@@ -1,9 +1,8 @@
 """The wires of the Hopper kernel: its channels, by what flows through them."""
 
-from channels import SharedMemoryChannel, SharedMemoryConsumer, SignalChannel, cluster_fence
+from channels import SharedMemoryChannel, SharedMemoryConsumer, SignalChannel, Turn
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from ...common.turns import Turn
 from ..layouts import key_major_layout
 
 
@@ -34,32 +33,16 @@ class Wires:
     TILE: gl.constexpr  # a HopperTile
 
     @jit
-    def init(self):
-        self.queries.init()
-        self.keys.init()
-        self.values.init()
-        if self.TILE.transpose_registers > 0:
-            self.loaded_values.init()
-        self.turns.init()
-        cluster_fence()
-
-    @jit
-    def close(self):
-        """The roles of this CTA are done; a peer may arrive on, or load into, what is ours until its roles are too."""
-        cluster_fence()
-        self.queries.close()
-        self.keys.close()
-        self.values.close()
-        if self.TILE.transpose_registers > 0:
-            self.loaded_values.close()
-        self.turns.close()
+    def channels(self):
+        transposing = (self.loaded_values,) if self.TILE.transpose_registers > 0 else ()
+        return (self.queries, self.keys, self.values) + transposing + (self.turns,)
 
 
 @jit
 def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
     ROLES: gl.constexpr = TILE.softmax_roles
     SHARED: gl.constexpr = gl.num_ctas() > 1
-    queries = SharedMemoryChannel.alloc(q_desc, SLOTS=TILE.query_slots, CONSUMERS=ROLES, PARTS=ROLES)
+    queries = SharedMemoryChannel.alloc((q_desc,) * ROLES, SLOTS=TILE.query_slots, CONSUMERS=ROLES)
     keys = SharedMemoryChannel.alloc(k_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
     if TILE.transpose_registers > 0:
         loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
@@ -72,7 +55,7 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
         loaded_values = values
     turns = SignalChannel.alloc(LANES=ROLES)
     if TILE.stage_in_queries or TILE.epilogue == "registers":
-        output = queries.tiles
+        output = queries.tiles[0]
     else:
         output = gl.allocate_shared_memory(o_desc.dtype, [ROLES] + o_desc.block_shape, o_desc.layout)
     return Wires(
