@@ -1,22 +1,18 @@
 """The public call: validate, pick a tile, launch."""
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .device import Device
 from .forward.configs import TileConfig
-from .forward.launch import Launch, TransposingLaunch, launch_of
+from .forward.launch import launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_tile, require_ctas, require_fits, require_supported
-from .problem import FP8_DTYPES, SCALES, TMA_ALIGNMENT_BYTES, Problem, check_no_overlap, output_dtype, refuse_address
+from .problem import SCALES, TMA_ALIGNMENT_BYTES, Problem, check_no_overlap, output_dtype, refuse_address
 from .runtime.compiler import check_triton_version
-
-if TYPE_CHECKING:
-    from .cpu import CpuLaunch
-
-    AnyLaunch = Launch | TransposingLaunch | CpuLaunch
+from .runtime.kernel import Launches
 
 # What users of flash-attention and of torch may ask for by name, and what to call it in the answer.
 UNSUPPORTED = {
@@ -42,7 +38,7 @@ RENAMED = {
 }
 
 # Launches by everything they depend on. Shapes and strides only: no tensor is kept alive. None: nothing to launch.
-_launches: dict[tuple[Any, ...], "AnyLaunch | None"] = {}
+_launches: dict[tuple[Any, ...], Launches | None] = {}
 MAX_LAUNCHES = 4096
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
@@ -126,20 +122,19 @@ def attention(
 
     if out is None:
         out = torch.empty_like(q, dtype=output_dtype(q.dtype))
-    needs_all = launch is not None and launch.needs_all_pointers
     lse = None
-    if return_lse or needs_all:
+    if return_lse:
         heads, q_len = q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1])
         lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
     if launch is None:
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
-    elif q.dtype not in FP8_DTYPES:
-        launch(q, k, v, out, lse)
     else:
-        launch(q, k, v, out, lse, *(filled_scales(scales, k, layout) if needs_all else scales))
-    return (out, lse) if return_lse and lse is not None else out
+        launch(
+            {"q": q, "k": k, "v": v, "out": out, "lse": lse, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        )
+    return out if lse is None else (out, lse)
 
 
 def refuse(**unsupported: Any) -> None:
@@ -150,12 +145,6 @@ def refuse(**unsupported: Any) -> None:
         else:
             hint = f"; use {RENAMED[name]}" if name in RENAMED else ""
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")
-
-
-def filled_scales(scales: Scales, k: Tensor, layout: str) -> list[Tensor]:
-    """The scales of fp8 inputs, ones where there are none."""
-    shape = k.shape[0], k.shape[1 if layout == "bhsd" else 2]
-    return [torch.ones(shape, dtype=torch.float32, device=k.device) if s is None else s for s in scales]
 
 
 def identity(t: Tensor) -> tuple[Any, ...]:
@@ -198,7 +187,7 @@ def prepare(
     num_ctas: int | None,
     tile: TileConfig | None,
     device: Device | None,
-) -> "AnyLaunch | None":
+) -> Launches | None:
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
@@ -227,9 +216,9 @@ def prepare(
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
     plan = Plan.of(problem, pick_tile(problem, chosen, num_ctas) if tile is None else tile, chosen)
-    if q.device.type == "cpu":
-        from .cpu import CpuLaunch
-
-        return CpuLaunch(plan)
     like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if out is None else out
-    return launch_of(plan, q, k, v, like_out)
+    if q.device.type == "cpu":
+        from .cpu import launches_on_cpu
+
+        return launches_on_cpu(plan, q, k, v, like_out)
+    return launches_on_card(plan, q, k, v, like_out)

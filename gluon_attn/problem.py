@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from .kernels.common.mask import Mask
 
 LAYOUTS = ("bhsd", "bshd")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,6 +34,7 @@ class Problem:
     causal: bool
     scale: float
     layout: str
+    score_mod: Any = None  # a jitted function of raw scores, see `Rows.modified` in kernels/common/keys.py
 
     @staticmethod
     def of(
@@ -87,6 +90,10 @@ class Problem:
             scale=checked_scale(scale, head_dim),
             layout=layout,
         )
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(causal=self.causal)
 
     @property
     def is_empty(self) -> bool:

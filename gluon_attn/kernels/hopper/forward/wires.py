@@ -21,7 +21,7 @@ class Wires:
              its products, or has its scores too, lets the next role issue, so that one role's softmax runs beside
              another's products.
     output:  no channel but memory: one tile per softmax role, in which it alone stages O for its store; the queries'
-             own if O is staged there, or not staged at all.
+             own if O is staged there.
     """
 
     queries: SharedMemoryChannel
@@ -30,31 +30,31 @@ class Wires:
     values: SharedMemoryChannel
     turns: SignalChannel
     output: gl.shared_memory_descriptor
-    TILE: gl.constexpr  # a HopperTile
+    CONFIG: gl.constexpr  # a HopperTile
 
     @jit
     def channels(self):
-        transposing = (self.loaded_values,) if self.TILE.transpose_registers > 0 else ()
+        transposing = (self.loaded_values,) if self.CONFIG.transpose_registers > 0 else ()
         return (self.queries, self.keys, self.values) + transposing + (self.turns,)
 
 
 @jit
-def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
-    ROLES: gl.constexpr = TILE.softmax_roles
+def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr):
+    ROLES: gl.constexpr = CONFIG.softmax_roles
     SHARED: gl.constexpr = gl.num_ctas() > 1
-    queries = SharedMemoryChannel.alloc((q_desc,) * ROLES, SLOTS=TILE.query_slots, CONSUMERS=ROLES)
-    keys = SharedMemoryChannel.alloc(k_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
-    if TILE.transpose_registers > 0:
-        loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
+    queries = SharedMemoryChannel.alloc((q_desc,) * ROLES, SLOTS=CONFIG.query_slots, CONSUMERS=ROLES)
+    keys = SharedMemoryChannel.alloc(k_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+    if CONFIG.transpose_registers > 0:
+        loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
         LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[2], v_desc.layout.cga_layout)
-        SHAPE: gl.constexpr = [TILE.kv_slots, v_desc.block_shape[3], v_desc.block_shape[2]]
+        SHAPE: gl.constexpr = [CONFIG.kv_slots, v_desc.block_shape[3], v_desc.block_shape[2]]
         tiles = gl.allocate_shared_memory(v_desc.dtype, SHAPE, LAYOUT)
-        values = SharedMemoryChannel.over(tiles, SLOTS=TILE.kv_slots, CONSUMERS=ROLES)
+        values = SharedMemoryChannel.over(tiles, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES)
     else:
-        values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+        values = SharedMemoryChannel.alloc(v_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
         loaded_values = values
     turns = SignalChannel.alloc(LANES=ROLES)
-    if TILE.stage_in_queries or TILE.epilogue == "registers":
+    if CONFIG.stage_in_queries:
         output = queries.tiles[0]
     else:
         output = gl.allocate_shared_memory(o_desc.dtype, [ROLES] + o_desc.block_shape, o_desc.layout)
@@ -65,7 +65,7 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
         values=values,
         turns=turns,
         output=output,
-        TILE=TILE,
+        CONFIG=CONFIG,
     )
 
 

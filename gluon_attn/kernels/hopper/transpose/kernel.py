@@ -8,7 +8,6 @@ from channels import SharedMemoryChannel, close_all, init_all, tma
 from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents, gl, jit
 
 
-
 @constexpr_function
 def values_layout(block_n, head_dim, num_warps, cga_layout):
     """In which V [BLOCK_N, D] is loaded.
