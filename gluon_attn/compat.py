@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor as tma_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
@@ -30,6 +31,7 @@ from channels.compat import aggregate, constexpr_function, gl, jit
 __all__ = [
     "CompiledKernel",
     "Launcher",
+    "PropagateNan",
     "TensorDescriptor",
     "TensorMemoryLayout",
     "add2",

@@ -10,6 +10,8 @@ from .tmem import ALPHA, MAX, SUM, load_statistic, own_statistic_of
 from .work import first_work
 
 OUTPUT_COLUMNS = gl.constexpr(32)  # at a time in registers, of which this role has few
+# What exponentials by polynomial make of -inf is not 0, but less than this for any number of keys.
+LEAST_SUM = gl.constexpr(2.0**-64)
 
 
 @jit
@@ -67,6 +69,8 @@ class Lane:
         statistics = self.statistics.acquire()
         row_max, row_sum = load_statistic(self.scores, MAX), load_statistic(self.scores, SUM)
         self.statistics_read.release()
+        row_sum = gl.where(row_sum < LEAST_SUM, 0.0, row_sum)
+        row_sum = gl.where(row_max == float("inf"), float("nan"), row_sum)  # no exponential by polynomial is NaN
         return row_max, row_sum, Lane(self.scores, self.alphas, self.outputs, statistics, self.statistics_read)
 
     @jit

@@ -3,8 +3,9 @@
 from channels import SignalProducer, TensorMemoryConsumer
 from gluon_attn.compat import aggregate, gl, jit
 
-from ..common.row_stats import finite
+from ..common.row_stats import finite, first_maximum
 from ..common.turns import Turn, turn_of
+from .arithmetic import larger
 from .scores import load_scores, store_probabilities
 from .tmem import ALPHA, MAX, SUM, store_statistic
 from .work import first_work
@@ -31,7 +32,7 @@ class Ends:
 
 @aggregate
 class RowStats:
-    max: gl.tensor  # [ROWS] fp32: running maximum of the raw scores; -inf in a row that has seen no key
+    max: gl.tensor  # [ROWS] fp32: running maximum of the raw scores, NaN from the first NaN on; see `first_maximum`
     sum: gl.tensor  # [ROWS] fp32: running sum of the probabilities
 
 
@@ -43,7 +44,7 @@ def first_block(ends, rows, block, scale_log2, dtype: gl.constexpr, TILE: gl.con
     ends = ends.take_turn()
     sums = store_probabilities(slot, ends, pieces, row_max, scale_log2, dtype, MASKED=True, TILE=TILE)
     ends.turn.pass_on()
-    return RowStats(row_max, sums), ends
+    return RowStats(first_maximum(row_max, scale_log2), sums), ends
 
 
 @jit
@@ -51,8 +52,8 @@ def next_block(ends, stats, rows, block, scale_log2, dtype: gl.constexpr, MASKED
     """A further block: its row statistics, and the factor for what was accumulated before to the correction role."""
     slot, ends = ends.acquire_scores()
     pieces, row_max = load_scores(slot.memory, rows, block, MASKED, TILE)
-    row_max = gl.maximum(stats.max, row_max)
-    growth = (stats.max - finite(row_max, MASKED)) * scale_log2  # <= 0
+    row_max = larger(stats.max, row_max)
+    growth = (stats.max - finite(row_max, MASKED)) * scale_log2  # <= 0, or NaN
     if TILE.rescale_threshold > 0:
         # A maximum that is a little too small does no harm: P just exceeds 1, up to 2^threshold.
         keep = growth >= -TILE.rescale_threshold

@@ -5,6 +5,7 @@ from channels import tma
 from gluon_attn.compat import gdc_wait, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.operands import probability_dtype, unshift
+from ..common.row_stats import first_maximum
 from ..common.turns import turn_of
 from .epilogue import finish_stores, store_lse, store_output
 from .layouts import accumulator_layout, left_operand_layout
@@ -113,7 +114,8 @@ def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.const
         scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
-    return join_quarters(p), RowStats(row_max, total(sums)), scale_log2, v_scale, Blocks(keys, blocks.values, turn)
+    stats = RowStats(first_maximum(row_max, scale_log2), total(sums))
+    return join_quarters(p), stats, scale_log2, v_scale, Blocks(keys, blocks.values, turn)
 
 
 @jit
