@@ -66,10 +66,12 @@ class Operands:
         """What a row block's raw scores are multiplied with before exp2.
 
         Positive: the largest raw score is to be the largest after it too, and 0 times a masked score, -inf, is NaN. A
-        head that is quantised by its largest number has a scale of 0 if it is all zeros.
+        head that is quantised by its largest number has a scale of 0 if it is all zeros. NaN for one that is NaN or
+        negative.
         """
         if self.scales[0] is None:
             return self.scale_log2
         else:
             q_scale, k_scale = self.scale_of(self.scales[0], row_block), self.scale_of(self.scales[1], row_block)
-            return gl.maximum(self.scale_log2 * q_scale * k_scale, SMALLEST_SCALE_LOG2)
+            scale = self.scale_log2 * q_scale * k_scale
+            return gl.where(scale >= 0.0, gl.maximum(scale, SMALLEST_SCALE_LOG2), float("nan"))

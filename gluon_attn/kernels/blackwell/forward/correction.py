@@ -11,6 +11,8 @@ from .tmem import ALPHA, MAX, SUM, load_statistic, own_statistic_of
 from .work import first_work
 
 OUTPUT_COLUMNS = gl.constexpr(32)  # at a time in registers, of which this role has few
+# What exponentials by polynomial make of -inf is not 0, but less than this for any number of keys.
+LEAST_SUM = gl.constexpr(2.0**-64)
 
 
 @jit
@@ -69,6 +71,8 @@ class QueryTile:
         statistics = self.statistics.acquire()
         row_max, row_sum = load_statistic(self.scores, MAX), load_statistic(self.scores, SUM)
         self.statistics_read.release()
+        row_sum = gl.where(row_sum < LEAST_SUM, 0.0, row_sum)
+        row_sum = gl.where(row_max == float("inf"), float("nan"), row_sum)  # no exponential by polynomial is NaN
         return row_max, row_sum, gl.aggregate_replace(self, statistics=statistics)
 
     @jit

@@ -3,14 +3,15 @@
 from gluon_attn.runtime.compat import gl, jit
 
 from ...common.operands import probability_dtype, shift_log2
-from ...common.row_stats import finite
-from ..arithmetic import exp2, multiply_add, row_sums, split_columns
+from ...common.row_stats import PROPAGATE_NAN, finite
+from ..arithmetic import exp2, larger, multiply_add, row_maxima, row_sums, split_columns
 from .tmem import probabilities_of
 
 
 @jit
 def load_scores(scores, rows, block, MASKED: gl.constexpr, CONFIG: gl.constexpr):
-    """S in CONFIG.exp_pieces tensors side by side, -inf where masked, and the maximum of each row [ROWS] fp32.
+    """S in CONFIG.exp_pieces tensors side by side, -inf where masked, and the maximum of each row [ROWS] fp32, NaN if
+    a score is NaN.
 
     All of S is in registers before anything is written over it.
     """
@@ -21,7 +22,7 @@ def load_scores(scores, rows, block, MASKED: gl.constexpr, CONFIG: gl.constexpr)
     for i in gl.static_range(LOADS):
         piece, piece_max = load_piece(scores, rows, block, i * WIDTH, WIDTH, MASKED, CONFIG.max_in_load)
         pieces = pieces + split_columns(piece, CONFIG.exp_pieces // LOADS)
-        row_max = piece_max if row_max is None else gl.maximum(row_max, piece_max)
+        row_max = piece_max if row_max is None else larger(row_max, piece_max)
     return pieces, row_max
 
 
@@ -38,13 +39,13 @@ def load_piece(
     piece = scores.slice(FIRST_COLUMN, WIDTH)
     gl.static_assert(not MAX_IN_LOAD or rows.SCORE_MOD is None, "the maxima of loads are those of raw scores")
     if MAX_IN_LOAD and not MASKED:
-        values, row_max = piece.load_max()
+        values, row_max = piece.load_max(propagate_nan=PROPAGATE_NAN)
         row_max = gl.convert_layout(row_max, gl.SliceLayout(1, values.type.layout), assert_trivial=True)
     else:
         values = rows.modified(piece.load(), block, FIRST_COLUMN)
         if MASKED:
             values = rows.mask(values, block, FIRST_COLUMN)
-        row_max = gl.max(values, axis=1)
+        row_max = row_maxima(values)
     return values, row_max
 
 

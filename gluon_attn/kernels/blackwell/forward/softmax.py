@@ -3,7 +3,8 @@
 from channels import SignalProducer, TensorMemoryConsumer, Turn, turn_of
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from ...common.row_stats import finite
+from ...common.row_stats import finite, first_maximum
+from ..arithmetic import larger
 from .scores import load_scores, store_probabilities
 from .tmem import ALPHA, MAX, SUM, store_statistic
 from .work import first_work
@@ -30,7 +31,7 @@ class Ends:
 
 @aggregate
 class RowStats:
-    max: gl.tensor  # [ROWS] fp32: running maximum of the raw scores; -inf in a row that has seen no key
+    max: gl.tensor  # [ROWS] fp32: running maximum of the raw scores, NaN from the first NaN on; see `first_maximum`
     sum: gl.tensor  # [ROWS] fp32: running sum of the probabilities
 
 
@@ -42,7 +43,7 @@ def first_block(ends, rows, block, scale_log2, dtype: gl.constexpr, CONFIG: gl.c
     ends = ends.take_turn()
     sums = store_probabilities(slot, ends, pieces, row_max, scale_log2, dtype, MASKED=True, CONFIG=CONFIG)
     ends.turn.pass_on()
-    return RowStats(row_max, sums), ends
+    return RowStats(first_maximum(row_max, scale_log2), sums), ends
 
 
 @jit
@@ -50,8 +51,8 @@ def next_block(ends, stats, rows, block, scale_log2, dtype: gl.constexpr, MASKED
     """A further block: its row statistics, and the factor for what was accumulated before to the correction role."""
     slot, ends = ends.acquire_scores()
     pieces, row_max = load_scores(slot.memory, rows, block, MASKED, CONFIG)
-    row_max = gl.maximum(stats.max, row_max)
-    growth = (stats.max - finite(row_max, MASKED)) * scale_log2  # <= 0
+    row_max = larger(stats.max, row_max)
+    growth = (stats.max - finite(row_max, MASKED)) * scale_log2  # <= 0, or NaN
     if CONFIG.rescale_threshold > 0:
         # A maximum that is a little too small does no harm: P just exceeds 1, up to 2^threshold.
         keep = growth >= -CONFIG.rescale_threshold

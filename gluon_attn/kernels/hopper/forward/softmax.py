@@ -4,6 +4,7 @@ from channels import tma, turn_of
 from gluon_attn.runtime.compat import aggregate, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.operands import probability_dtype, unshift
+from ...common.row_stats import first_maximum
 from ...common.sequence import store_lse
 from ..layouts import accumulator_layout, left_operand_layout, scores_layout
 from ..packing import join_quarters, quarters, unpack
@@ -78,7 +79,8 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
         scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
-    return join_quarters(p), RowStats(row_max, total(sums)), scale_log2, v_scale, Blocks(keys, blocks.values, turn)
+    stats = RowStats(first_maximum(row_max, scale_log2), total(sums))
+    return join_quarters(p), stats, scale_log2, v_scale, Blocks(keys, blocks.values, turn)
 
 
 @jit
