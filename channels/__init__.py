@@ -13,6 +13,7 @@ so a role touches neither an index, nor a phase, nor a barrier.
 """
 
 from .barriers import close_all, cluster_fence, init_all
+from .ends import Misuse, check_ends
 from .shared_memory import SharedMemoryChannel, SharedMemoryConsumer, SharedMemoryProducer, Slot
 from .signals import SignalChannel, SignalConsumer, SignalProducer
 from .tensor_memory import TensorMemoryChannel, TensorMemoryConsumer, TensorMemoryProducer, TensorMemorySlot
@@ -20,6 +21,7 @@ from .turns import Turn, turn_of
 from .work import WorkChannel, WorkConsumer, WorkProducer
 
 __all__ = [
+    "Misuse",
     "SharedMemoryChannel",
     "SharedMemoryConsumer",
     "SharedMemoryProducer",
@@ -35,6 +37,7 @@ __all__ = [
     "WorkChannel",
     "WorkConsumer",
     "WorkProducer",
+    "check_ends",
     "close_all",
     "cluster_fence",
     "init_all",
