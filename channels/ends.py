@@ -310,9 +310,7 @@ class Reader:
         if callees:
             self.known_call(arguments, [self.summary_of(callee) for callee in callees], state)
 
-    def known_call(
-        self, arguments: list[tuple[str, ast.expr]], summaries: list[Summary], state: State
-    ) -> None:
+    def known_call(self, arguments: list[tuple[str, ast.expr]], summaries: list[Summary], state: State) -> None:
         """What the functions that this call may mean all do with the arguments."""
         reads = set.intersection(*(s.reads for s in summaries))
         moves = set.intersection(*(s.moves for s in summaries))

@@ -1,4 +1,6 @@
-"""Copy a matrix, tile by tile, through one slot of a channel: no roles yet, one program for each tile.
+"""Copy a matrix, tile by tile, through one slot of a channel.
+
+No roles yet: one program does all for its tile.
 
     python docs/channels/1_copy.py
 """

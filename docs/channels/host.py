@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,4 +46,6 @@ def compare(got: Tensor, want: Tensor) -> None:
 
 def integers(*shape: int, target: str) -> Tensor:
     """Small integers in bfloat16, of which products and sums are exact."""
-    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16().to(device(target))
+    return (
+        torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16().to(device(target))
+    )

@@ -122,7 +122,7 @@ def dropped_by_a_function(end):
 @jit
 def slot_unused(end):
     _, end = end.acquire()  # <-
-    slot, end = end.acquire()  # <-
+    _slot, end = end.acquire()  # <-
     return end
 
 
@@ -135,8 +135,8 @@ def slot_overwritten(end):
 
 @jit
 def old_end_again(end):
-    one, following = end.acquire()
-    two, following = end.acquire()  # <-
+    one, _following = end.acquire()
+    two, _following = end.acquire()  # <-
     use(one)
     use(two)
 
@@ -144,29 +144,28 @@ def old_end_again(end):
 @jit
 def old_end_in_the_next_round(end, steps):
     for _ in range(steps):
-        slot, following = end.acquire()  # <-
+        slot, _following = end.acquire()  # <-
         use(slot)
 
 
 @jit
 def old_end_on_one_path(end, steps):
-    following = end
     if steps > 1:
-        slot, following = end.acquire()
+        slot, _following = end.acquire()
         use(slot)
     return next_of(end)  # <-
 
 
 @jit
 def old_end_in_an_aggregate(ends):
-    slot, keys = ends.keys.acquire()
+    slot, _keys = ends.keys.acquire()
     use(slot)
     return ends  # <-
 
 
 @jit
 def old_end_through_a_function(end):
-    following = next_of(end)
+    _following = next_of(end)
     return next_of(end)  # <-
 
 
@@ -233,7 +232,7 @@ def test_message():
 
 
 def test_only_gluon_functions():
-    with pytest.raises(TypeError, match="kernel: expected a function under @gluon.jit, got function"):
+    with pytest.raises(TypeError, match=r"kernel: expected a function under @gluon\.jit, got function"):
         check_ends(name_of)
 
 
@@ -249,7 +248,9 @@ def kernels_of_the_project() -> list[JITFunction]:
         modules += [importlib.import_module(path.stem) for path in sorted(ladder.glob("[0-9]_*.py"))]
     finally:
         sys.path.remove(str(ladder))
-    return [f for m in modules for f in vars(m).values() if isinstance(f, JITFunction) and f.fn.__module__ == m.__name__]
+    return [
+        f for m in modules for f in vars(m).values() if isinstance(f, JITFunction) and f.fn.__module__ == m.__name__
+    ]
 
 
 def test_the_project_has_none():

@@ -33,6 +33,8 @@ NEVER_IMPORTED = {"tests", "bench"}
 # them; of the users, each folder may have one.
 MOVING = ("experimental", "runtime", "backends", "compiler", "language.core")
 COMPAT_FILE = "compat.py"
+# Its kernels show what a user of the packages writes, who has no such file.
+EXAMPLES = "docs"
 # Folders at the top that .gitignore names.
 NOT_OURS = {"build", "dist", "scratch"}
 
@@ -126,6 +128,7 @@ def complaints(file: str, source: str) -> Iterator[str]:
         elif package in MAY_IMPORT and top not in MAY_IMPORT[package] | {package} | sys.stdlib_module_names:
             yield where + f"{package} may import {', '.join(sorted(MAY_IMPORT[package]))} only"
         allowed = parts[1:] == (COMPAT_FILE,) or (package in NEVER_IMPORTED and parts[-1] == COMPAT_FILE)
+        allowed = allowed or package == EXAMPLES
         if is_moving(name) and not allowed:
             yield where + f"private or moving, belongs into {package or '<package>'}/{COMPAT_FILE}"
 
