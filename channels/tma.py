@@ -29,7 +29,9 @@ def load(slot, descs, coords):
         tiles = tiles + (slot.tile_of(parts[i], i),)
     mbarrier.expect(slot.filled, total_bytes(tiles))
     for i in gl.static_range(PARTS):
-        tma.async_load(parts[i], all_coords[i], slot.filled, tiles[i], multicast=slot.MULTICAST)
+        # Not tiles[i]: what finds a tile is to stand next to its copy, not before the barrier, or the code changes.
+        tile = slot.tile_of(parts[i], i)
+        tma.async_load(parts[i], all_coords[i], slot.filled, tile, multicast=slot.MULTICAST)
 
 
 @jit
