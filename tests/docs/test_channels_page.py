@@ -5,7 +5,6 @@ After a change of the message: `python -m tests.docs.test_channels_page` writes 
 
 import contextlib
 import importlib
-import inspect
 import io
 import os
 import re
@@ -168,7 +167,7 @@ def test_the_ladder_is_all_there():
 def test_a_kernel_of_the_ladder(name, tmp_path):
     assert len(source(name).splitlines()) <= 120
     with ladder(name, source(name), tmp_path) as module:
-        assert module.TARGET == TARGETS[name]
+        assert TARGETS[name] == module.TARGET
         assert gluon_cpu.check(module.main, schedules=5, target=module.TARGET, quiet=True).ok
         assert [m for f in vars(module).values() if isinstance(f, JITFunction) for m in check_ends(f)] == []
 
