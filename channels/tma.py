@@ -29,7 +29,7 @@ def load(slot, descs, coords):
         tiles = tiles + (slot.tile_of(parts[i], i),)
     mbarrier.expect(slot.filled, total_bytes(tiles))
     for i in gl.static_range(PARTS):
-        # Not tiles[i]: what finds a tile is to stand next to its copy, not before the barrier, or the code changes.
+        # Found once more: kept from before the barrier on, it would change the machine code.
         tile = slot.tile_of(parts[i], i)
         tma.async_load(parts[i], all_coords[i], slot.filled, tile, multicast=slot.MULTICAST)
 
