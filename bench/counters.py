@@ -102,7 +102,7 @@ def timed() -> list[float]:
     """Median microseconds of each variant, the three ways of a head dim in turn, the L2 cache cold."""
     found = []
     for head_dim in HEAD_DIMS:
-        calls = {v.way: recorded(v.call()) for v in VARIANTS if v.head_dim == head_dim}
+        calls: dict[str, Callable[[], object]] = {v.way: recorded(v.call()) for v in VARIANTS if v.head_dim == head_dim}
         times = time_interleaved(calls)
         found += [times[v.way].median * 1e6 for v in VARIANTS if v.head_dim == head_dim]
     return found
@@ -172,7 +172,7 @@ def main() -> None:
         print(f"{key:26}" + "".join(f"{e[key]:>16,}" if key in METRICS else f"{e[key]:>16}" for e in entries))
     report = {
         "provenance": provenance(args.commit) | {"ncu": output_of("ncu", "--version").rpartition("\n")[2]},
-        "kernel": "bench/epilogues.py",
+        "kernel": "the kernel of this page",
         "output_bytes": OUTPUT_BYTES,
         "programs": PROGRAMS * HEADS,
         "metrics": METRICS,

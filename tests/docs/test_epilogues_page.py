@@ -1,4 +1,4 @@
-"""docs/epilogues.md: its kernel computes the right numbers without races, its code is the kernel's, and its drawings and
+"""docs/epilogues.md: its kernel computes the right numbers without races, and its code is the kernel's. Its drawings and
 tables are what layouts, machine code and result files say.
 
 After a change of any of these: `python -m tests.docs.test_epilogues_page` writes the real ones into the page.
@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from triton.compiler.errors import CompilationError
 
 import gluon_cpu
 from bench import epilogues
-from bench.epilogues import HEAD_DIMS, ROWS, WAYS, accumulator_layout, compiled, machine_counts, rows_layout, run
+from bench.epilogues import HEAD_DIMS, ROWS, WAYS, Way, accumulator_layout, compiled, machine_counts, rows_layout, run
 from gluon_cpu.ir.attributes import builder
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ SECTOR, LINE = 32, 128  # bytes
 # What the page shows.
 
 
-def held(layout: Any, head_dim: int, warp: int = 0) -> list[list[list[tuple[int, int]]]]:
+def held(layout: Any, head_dim: int, warp: int = 0) -> list[list[tuple[int, int]]]:
     """[lane][register] -> (row, column), in elements of 16 bits, of one warp."""
     b = builder()
     linear = b.to_linear_layout(getattr(layout, "value", layout)._to_ir(b), [ROWS, head_dim])
@@ -106,9 +107,18 @@ def measured() -> str:
         ]
         for v in report["variants"]
     ]
-    head = ["", "µs", "warps' stores", "sectors", "to a request", "lost: to shared", "from shared", "to global", "engines"]
-    where = f"Counted on an {made['card'].removeprefix('NVIDIA ')}, {made['date']}, in {report['kernel']}."
-    return f"{where}\n\n{table(head, rows)}"
+    head = [
+        "",
+        "µs",
+        "warps' stores",
+        "sectors",
+        "to a request",
+        "lost: to shared",
+        "from shared",
+        "to global",
+        "engines",
+    ]
+    return f"Counted on an {made['card'].removeprefix('NVIDIA ')}, {made['date']}:\n{report['kernel']}.\n\n{table(head, rows)}"
 
 
 def attention() -> str:
@@ -146,6 +156,13 @@ def test_the_code_on_the_page_is_the_kernels():
     kernel, shown = KERNEL.read_text(encoding="utf-8"), CODE.findall(PAGE.read_text(encoding="utf-8"))
     assert len(shown) == 5
     assert [block for block in shown if block not in kernel] == []
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("layout", [accumulator_layout, rows_layout])
+def test_four_warps_hold_every_element_once(layout, head_dim):
+    everywhere = sorted(at for warp in range(4) for lane in held(layout(head_dim), head_dim, warp) for at in lane)
+    assert everywhere == [(row, column) for row in range(ROWS) for column in range(head_dim)]
 
 
 def test_a_store_touches_as_many_sectors_and_lines_as_the_page_says():
@@ -211,9 +228,9 @@ BEFORE = "    tma.wait_stores_read()  # of the tile before\n"
 AT_END = "        tma.wait_stores_read()  # the tile must not go away while it is read"
 DONE = "        acc = warpgroup_mma_wait(0, deps=[acc])\n"
 FREED = "        x.release()\n"
-BROKEN = {
-    "no mask, registers": ("registers", MASK, "", gluon_cpu.OutputRace),
-    "no mask, rows": ("rows", MASK, "", gluon_cpu.OutputRace),
+BROKEN: dict[str, tuple[Way, str, str, Any]] = {
+    "no mask, registers": ("registers", MASK, "", (gluon_cpu.OutputRace, gluon_cpu.OutOfBounds)),
+    "no mask, rows": ("rows", MASK, "", (gluon_cpu.OutputRace, gluon_cpu.OutOfBounds)),
     "the tile written while the copy reads it": ("tma", BEFORE, "", gluon_cpu.ReuseRace),
     "the end while the copy reads": ("tma", AT_END, "        pass", gluon_cpu.LifetimeError),
     "a slot freed before the product is done": ("rows", DONE + FREED, FREED + DONE, gluon_cpu.DataRace),
@@ -245,8 +262,14 @@ def test_a_fence_is_between_the_staging_and_the_copy(fenced, tmp_path):
 def test_rows_that_would_have_bank_conflicts_are_refused(tmp_path):
     rows = "[32 // threads, threads]"
     module = broken(tmp_path, rows, "[16, 2]")
-    with pytest.raises(Exception, match="bank_conflicts"):
+    with pytest.raises(CompilationError) as found:
         module.compiled(64, "rows")
+    reasons = []
+    error: BaseException | None = found.value
+    while error:
+        reasons.append(str(error))
+        error = error.__cause__
+    assert "static_assert(gl.bank_conflicts" in reasons[-1]
 
 
 @pytest.mark.parametrize(
