@@ -119,7 +119,7 @@ def store_masked(out, o_ptr, first, o_desc):
 def store_by_rows(out, o_ptr, first, o_desc, staged):
     tile = staged.reshape(out.shape)
     tile.store(out)
-    # The compiler puts a barrier of the warpgroup between the two, and another before the next tile's store.
+    # The compiler puts a barrier of the warpgroup between the two.
     in_rows = tile.load(rows_layout(out.shape[1]))
     gl.static_assert(gl.bank_conflicts(in_rows.type, tile.type) == 0)
     store_masked(in_rows, o_ptr, first, o_desc)
