@@ -41,7 +41,7 @@ METRICS = {
     "l2_sectors": "lts__t_sectors_op_write.sum",
     "l2_requests": "lts__t_requests_op_write.sum",
     # Instructions of warps, of every role.
-    "instructions": "sm__inst_executed.sum",
+    "instructions": "smsp__inst_executed.sum",
 }
 CHOICE = ["--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join(METRICS.values())]
 FORMAT = ["--csv", "--page", "raw", "--print-units", "base"]

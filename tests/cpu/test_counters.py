@@ -169,6 +169,7 @@ def test_the_result_file_has_every_variant(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(command, "timed", lambda: [10.0 + i for i in range(len(VARIANTS))])
+    monkeypatch.setattr(command, "machine_counts", lambda head_dim, way: {"copies": int(way == "tma")})
     monkeypatch.setattr(command, "profiled", lambda: printed(*launches))
     monkeypatch.setattr(command, "provenance", lambda commit: {"commit": commit})
     monkeypatch.setattr(sys, "argv", ["counters", "--out", str(out), "--commit", "abc"])

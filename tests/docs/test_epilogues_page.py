@@ -119,8 +119,9 @@ def measured() -> str:
         "to global",
         "engines",
     ]
+    note = f"\n{report['note']}\n" if "note" in report else ""
     where = f"Counted on an {made['card'].removeprefix('NVIDIA ')}, {made['date']}:"
-    return f"{where}\n{report['kernel']}.\n\n{table(head, rows)}"
+    return f"{where}\n{report['kernel']}.\n\n{table(head, rows)}{note}"
 
 
 def attention() -> str:
@@ -176,6 +177,21 @@ def test_a_store_touches_as_many_sectors_and_lines_as_the_page_says():
         assert touched(rows_layout(head_dim), head_dim, 8, LINE) == 4
     assert "8 sectors, in 8 lines" in page
     assert "16 sectors, in 4 lines" in page
+
+
+def test_what_the_page_says_of_the_counts_is_so():
+    """How to read the table, whichever run it is of."""
+    for v in json.loads((RESULTS / "h200_epilogues.json").read_text(encoding="utf-8"))["variants"]:
+        sectors, to_a_request = v["sectors_per_output_sector"], v["sectors_per_l2_request"]
+        if v["way"] == "registers":
+            assert sectors > 1.8, v  # each in two halves
+            assert to_a_request < 1.1, v
+            assert v["global_store_conflicts"] > 5 * v["global_store_requests"], v
+        else:
+            assert v["sectors_to_l2"] - v["local_store_sectors"] <= 1.01 * v["sectors_to_l2"] / sectors, v
+            assert to_a_request > 3.8, v
+            conflicts = ("shared_store_conflicts", "shared_load_conflicts", "global_store_conflicts")
+            assert sum(v[name] for name in conflicts) <= 1.1 * v["arbitration"] + 20_000, v
 
 
 # What the kernel does.

@@ -1,4 +1,4 @@
-"""The small kernel of docs/epilogues.md on a card: each way stores the same numbers, and nothing past the end of a head."""
+"""The small kernel of docs/epilogues.md on a card: each way stores the same numbers, and nothing past the last head."""
 
 import pytest
 import torch
