@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from triton.compiler.errors import CompilationError
 
 import gluon_cpu
 from bench import epilogues
 from bench.epilogues import HEAD_DIMS, ROWS, WAYS, Way, accumulator_layout, compiled, machine_counts, rows_layout, run
 from gluon_cpu.ir.attributes import builder
+from tests.compat import CompilationError
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "epilogues.md"
