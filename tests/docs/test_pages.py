@@ -152,7 +152,7 @@ class Parsed(Exception):
 
 
 def module_and_arguments(command: Command) -> tuple[str, list[str]] | None:
-    """What Python would run, if it is a module of ours: directly, or by a recipe of the Makefile that passes ARGS on."""
+    """What Python would run, if it is a module of ours: directly, or by a recipe of the Makefile that takes ARGS."""
     if command.words[0] == "make":
         variables = dict(word.split("=", 1) for word in command.words[1:] if "=" in word)
         [target] = [word for word in command.words[1:] if "=" not in word] or [""]
