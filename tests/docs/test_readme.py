@@ -1,4 +1,5 @@
-"""README.md: its Python runs as it is written, its report is one that is printed, its figures are those of files.
+"""README.md, and the page on fp8: their Python runs as it is written; README's report is one that is printed, its figures
+are those of files.
 
 The code for a card runs as it stands on a Hopper card. Elsewhere the same text runs under a stand-in for what it names:
 `torch.randn` makes smaller tensors, and on the CPU, and `attention` is told to execute the kernel as on an H200.
@@ -20,6 +21,7 @@ from gluon_attn.device import Device
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+FP8_PAGE = (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
 FOR_A_CARD = [block for block in BLOCKS if '"cuda"' in block]
 FOR_ANY_MACHINE = [block for block in BLOCKS if '"cuda"' not in block]
 HEADS_SMALLER = 8  # times
@@ -70,6 +72,13 @@ def test_code_for_a_card_under_the_stand_in(block, monkeypatch):
 @pytest.mark.parametrize("block", FOR_A_CARD)
 def test_code_for_a_card(block):
     check(run(block))
+
+
+def test_code_of_the_fp8_page():
+    [block] = re.findall(r"^```python\n(.*?)^```$", FP8_PAGE, re.MULTILINE | re.DOTALL)
+    names = run(block)
+    want, _ = reference_attention(*(names[name].double() for name in "qkv"), scale=0.5 * 64**-0.5)
+    assert (names["out"] - want / 2).abs().max() < 0.05
 
 
 def test_the_report_is_one_that_is_printed():
