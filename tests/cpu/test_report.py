@@ -143,6 +143,16 @@ def test_what_is_shown_where_nothing_was_timed(tmp_path):
     assert "| bf16 D=128 causal |" in run.stdout
 
 
+def test_the_readme_picture_is_made_by_its_command(tmp_path):
+    pytest.importorskip("matplotlib")
+    to = tmp_path / "speed.png"
+    command = [sys.executable, "-m", "bench", "plot", str(RESULTS / "h200_forward.json"), "--to", str(to)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"written: {to}\n"
+    assert to.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_command():
     files = [str(RESULTS / name) for name in ("h200_forward.json", "h200_candidates_d64.json")]
     command = [sys.executable, "-m", "bench", "tables", *files]

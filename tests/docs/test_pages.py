@@ -126,7 +126,7 @@ def shell_lines(page: Path) -> Iterator[tuple[str, bool]]:
 
 def commands(first: str) -> list[Command]:
     """Those that begin with `first`, each once."""
-    found = {}
+    found: dict[tuple[tuple[str, ...], bool], Command] = {}
     for page in PAGES:
         for line, whole in shell_lines(page):
             if line.strip().startswith(first):

@@ -1,5 +1,5 @@
-"""README.md, and the page on fp8: their Python runs as it is written; README's report is one that is printed, its figures
-are those of files.
+"""README.md and the page on fp8: their Python runs as it is written; README's report is one that is printed, its mean
+that of the result file.
 
 The code for a card runs as it stands on a Hopper card. Elsewhere the same text runs under a stand-in for what it names:
 `torch.randn` makes smaller tensors, and on the CPU, and `attention` is told to execute the kernel as on an H200.
