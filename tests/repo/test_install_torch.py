@@ -1,4 +1,4 @@
-"""Set-up's first step, tools/install_torch.py, against stand-in indexes with wheels of one file: no network, no torch."""
+"""Set-up's first step, tools/install_torch.py, against stand-in indexes with wheels of one file: no network needed."""
 
 import functools
 import hashlib
