@@ -25,7 +25,8 @@ from .forward.table import (
 )
 from .problem import Problem
 from .resources import resources
-from .runtime.compiler import assembler_version, check_triton_version
+from .runtime.assembler import assembler_version
+from .runtime.compiler import check_triton_version
 
 # The attention of one layer of Llama-3-8B over a prompt of 4096 tokens.
 PREFILL = Problem(

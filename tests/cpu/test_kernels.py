@@ -23,7 +23,7 @@ from gluon_attn.resources import (
     resources,
     steady_loops,
 )
-from gluon_attn.runtime.compiler import disassemble
+from gluon_attn.runtime.assembler import disassemble
 from tests.slow import slow_if
 
 

@@ -64,11 +64,11 @@ class Machine:
         }
 
     def install(self, *options: str) -> subprocess.CompletedProcess[str]:
-        command = [self.python, SCRIPT, "--cpu-index", self.pytorch.as_uri(), *options]
+        command = [str(self.python), str(SCRIPT), "--cpu-index", self.pytorch.as_uri(), *options]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
 
     def torch(self) -> str:
-        command = [self.python, "-c", "import torch; print(torch.__version__)"]
+        command = [str(self.python), "-c", "import torch; print(torch.__version__)"]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
