@@ -47,6 +47,7 @@ help: ## List every command
 	@echo 'not macOS and not Windows (WSL 2 is Linux), for which there is no Triton'
 
 run: $(TEST_READY) ## Run attention here and now and print what it saw
+	@echo 'Loading torch and Triton: some seconds'
 	@$(PY) -m gluon_attn $(ARGS)
 
 test: $(TEST_READY) ## Run the tests but for the slow ones; without a Hopper card those that need one are skipped, with the reason

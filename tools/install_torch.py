@@ -96,7 +96,7 @@ def pip_install(arguments: tuple[str, ...]) -> str | None:
 
 def install(planned: list[Try]) -> str | None:
     """Try one after the other. None, or every try's reason and what to do."""
-    reasons = []
+    reasons: list[str] = []
     for attempt in planned:
         print(f"set-up: {'that failed; ' if reasons else ''}installing {attempt.what}", flush=True)
         reason = pip_install(attempt.arguments)
