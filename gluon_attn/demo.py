@@ -227,10 +227,8 @@ def run_without_a_card(schedules: int, kernels: bool) -> str | None:
     start = time.monotonic()
     to_describe = listed() if kernels else []
     say("No Hopper or Blackwell card is used: kernels are executed on the CPU, role by role, and watched for races.")
-    say(
-        f"{len(EXECUTIONS)} cases, {schedules} schedules each: 2 query heads, 1 KV head, 300 queries a CTA, 500 keys, D=64."
-    )
-    say("Errors are the largest, against float64; plain torch is attention in the inputs' dtype.")
+    say(f"{len(EXECUTIONS)} cases, {schedules} schedules each: 2 query heads, 1 KV head, 300 queries a CTA, 500 keys,")
+    say("D=64. Errors are the largest, against float64; plain torch is attention in the inputs' dtype.")
     if schedules == SCHEDULES and kernels:
         say("It takes about 90 s on two idle cores, half of that once its kernels are in Triton's cache.")
     say(f"\n{EXECUTION_COLUMNS}")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_nonsense_is_refused(monkeypatch, capsys, arguments, says):
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Threads for processes, and nothing executed or compiled. Set `found` to what an execution finds."""
-    settings = {"found": None, "seconds": 0.0}
+    settings: dict[str, Any] = {"found": None, "seconds": 0.0}
 
     def execute(job, schedules):
         time.sleep(settings["seconds"])
