@@ -15,6 +15,8 @@ from bench import report, sweep
 from bench.points import DTYPES, LENGTHS, SETS, Point
 
 RESULT = Path("bench/results/latest.json")
+# What `tables` and `plot` show where nothing was timed yet.
+SHIPPED = Path(__file__).parent / "results" / "h200_forward.json"
 
 # What can be chosen of the sets' points: the option, and what it is of a point.
 FILTERS: dict[str, Callable[[Point], Any]] = {
@@ -51,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     shown = top.add_subparsers(dest="show", metavar="tables, plot", help="of result files, instead of timing anything")
     for name, description in (("tables", "Markdown"), ("plot", "TFLOP/s by length, PNG and SVG")):
         command = shown.add_parser(name, help=description, description=report.__doc__)
-        command.add_argument("files", type=Path, nargs="*", default=[RESULT], help="default: that of the last run")
+        command.add_argument(
+            "files", type=Path, nargs="*", help="default: that of the last run, or else the shipped one of an H200"
+        )
         if name == "plot":
             command.add_argument("--to", type=Path, default=Path("speed"), help="without the suffix")
     return top
@@ -74,15 +78,25 @@ def chosen(args: argparse.Namespace, error: Callable[[str], Any]) -> list[Point]
     return points
 
 
+def shown_files(given: list[Path]) -> list[Path]:
+    """The result files to show: those given, or else the last run's, or else the one that is shipped."""
+    if given:
+        return given
+    if RESULT.exists():
+        return [RESULT]
+    print(f"no {RESULT}, as nothing was timed here: showing {SHIPPED}", file=sys.stderr)
+    return [SHIPPED]
+
+
 def main() -> None:
     command = parser()
     args = command.parse_args()
     if args.show and sys.argv[1] != args.show:
         command.error(f"expected {args.show} as the first word, without options of what is timed, got {sys.argv[1]}")
     if args.show == "tables":
-        print(report.tables(report.read_all(args.files)))
+        print(report.tables(report.read_all(shown_files(args.files))))
     elif args.show == "plot":
-        print("written:", *report.plot(report.read_all(args.files), args.to))
+        print("written:", *report.plot(report.read_all(shown_files(args.files)), args.to))
     else:
         points = chosen(args, command.error)
         if args.rounds < 1:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .device import Device
 from .forward.configs import TileConfig
@@ -24,6 +25,7 @@ from .problem import (
     output_dtype,
     refuse_address,
 )
+from .refusals import refuse_compiling, refuse_unusual
 from .runtime.compiler import check_triton_version
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ def attention(
     """
     if unsupported:
         refuse(**unsupported)
+    if is_compiling():
+        refuse_compiling()
     scales = (q_scale, k_scale, v_scale)
     try:
         key = (
@@ -178,7 +182,13 @@ def identity(t: Tensor) -> tuple[Any, ...]:
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
     """What may differ from call to call with the same shapes: addresses, shared memory, gradients."""
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    if not type(q) is type(k) is type(v) is Tensor:  # a Parameter is fine, a FakeTensor has the address 0
+        refuse_unusual(q=q, k=k, v=v, out=out)
+    try:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    except RuntimeError:  # there is none
+        refuse_unusual(q=q, k=k, v=v, out=out)
+        raise
     if out is not None:
         check_no_overlap(out, q=q, k=k, v=v)
         addresses |= out.data_ptr()
@@ -214,6 +224,7 @@ def prepare(
 ) -> "AnyLaunch | None":
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
+    refuse_unusual(q=q, k=k, v=v, out=out)
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
     if num_ctas not in (None, 1, 2, 4) or isinstance(num_ctas, bool):
         raise ValueError(f"num_ctas: expected 1, 2, 4 or None, got {num_ctas!r}")
