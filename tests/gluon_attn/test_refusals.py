@@ -70,4 +70,4 @@ def test_plain_ones_are_not():
     class Named(torch.Tensor):
         pass
 
-    refuse_unusual(q=Q, k=torch.nn.Parameter(Q), v=Q.as_subclass(Named), out=None)  # type: ignore[no-untyped-call]
+    refuse_unusual(q=Q, k=torch.nn.Parameter(Q), v=Q.as_subclass(Named), out=None)
