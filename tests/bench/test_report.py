@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import __main__ as command
 from bench import report
 from bench.points import LENGTHS, Point
 
@@ -160,3 +161,18 @@ def test_the_command():
     assert run.returncode == 0, run.stderr
     assert "| bf16 D=128 causal |" in run.stdout
     assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()[:2]] == ["0b57c71", "0bc6e4d"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_tables_without_a_file_shows_the_last_run_or_what_is_shipped(monkeypatch, capsys, tmp_path, there):
+    last = tmp_path / "latest.json"
+    if there:
+        named = [point | {"name": str(i)} for i, point in enumerate(TWO)]
+        last.write_text(json.dumps({"provenance": PROVENANCE, "points": named}))
+    monkeypatch.setattr(command, "RESULT", last)
+    monkeypatch.setattr(sys, "argv", ["bench", "tables"])
+    command.main()
+    said = capsys.readouterr()
+    assert ("h200_forward.json" in said.err) != there
+    shown = json.loads((RESULTS / "h200_forward.json").read_text()) if not there else {"provenance": PROVENANCE}
+    assert shown["provenance"]["commit"] in said.out.splitlines()[0]
