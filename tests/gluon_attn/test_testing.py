@@ -142,7 +142,9 @@ def test_a_hang_stops_nothing_else():
 
 
 def test_a_group_that_keeps_crashing_is_given_up():
-    apart = Apart(function="tests.gluon_attn.test_testing:run_item", group=lambda name: "all", item_seconds=60, restarts=0)
+    apart = Apart(
+        function="tests.gluon_attn.test_testing:run_item", group=lambda name: "all", item_seconds=60, restarts=0
+    )
     outcomes = apart.run_group(["crashes", "first"])
     assert outcomes["crashes"].verdict == "failed"
     assert "not run" in outcomes["first"].text
