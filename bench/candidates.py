@@ -2,18 +2,12 @@
 
 from typing import Any
 
-from gluon_attn.tile import BlackwellTile, HopperTile, TileConfig
-from gluon_attn.tuning import hopper_tile
+from gluon_attn.forward.configs import BlackwellTile, HopperTile, TileConfig
+from gluon_attn.forward.table import hopper_tile
 
 
 def both(*args: int, **options: Any) -> list[TileConfig]:
     return [hopper_tile(*args, num_ctas=num_ctas, **options) for num_ctas in (1, 2)]
-
-
-def epilogues(*args: int, **options: Any) -> list[TileConfig]:
-    """What stores O otherwise than by TMA, on one CTA."""
-    staged = hopper_tile(*args, epilogue="rows", **options)
-    return [staged, hopper_tile(*args, epilogue="registers", **options | {"stage_in_queries": False})]
 
 
 # By (padded head dim, bytes of an element). The arguments are those of `hopper_tile`. Longest first only under a mask.
@@ -22,73 +16,52 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
         *both(1, 128, 2, 2, 232, turns="none"),
         *both(2, 128, 2, 2, 232, turns="scores", early_exp=2),
         *both(4, 64, 2, 4, 112, turns="none"),
-        *both(4, 64, 2, 4, 112, turns="issue"),
+        *both(4, 64, 2, 4, 112, turns="none", early_exp=1),
         *both(4, 64, 2, 4, 112, turns="issue", early_exp=1),
-        *both(4, 64, 2, 4, 112, turns="none", longest_first=True),
-        *both(4, 64, 2, 4, 112, turns="issue", longest_first=True),
-        *both(3, 128, 2, 2, 160, turns="none"),
-        *both(3, 128, 2, 2, 160, turns="scores"),
+        hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True),
+        hopper_tile(4, 64, 2, 4, 112, turns="none", early_exp=1, integer_max=True),
+        hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True, longest_first=True),
         *both(3, 128, 2, 2, 160, turns="scores", early_exp=1),
         *both(3, 128, 2, 2, 160, turns="scores", early_exp=1, longest_first=True),
         hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, integer_max=True),
         hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, integer_max=True, longest_first=True),
-        hopper_tile(3, 128, 2, 2, 160, turns="scores", integer_max=True),
-        hopper_tile(3, 128, 2, 2, 160, turns="scores", integer_max=True, longest_first=True),
-        hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, integer_max=True),
-        hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True),
-        hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True, longest_first=True),
-        hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, integer_max=True, longest_first=True),
-        *epilogues(4, 64, 2, 4, 112, turns="issue", early_exp=1),
     ],
     (128, 2): [
         *both(1, 128, 2, 2, 232, turns="none"),
-        *both(2, 128, 2, 2, 232, turns="none"),
-        *both(2, 128, 2, 2, 232, turns="issue"),
-        *both(2, 128, 2, 2, 232, turns="scores"),
-        *both(2, 128, 2, 2, 232, turns="scores", early_exp=1),
         *both(2, 128, 2, 2, 232, turns="scores", early_exp=2),
         *both(2, 128, 2, 2, 232, turns="scores", early_exp=2, longest_first=True),
         hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True),
         hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True, longest_first=True),
-        *both(2, 64, 2, 4, 232, turns="none", early_exp=1),
         hopper_tile(2, 64, 2, 4, 232, turns="none", early_exp=1, integer_max=True),
-        *both(2, 128, 1, 3, 232, turns="scores", early_exp=2, stage_in_queries=True),
-        *epilogues(2, 128, 2, 2, 232, turns="scores", early_exp=2),
     ],
     (256, 2): [
         *both(2, 64, 1, 2, 232, turns="none", stage_in_queries=True),
         *both(2, 64, 1, 2, 232, turns="none", stage_in_queries=True, longest_first=True),
         *both(2, 64, 1, 2, 232, turns="issue", stage_in_queries=True),
-        hopper_tile(2, 64, 1, 2, 232, turns="issue", stage_in_queries=True, integer_max=True),
         *both(2, 64, 1, 2, 232, turns="scores", early_exp=1, stage_in_queries=True),
-        *epilogues(2, 64, 1, 2, 232, turns="none", stage_in_queries=True),
     ],
     # In fp8 with registers for a role that transposes V, or without: then a kernel of its own does it before.
     (64, 1): [
         *both(2, 128, 2, 4, 216, turns="none", transpose_registers=56),
-        *both(2, 128, 2, 4, 216, turns="none", transpose_registers=56, longest_first=True),
         *both(4, 64, 2, 4, 112, turns="none"),
+        *both(4, 64, 2, 4, 112, turns="none", early_exp=1),
         *both(4, 64, 2, 4, 112, turns="issue", early_exp=1),
+        *both(4, 64, 2, 4, 112, turns="none", early_exp=1, longest_first=True),
         *both(4, 64, 2, 4, 112, turns="issue", early_exp=1, longest_first=True),
-        *both(3, 128, 2, 2, 160, turns="none"),
         *both(3, 128, 2, 2, 160, turns="none", longest_first=True),
         *both(3, 128, 2, 2, 160, turns="scores"),
     ],
     (128, 1): [
         *both(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56),
-        *both(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56, longest_first=True),
         *both(2, 128, 2, 3, 240, turns="none", early_exp=1),
         *both(2, 128, 2, 4, 240, turns="none", early_exp=1),
-        *both(2, 128, 2, 3, 240, turns="scores", early_exp=1),
         *both(2, 128, 2, 4, 240, turns="scores", early_exp=1),
         *both(2, 128, 2, 4, 240, turns="scores", early_exp=1, longest_first=True),
     ],
     (256, 1): [
-        *both(2, 64, 1, 4, 240, turns="none"),
         *both(2, 64, 1, 4, 240, turns="none", early_exp=1),
         *both(2, 64, 1, 4, 240, turns="none", early_exp=1, longest_first=True),
         *both(2, 64, 1, 4, 240, turns="scores", early_exp=1),
-        *both(2, 128, 1, 2, 240, turns="none"),
     ],
 }
 

@@ -20,8 +20,8 @@ from bench.peers import ours
 from bench.points import DTYPES, Point
 from bench.precompile import precompile
 from bench.provenance import output_of, provenance
-from gluon_attn.tile import HopperTile
-from gluon_attn.tuning import HOPPER
+from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.table import HOPPER
 
 METRICS = {
     # Cycles lost at the data banks that shared memory and L1 have in common. `arbitration`: those of all that others

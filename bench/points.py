@@ -124,9 +124,15 @@ def small() -> list[Point]:
     return [Point(head_dim=d, causal=causal, length=n, batch=1, heads=16) for d, causal, n in choices]
 
 
+def uneven() -> list[Point]:
+    """Causal lengths whose row blocks fill the last round of pairs badly."""
+    return [Point(head_dim=d, causal=True, length=n) for d in (64, 128) for n in (1501, 3000)]
+
+
 SETS: dict[str, list[Point]] = {
     "sweep": [p for dtype in DTYPES for p in sweep(dtype, (64, 128))],
     "d256": sweep("bf16", (256,)) + sweep("e4m3", (256,)),
     "variants": variants(),
     "small": small(),
+    "uneven": uneven(),
 }

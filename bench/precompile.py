@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from gluon_attn.launch import compiled
-from gluon_attn.tile import TileConfig
+from gluon_attn.forward.configs import TileConfig
+from gluon_attn.forward.launch import compiled
 
 Job = tuple[torch.dtype, int, bool, TileConfig]  # the arguments of `compiled`
 

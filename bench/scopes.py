@@ -18,14 +18,14 @@ from triton import knobs
 
 from bench.compat import builtin, set_profile_allocator
 from channels.compat import mbarrier, tma
-from gluon_attn.kernels.hopper import roles
-from gluon_attn.launch import Launch, Transpose, compiled
-from gluon_attn.plan import Plan
+from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.launch import Launch, Transpose, compiled
+from gluon_attn.forward.plan import Plan
+from gluon_attn.kernels.hopper.forward import softmax
 from gluon_attn.problem import FP8_DTYPES, output_dtype
-from gluon_attn.tile import HopperTile
 
-WAITS = ((mbarrier, "wait"), (tma, "store_wait"), (roles, "warpgroup_mma_wait"))  # as the kernel's files call them
-ROLE_FILES = "kernels/hopper/"
+WAITS = ((mbarrier, "wait"), (tma, "store_wait"), (softmax, "warpgroup_mma_wait"))  # as the kernel's files call them
+ROLE_FILES = "kernels/hopper/forward/"
 TRACE_BYTES = 64 * 2**20  # of all CTAs: the profiler copies no more to the host
 WAIT_BYTES = 16  # two records
 

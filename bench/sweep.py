@@ -26,10 +26,10 @@ from bench.report import read, tables
 from bench.timing import host_seconds, seconds_alone, time_interleaved, wall_seconds
 from gluon_attn import TileConfig
 from gluon_attn.device import Device
-from gluon_attn.launch import compiled
+from gluon_attn.forward.launch import compiled
+from gluon_attn.forward.table import TABLE
 from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
-from gluon_attn.tuning import TABLE
 
 ROUNDS_ALONE = 5
 ROUNDS_OF_HOST = 25

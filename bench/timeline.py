@@ -28,10 +28,10 @@ from bench.scopes import WAIT_BYTES, attention_of, bytes_per_role, first_warps, 
 from bench.timing import time_interleaved
 from bench.waits import cta_of, spread, summarise, waits_of
 from gluon_attn.device import Device
-from gluon_attn.plan import Plan
+from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import pick_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tile import HopperTile
-from gluon_attn.tuning import pick_tile
 
 REPORT, TRACE, PICTURE = "timeline.json", "timeline.chrome_trace", "timeline.svg"
 

@@ -12,15 +12,20 @@ from multiprocessing import get_context
 
 import torch
 
-from . import attention, reference_attention
-from .compat import assembler_version, check_triton_version
+from ..gluon_attn import attention, reference_attention
 from .cpu import find_race
 from .device import Device
-from .launch import compiled
+from .forward.configs import HopperTile
+from .forward.launch import compiled
+from .forward.table import (
+    BLACKWELL,
+    HOPPER,
+    Row,
+    pick_tile,
+)
 from .problem import Problem
 from .resources import resources
-from .tile import HopperTile
-from .tuning import BLACKWELL, HOPPER, Row, pick_tile
+from .runtime.compiler import assembler_version, check_triton_version
 
 # The attention of one layer of Llama-3-8B over a prompt of 4096 tokens.
 PREFILL = Problem(

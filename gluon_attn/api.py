@@ -5,10 +5,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from .compat import check_triton_version
 from .device import Device
-from .launch import Launch, TransposingLaunch, launch_of
-from .plan import Plan
+from .forward.configs import TileConfig
+from .forward.launch import Launch, TransposingLaunch, launch_of
+from .forward.plan import Plan
+from .forward.table import (
+    pick_tile,
+    require_ctas,
+    require_fits,
+    require_supported,
+)
 from .problem import (
     FP8_DTYPES,
     SCALES,
@@ -18,8 +24,7 @@ from .problem import (
     output_dtype,
     refuse_address,
 )
-from .tile import TileConfig
-from .tuning import pick_tile, require_ctas, require_fits, require_supported
+from .runtime.compiler import check_triton_version
 
 if TYPE_CHECKING:
     from .cpu import CpuLaunch

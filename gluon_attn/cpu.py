@@ -7,12 +7,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .compat import TensorDescriptor
-from .descriptors import View, block_and_layout, empty_transposed, transposition_blocks
+from .forward.launch import constants_of, kernel_of
+from .forward.plan import Plan
 from .kernels.hopper.inline_asm import twins
-from .kernels.hopper.transpose import transpose_values
-from .launch import constants_of, kernel_of
-from .plan import Plan
+from .kernels.hopper.transpose.kernel import transpose_values
+from .runtime.compat import TensorDescriptor
+from .runtime.descriptors import (
+    View,
+    block_and_layout,
+    empty_transposed,
+    transposition_blocks,
+)
 
 
 def find_race(call: Callable[[], object], schedules: int) -> str | None:

@@ -10,12 +10,12 @@ import torch
 
 from gluon_attn.cpu import launch_arguments
 from gluon_attn.device import Device
-from gluon_attn.kernels.blackwell import correction as correction_module
-from gluon_attn.launch import compiled, kernel_of
-from gluon_attn.plan import Plan
+from gluon_attn.forward.configs import BlackwellTile
+from gluon_attn.forward.launch import compiled, kernel_of
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import BLACKWELL, Row
+from gluon_attn.kernels.blackwell.forward import correction as correction_module
 from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
-from gluon_attn.tile import BlackwellTile
-from gluon_attn.tuning import BLACKWELL, Row
 
 from .capture import describe
 from .equivalence import Equivalence, Operand, leave_barriers_valid, without

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gluon_attn import TileConfig
+from gluon_attn.forward.table import pick_tile
 from gluon_attn.problem import FP8_DTYPES, Problem
-from gluon_attn.tuning import pick_tile
 from tests.gpu.checks import check, poison_free_memory
 
 from . import here, levers

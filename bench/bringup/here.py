@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
-from gluon_attn.tuning import TABLE
+from gluon_attn.forward.table import TABLE
 
 from .runner import Skip
 

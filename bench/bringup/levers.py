@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from gluon_attn import TileConfig
-from gluon_attn.tile import HopperTile
+from gluon_attn.forward.configs import HopperTile
 
 Change = dict[str, Any]  # values of fields; more than one where a lever asks for another
 

@@ -16,10 +16,10 @@ import torch
 import triton
 
 from bench.provenance import output_of, provenance
-from gluon_attn.compat import assembler_version, check_triton_version
-from gluon_attn.launch import compiled
+from gluon_attn.forward.launch import compiled
+from gluon_attn.forward.table import TABLE, Row
 from gluon_attn.resources import resources
-from gluon_attn.tuning import TABLE, Row
+from gluon_attn.runtime.compiler import assembler_version, check_triton_version
 from tests.gpu.checks import Apart, Outcome
 
 from . import cases, here, speed

@@ -27,7 +27,7 @@ class Site:
 
     @property
     def where(self) -> str:
-        """`channels/shared_memory.py:142 in acquire, called at hopper/roles.py:83`, the form that messages use."""
+        """`channels/shared_memory.py:142 in acquire, called at forward/softmax.py:83`, the form that messages use."""
         if not self.frames:
             return "an operation that the compiler added"
         first, callers = self.frames[0], self.callers
@@ -36,7 +36,7 @@ class Site:
 
     @property
     def place(self) -> str:
-        """The same within a line of several: `channels/shared_memory.py:142 from hopper/roles.py:83`."""
+        """The same within a line of several: `channels/shared_memory.py:142 from forward/softmax.py:83`."""
         if not self.frames:
             return "an operation that the compiler added"
         first, callers = self.frames[0], self.callers

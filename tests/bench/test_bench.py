@@ -15,8 +15,8 @@ from bench.ceilings import Ceilings
 from bench.points import DTYPES, LENGTHS, MODEL_DIM, SETS, TOKENS, Point
 from gluon_attn import TileConfig
 from gluon_attn.device import Device
+from gluon_attn.forward.table import HOPPER, require_fits
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import HOPPER, require_fits
 
 EVERY_POINT = [p for points in SETS.values() for p in points]
 

@@ -18,8 +18,8 @@ from bench.bringup.steps import STEPS
 from bench.timing import Timing
 from gluon_attn import TileConfig
 from gluon_attn.device import Device
-from gluon_attn.tile import BlackwellTile
-from gluon_attn.tuning import HOPPER, blackwell_tile
+from gluon_attn.forward.configs import BlackwellTile
+from gluon_attn.forward.table import HOPPER, blackwell_tile
 from tests.bench.bringup_fakes import FAKES, LEFT_BEHIND
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import bench.counters as command
 from bench.counters import METRICS, VARIANTS, entry, parse, profiled, tiles_of
 from bench.points import Point
 from gluon_attn.device import Device
+from gluon_attn.forward.table import HOPPER, require_fits
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import HOPPER, require_fits
 
 # Of two launches on an H200, with commas, columns that nobody asked for, and other programs' lines in between.
 BYTES, SECTORS = METRICS["bytes_to_l2"], METRICS["sectors_to_l2"]

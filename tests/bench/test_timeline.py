@@ -12,12 +12,12 @@ from triton import knobs
 from bench import scopes, timeline
 from bench.waits import Wait, spread, summarise, waits_of
 from gluon_attn.device import Device
-from gluon_attn.launch import compiled
+from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.launch import compiled
+from gluon_attn.forward.table import HOPPER, hopper_tile
 from gluon_attn.resources import resources
-from gluon_attn.tile import HopperTile
-from gluon_attn.tuning import HOPPER, hopper_tile
 
-ROLES = "/any/gluon_attn/kernels/hopper/roles.py"
+ROLES = "/any/gluon_attn/kernels/hopper/forward/softmax.py"
 FILLED = ("/any/channels/shared_memory.py", "mbarrier.wait(self.channel.filled.index(at.slot()), at.this_lap())")
 FREED = ("/any/channels/shared_memory.py", "mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())")
 HANDOVER = ("/any/channels/shared_memory.py", "mbarrier.wait(self.channel.handover.index(at.slot()), at.this_lap())")
@@ -49,7 +49,7 @@ def test_scopes_are_numbered_as_they_stand_in_the_code(tmp_path):
     """One `acquire`, inlined at two places."""
     files = {
         "channels/shared_memory.py": f"\n{FILLED[1]}\n",
-        "kernels/hopper/roles.py": "k, keys = blocks.keys.acquire()\nv, values = blocks.values.acquire()\n",
+        "kernels/hopper/forward/softmax.py": "k, keys = blocks.keys.acquire()\nv, values = blocks.values.acquire()\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True)

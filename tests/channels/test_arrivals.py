@@ -15,8 +15,8 @@ from channels.arrivals import (
     hardware_arrivals,
     signal_arrivals,
 )
-from gluon_attn.descriptors import block_and_layout
-from gluon_attn.tuning import blackwell_tile
+from gluon_attn.forward.table import blackwell_tile
+from gluon_attn.runtime.descriptors import block_and_layout
 from tests.compat import tcgen05_mma_barrier_count
 
 

@@ -9,10 +9,10 @@ import torch
 import triton
 
 from gluon_attn import TileConfig, attention, reference_attention
-from gluon_attn.compat import check_triton_version
 from gluon_attn.device import Device
+from gluon_attn.forward.table import blackwell_tile, hopper_tile, pick_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import blackwell_tile, hopper_tile, pick_tile
+from gluon_attn.runtime.compiler import check_triton_version
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HOPPER, BLACKWELL, BLACKWELL_ULTRA = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()

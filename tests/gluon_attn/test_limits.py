@@ -7,12 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import BlackwellTile, TileConfig, attention, reference_attention
+from gluon_attn import (
+    BlackwellTile,
+    TileConfig,
+    attention,
+    reference_attention,
+)
 from gluon_attn.device import Device
-from gluon_attn.plan import Plan
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import blackwell_tile, pick_tile
 from gluon_attn.problem import Problem
 from gluon_attn.reference import dequantise
-from gluon_attn.tuning import blackwell_tile, pick_tile
 
 HOPPER, BLACKWELL = Device.hopper(), Device.blackwell()
 both = pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=["Hopper", "Blackwell"])

@@ -9,12 +9,12 @@ from torch import Tensor
 import gluon_cpu
 from gluon_attn.cpu import launch_arguments, register_twins, transpose_arguments
 from gluon_attn.device import Device
-from gluon_attn.kernels.hopper.transpose import transpose_values
-from gluon_attn.launch import kernel_of
-from gluon_attn.plan import Plan
+from gluon_attn.forward.configs import TileConfig
+from gluon_attn.forward.launch import kernel_of
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import require_fits
+from gluon_attn.kernels.hopper.transpose.kernel import transpose_values
 from gluon_attn.problem import Problem, in_bhsd, output_dtype
-from gluon_attn.tile import TileConfig
-from gluon_attn.tuning import require_fits
 from tests.gpu.checks import check, tile_for_rounds
 
 register_twins()

@@ -25,12 +25,12 @@ import torch
 import channels
 import gluon_cpu
 from gluon_attn.device import Device
-from gluon_attn.kernels.blackwell import kernel as blackwell_kernel
-from gluon_attn.kernels.hopper import kernel as hopper_kernel
-from gluon_attn.plan import Plan
+from gluon_attn.forward.configs import BlackwellTile, HopperTile, TileConfig
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import blackwell_tile, hopper_tile
+from gluon_attn.kernels.blackwell.forward import kernel as blackwell_kernel
+from gluon_attn.kernels.hopper.forward import kernel as hopper_kernel
 from gluon_attn.problem import Problem
-from gluon_attn.tile import BlackwellTile, HopperTile, TileConfig
-from gluon_attn.tuning import blackwell_tile, hopper_tile
 from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate

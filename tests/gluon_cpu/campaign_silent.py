@@ -16,8 +16,8 @@ import torch
 
 import gluon_cpu
 from gluon_attn.device import Device
-from gluon_attn.tile import BlackwellTile, HopperTile
-from gluon_attn.tuning import TABLE, Row
+from gluon_attn.forward.configs import BlackwellTile, HopperTile
+from gluon_attn.forward.table import TABLE, Row
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 
 POLICIES = ("random", "late", "early", "pct", "starve")

@@ -8,8 +8,8 @@ import torch
 
 import gluon_cpu
 from gluon_attn import attention
-from gluon_attn.compat import gdc_launch_dependents, gdc_wait
 from gluon_attn.device import Device
+from gluon_attn.runtime.compat import gdc_launch_dependents, gdc_wait
 from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from gluon_attn import TileConfig, reference_attention
 from gluon_attn.device import Device
+from gluon_attn.forward.table import pick_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import pick_tile
 
 ROOT = Path(__file__).parents[2]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
+from gluon_attn.forward.table import HOPPER, hopper_tile, pick_tile
 from gluon_attn.problem import Problem, output_dtype
-from gluon_attn.tuning import HOPPER, hopper_tile, pick_tile
 from tests.gpu.checks import (
     FP8,
     Apart,

@@ -14,8 +14,8 @@ import torch
 from channels import SignalChannel, cluster_fence
 from channels.compat import gl, jit
 from gluon_attn import attention
-from gluon_attn.launch import compiled, compiled_transpose
-from gluon_attn.tuning import HOPPER, Row
+from gluon_attn.forward.launch import compiled, compiled_transpose
+from gluon_attn.forward.table import HOPPER, Row
 from tests.gpu.checks import Apart, check, normal_qkv, outcomes_of
 
 pytestmark = pytest.mark.timeout(900)

@@ -13,11 +13,11 @@ import torch
 import triton
 from torch import Tensor
 
-import gluon_attn.launch as attention_launch
+import gluon_attn.forward.launch as attention_launch
 from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
+from gluon_attn.forward.table import pick_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import pick_tile
 from tests.gpu.checks import Apart, Surrounded, check, normal, normal_qkv, outcomes_of, tile_for_reuse
 
 pytestmark = pytest.mark.timeout(600)

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from gluon_attn.tuning import BLACKWELL
+from gluon_attn.forward.table import BLACKWELL
 from proving import __main__ as command
 from proving import store
 from proving.attention import ARCH, DTYPES, QUICK, catalogue

@@ -33,6 +33,11 @@ NEVER_IMPORTED = {"tests", "bench"}
 # them; of the users, each folder may have one.
 MOVING = ("experimental", "runtime", "backends", "compiler", "language.core")
 COMPAT_FILE = "compat.py"
+COMPAT_FILES = {
+    "channels": "channels/compat.py",
+    "gluon_attn": "gluon_attn/runtime/compat.py",
+    "gluon_cpu": "gluon_cpu/compat.py",
+}
 # Folders at the top that .gitignore names.
 NOT_OURS = {"build", "dist", "scratch"}
 
@@ -125,9 +130,10 @@ def complaints(file: str, source: str) -> Iterator[str]:
             continue
         elif package in MAY_IMPORT and top not in MAY_IMPORT[package] | {package} | sys.stdlib_module_names:
             yield where + f"{package} may import {', '.join(sorted(MAY_IMPORT[package]))} only"
-        allowed = parts[1:] == (COMPAT_FILE,) or (package in NEVER_IMPORTED and parts[-1] == COMPAT_FILE)
+        compat = COMPAT_FILES.get(package, f"{package or '<package>'}/{COMPAT_FILE}")
+        allowed = file == compat or (package in NEVER_IMPORTED and parts[-1] == COMPAT_FILE)
         if is_moving(name) and not allowed:
-            yield where + f"private or moving, belongs into {package or '<package>'}/{COMPAT_FILE}"
+            yield where + f"private or moving, belongs into {compat}"
 
 
 def python_files(root: Path) -> list[Path]:
@@ -180,8 +186,12 @@ PLANTED = {
     "docs import bench": ("docs/step1.py", "import bench.plot", "nothing imports bench"),
     "a file at the top imports tests": ("setup.py", "import tests", "nothing imports tests"),
     "private": ("channels/ring.py", "import triton._C.libtriton", "private or moving, belongs into channels/compat.py"),
-    "private name": ("gluon_attn/api.py", "from triton import _utils", "belongs into gluon_attn/compat.py"),
-    "private deeper": ("gluon_attn/api.py", "from triton.testing import _f", "belongs into gluon_attn/compat.py"),
+    "private name": ("gluon_attn/api.py", "from triton import _utils", "belongs into gluon_attn/runtime/compat.py"),
+    "private deeper": (
+        "gluon_attn/api.py",
+        "from triton.testing import _f",
+        "belongs into gluon_attn/runtime/compat.py",
+    ),
     "experimental": ("channels/ring.py", "from triton.experimental import gluon", "belongs into channels/compat.py"),
     "experimental, as a name": ("channels/ring.py", "from triton import experimental", "private or moving"),
     "runtime": ("gluon_attn/device.py", "from triton.runtime import driver", "private or moving"),
@@ -203,16 +213,19 @@ PLANTED = {
     "compat.py of a folder below": (
         "gluon_attn/kernels/compat.py",
         "from triton.experimental import gluon",
-        "belongs into gluon_attn/compat.py",
+        "belongs into gluon_attn/runtime/compat.py",
     ),
-    "two dots too few": ("gluon_attn/kernels/hopper/roles.py", "from ....gluon_cpu import run", "may import"),
+    "two dots too few": ("gluon_attn/kernels/hopper/layouts.py", "from ....gluon_cpu import run", "may import"),
 }
 
 ALLOWED = {
     "down": ("gluon_attn/api.py", "import math\n\nimport torch\nimport numpy as np\n\nfrom channels.compat import gl"),
     "public triton": ("channels/ring.py", "import triton\nimport triton.language as tl\ntriton.__version__\ntl.dot"),
     "own package": ("channels/tma.py", "from .compat import gl\nfrom . import ring\nfrom channels.ring import Ring"),
-    "relative, deep": ("gluon_attn/kernels/hopper/kernel.py", "from ...problem import Problem\nfrom ..common import x"),
+    "relative, deep": (
+        "gluon_attn/kernels/hopper/layouts.py",
+        "from ...problem import Problem\nfrom ..common import x",
+    ),
     "compat": ("channels/compat.py", "from triton.experimental import gluon\nfrom triton._C import libtriton"),
     "gluon_cpu, lazily": ("gluon_attn/cpu.py", "def run():\n    from gluon_cpu import run\n    return run"),
     "gluon_cpu": ("gluon_cpu/run.py", "import triton, torch, numpy, ml_dtypes"),

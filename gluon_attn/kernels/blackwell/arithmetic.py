@@ -1,6 +1,12 @@
 """Arithmetic on tiles of which a thread has a whole row, as tensor memory is loaded: nothing crosses threads."""
 
-from gluon_attn.compat import add2, fma2, gl, jit, mul2
+from gluon_attn.runtime.compat import (
+    add2,
+    fma2,
+    gl,
+    jit,
+    mul2,
+)
 
 # 2^f on [-1/2, 1/2] to a relative error of 7.5e-5, by Remez' exchange: P is rounded to 4.9e-4 (fp16) or 3.9e-3 (bf16).
 EXP2_C0 = gl.constexpr(0.99992806)

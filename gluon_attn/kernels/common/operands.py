@@ -1,6 +1,12 @@
 """The kernel's tensors, and the scales of those in fp8."""
 
-from gluon_attn.compat import aggregate, constexpr_function, gl, jit, tma_descriptor
+from gluon_attn.runtime.compat import (
+    aggregate,
+    constexpr_function,
+    gl,
+    jit,
+    tma_descriptor,
+)
 
 # P is in [0, 1]. In fp8 it is computed times 2^8, where the numbers that matter are normal ones (e4m3 ends at 448): the
 # row sum has the same factor, so that it cancels in O.

@@ -4,7 +4,7 @@ The method is that of Milakov and Gimelshein, "Online normalizer calculation for
 FlashAttention-2: the factor log2(e) goes into the scale, so that a probability costs one FMA and one exp2.
 """
 
-from gluon_attn.compat import gl, jit
+from gluon_attn.runtime.compat import gl, jit
 
 
 @jit

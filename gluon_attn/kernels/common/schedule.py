@@ -1,8 +1,8 @@
 """The order in which the row blocks of all heads are computed."""
 
-from gluon_attn.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from .key_range import Rows
+from .keys import Rows
 
 
 @aggregate

@@ -1,6 +1,6 @@
 """A score tile seen as its threads hold it, for arithmetic that stays within a thread."""
 
-from gluon_attn.compat import constexpr_function, gl, jit
+from gluon_attn.runtime.compat import constexpr_function, gl, jit
 
 
 @constexpr_function

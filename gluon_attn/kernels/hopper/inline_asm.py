@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gluon_attn.compat import constexpr_function, gl, jit
+from gluon_attn.runtime.compat import constexpr_function, gl, jit
 
 PTX_NAMES = {"bf16": "bf16", "fp16": "f16", "fp8e4nv": "e4m3", "fp8e5": "e5m2"}
 

@@ -1,6 +1,6 @@
 """Register layouts of the Hopper kernel, derived from the descriptors."""
 
-from gluon_attn.compat import constexpr_function, gl
+from gluon_attn.runtime.compat import constexpr_function, gl
 
 
 @constexpr_function

@@ -3,7 +3,7 @@
 Carried as elements of their own type, they would cost more instructions a step.
 """
 
-from gluon_attn.compat import gl, jit
+from gluon_attn.runtime.compat import gl, jit
 
 from .inline_asm import round_four, round_pair
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gluon_attn.device import Device
-from gluon_attn.plan import Plan
+from gluon_attn.forward.configs import TileConfig
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import blackwell_tile, hopper_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tile import TileConfig
-from gluon_attn.tuning import blackwell_tile, hopper_tile
 
 H200, B200 = Device.hopper(), Device.blackwell()
 TILE = hopper_tile(2, 128, 2, 2, 232, turns="none")  # 128 rows

@@ -12,9 +12,16 @@ import torch
 
 from gluon_attn import BlackwellTile, HopperTile
 from gluon_attn.device import Device
+from gluon_attn.forward.configs import TileConfig
+from gluon_attn.forward.table import (
+    BLACKWELL,
+    HOPPER,
+    TABLE,
+    blackwell_tile,
+    pick_tile,
+    require_fits,
+)
 from gluon_attn.problem import Problem
-from gluon_attn.tile import TileConfig
-from gluon_attn.tuning import BLACKWELL, HOPPER, TABLE, blackwell_tile, pick_tile, require_fits
 
 # Of a B200 or B300, from CUDA's programming guide and the PTX manual.
 SMEM_BYTES = 232448

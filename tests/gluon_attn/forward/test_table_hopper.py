@@ -15,8 +15,8 @@ import torch
 
 from gluon_attn import HopperTile
 from gluon_attn.device import Device
+from gluon_attn.forward.table import HOPPER, pick_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import HOPPER, pick_tile
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 

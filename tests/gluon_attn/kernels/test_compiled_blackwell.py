@@ -21,11 +21,11 @@ from channels.arrivals import (
     hardware_arrivals,
     signal_arrivals,
 )
-from gluon_attn.kernels.blackwell.wires import ITEM_SLOTS, ROLES
-from gluon_attn.launch import compiled
+from gluon_attn.forward.configs import REGISTERS_PER_SM, BlackwellTile
+from gluon_attn.forward.launch import compiled
+from gluon_attn.forward.table import BLACKWELL, Row, blackwell_tile
+from gluon_attn.kernels.blackwell.forward.wires import ITEM_SLOTS, ROLES
 from gluon_attn.resources import first_role_registers
-from gluon_attn.tile import REGISTERS_PER_SM, BlackwellTile
-from gluon_attn.tuning import BLACKWELL, Row, blackwell_tile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # all are compiled for the first test
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals, hardware_arrivals, signal_arrivals
-from gluon_attn.compat import disassemble
-from gluon_attn.launch import compiled, compiled_transpose
+from gluon_attn.forward.configs import REGISTERS_PER_SM, HopperTile
+from gluon_attn.forward.launch import compiled, compiled_transpose
+from gluon_attn.forward.table import HOPPER, Row
 from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources
-from gluon_attn.tile import REGISTERS_PER_SM, HopperTile
-from gluon_attn.tuning import HOPPER, Row
+from gluon_attn.runtime.compiler import disassemble
 from tests.slow import slow_if
 
 
@@ -222,8 +222,8 @@ def test_the_kernel_that_transposes_values(head_dim):
 
 SCRATCH = """
 import torch
-from gluon_attn.launch import compiled
-from gluon_attn.tuning import HOPPER
+from gluon_attn.forward.launch import compiled
+from gluon_attn.forward.table import HOPPER
 row = HOPPER[0]
 print("scratch", compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile).metadata.profile_scratch_size)
 """

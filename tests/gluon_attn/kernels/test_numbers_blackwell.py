@@ -12,9 +12,9 @@ from torch import Tensor
 
 import gluon_cpu
 from gluon_attn.device import Device
+from gluon_attn.forward.configs import BlackwellTile
+from gluon_attn.forward.table import BLACKWELL, blackwell_tile, pick_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tile import BlackwellTile
-from gluon_attn.tuning import BLACKWELL, blackwell_tile, pick_tile
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 from tests.slow import slow_if
 

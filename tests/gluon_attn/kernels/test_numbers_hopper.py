@@ -16,10 +16,10 @@ import torch
 
 import gluon_cpu
 from gluon_attn.device import Device
-from gluon_attn.plan import Plan
+from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import HOPPER, hopper_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tile import HopperTile
-from gluon_attn.tuning import HOPPER, hopper_tile
 from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
 from tests.gpu.checks import tile_for_reuse
 from tests.slow import slow_if
@@ -343,8 +343,8 @@ import torch, triton  # not ours to pay for
 import time
 start = time.process_time()
 import gluon_cpu
-from gluon_attn.tile import HopperTile
-from gluon_attn.tuning import HOPPER
+from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.table import HOPPER
 print(time.process_time() - start)
 """
 

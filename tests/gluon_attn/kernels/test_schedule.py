@@ -8,7 +8,7 @@ import torch
 import gluon_cpu
 from channels.compat import gl, jit
 from gluon_attn.kernels.common.schedule import tile_schedule
-from gluon_attn.kernels.hopper.work import first_work
+from gluon_attn.kernels.hopper.forward.work import first_work
 
 BLOCK_M, BLOCK_N = 64, 64
 

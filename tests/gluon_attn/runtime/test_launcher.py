@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gluon_attn import compat
+from gluon_attn.runtime import compat
 
 
 def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = (), current: int = 5) -> list[tuple]:

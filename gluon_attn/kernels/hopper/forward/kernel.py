@@ -1,10 +1,11 @@
 """Attention forward on Hopper: one persistent kernel of warp-specialised roles, on clusters of 1 or 2 CTAs."""
 
-from gluon_attn.compat import gl, jit
+from gluon_attn.runtime.compat import gl, jit
 
-from ..common.operands import Operands
-from ..common.schedule import tile_schedule
-from .roles import load, softmax
+from ...common.operands import Operands
+from ...common.schedule import tile_schedule
+from .load import load
+from .softmax import softmax
 from .transpose import transpose
 from .wires import alloc_wires
 

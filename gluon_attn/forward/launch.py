@@ -8,14 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat import CompiledKernel, Launcher, compile_gluon
-from .descriptors import DTYPE_NAMES, View, descriptor_types, empty_transposed, transposition_blocks, type_name
-from .kernels.blackwell import kernel as blackwell
-from .kernels.hopper import kernel as hopper
-from .kernels.hopper.transpose import transpose_values
+from ..kernels.blackwell.forward import kernel as blackwell
+from ..kernels.hopper.forward import kernel as hopper
+from ..kernels.hopper.transpose.kernel import transpose_values
+from ..problem import FP8_DTYPES, output_dtype
+from ..runtime.compat import CompiledKernel
+from ..runtime.compiler import compile_gluon
+from ..runtime.descriptors import (
+    DTYPE_NAMES,
+    View,
+    descriptor_types,
+    empty_transposed,
+    transposition_blocks,
+    type_name,
+)
+from ..runtime.launcher import Launcher
+from .configs import BlackwellTile, HopperTile, TileConfig
 from .plan import Plan
-from .problem import FP8_DTYPES, output_dtype
-from .tile import BlackwellTile, HopperTile, TileConfig
 
 SCALES = ("q_scale_ptr", "k_scale_ptr", "v_scale_ptr")
 

@@ -1,7 +1,7 @@
 """The two roles that move tiles between global and shared memory: one warp each."""
 
 from channels import tma
-from gluon_attn.compat import gl, jit
+from gluon_attn.runtime.compat import gl, jit
 
 from .wires import LANES
 from .work import first_work

@@ -1,9 +1,9 @@
 """Attention forward on Blackwell: one persistent kernel of warp-specialised roles, on clusters of 1, 2 or 4 CTAs."""
 
-from gluon_attn.compat import gl, jit
+from gluon_attn.runtime.compat import gl, jit
 
-from ..common.operands import Operands
-from ..common.schedule import tile_schedule
+from ...common.operands import Operands
+from ...common.schedule import tile_schedule
 from .copies import load, store
 from .correction import correction
 from .mma import mma

@@ -5,10 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .device import Device
+from ..device import Device
+from ..problem import FP8_DTYPES, Problem
+from .configs import (
+    Bases,
+    BlackwellTile,
+    HopperTile,
+    TileConfig,
+)
 from .plan import Plan
-from .problem import FP8_DTYPES, Problem
-from .tile import Bases, BlackwellTile, HopperTile, TileConfig
 
 LONG = 1280  # keys, from where on it pays to compute the longest row blocks first
 

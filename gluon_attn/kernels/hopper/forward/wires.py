@@ -1,10 +1,10 @@
 """The wires of the Hopper kernel: its channels, by what flows through them."""
 
 from channels import SharedMemoryChannel, SharedMemoryConsumer, SignalChannel, cluster_fence
-from gluon_attn.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from ..common.turns import Turn
-from .layouts import key_major_layout
+from ...common.turns import Turn
+from ..layouts import key_major_layout
 
 
 @aggregate

@@ -1,10 +1,15 @@
 """Scores out of tensor memory, probabilities back into it: the work of the softmax role on one tile, in pieces."""
 
-from gluon_attn.compat import gl, jit
+from gluon_attn.runtime.compat import gl, jit
 
-from ..common.operands import probability_dtype, shift_log2
-from ..common.row_stats import finite
-from .arithmetic import exp2, multiply_add, row_sums, split_columns
+from ...common.operands import probability_dtype, shift_log2
+from ...common.row_stats import finite
+from ..arithmetic import (
+    exp2,
+    multiply_add,
+    row_sums,
+    split_columns,
+)
 from .tmem import probabilities_of
 
 

@@ -20,7 +20,12 @@ Why that is safe:
   max, sum       are written after the last block; the products' role waits for `statistics_read` before the next tile.
 """
 
-from gluon_attn.compat import TensorMemoryLayout, constexpr_function, gl, jit
+from gluon_attn.runtime.compat import (
+    TensorMemoryLayout,
+    constexpr_function,
+    gl,
+    jit,
+)
 
 ROWS_PER_CTA = gl.constexpr(128)  # lanes of tensor memory
 

@@ -1,12 +1,23 @@
 """The correction role: a warpgroup that keeps the accumulated outputs to the running maximum, and takes them out."""
 
 from channels import SignalConsumer, SignalProducer, TensorMemoryConsumer
-from gluon_attn.compat import aggregate, gl, jit, tensor_memory_descriptor
+from gluon_attn.runtime.compat import (
+    aggregate,
+    gl,
+    jit,
+    tensor_memory_descriptor,
+)
 
-from ..common.operands import unshift
-from ..common.row_stats import inverse, log_sum_exp
-from .arithmetic import scale_rows
-from .tmem import ALPHA, MAX, SUM, load_statistic, own_statistic_of
+from ...common.operands import unshift
+from ...common.row_stats import inverse, log_sum_exp
+from ..arithmetic import scale_rows
+from .tmem import (
+    ALPHA,
+    MAX,
+    SUM,
+    load_statistic,
+    own_statistic_of,
+)
 from .work import first_work
 
 OUTPUT_COLUMNS = gl.constexpr(32)  # at a time in registers, of which this role has few

@@ -1,8 +1,13 @@
 """The tiles that a program computes, as each role walks them: in the same order, each for itself."""
 
-from gluon_attn.compat import aggregate, constexpr_function, gl, jit
+from gluon_attn.runtime.compat import (
+    aggregate,
+    constexpr_function,
+    gl,
+    jit,
+)
 
-from ..common.schedule import Tile, TileSchedule
+from ...common.schedule import Tile, TileSchedule
 
 
 @constexpr_function

@@ -1,7 +1,7 @@
 """The wires of the Blackwell kernel: its channels, by what flows through them."""
 
 from channels import SharedMemoryChannel, SignalChannel, TensorMemoryChannel, WorkChannel, cluster_fence
-from gluon_attn.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from .tmem import accumulator_layout
 

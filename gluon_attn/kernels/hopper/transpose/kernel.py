@@ -1,13 +1,16 @@
-"""V transposed, for fp8: by a role of the attention kernel, block by block, or by a kernel of its own before it.
+"""V transposed, for fp8, by a kernel of its own before attention; and the tile of it that a role of attention uses too.
 
 Hopper multiplies 8-bit operands only if both run along the summed dimension in memory, the keys; V as users have it
 runs along the head dim. A role transposes each block as often as it is used; the kernel once, but through memory.
 """
 
 from channels import SharedMemoryChannel, cluster_fence, tma
-from gluon_attn.compat import constexpr_function, gdc_launch_dependents, gl, jit
-
-from .work import first_work
+from gluon_attn.runtime.compat import (
+    constexpr_function,
+    gdc_launch_dependents,
+    gl,
+    jit,
+)
 
 
 @constexpr_function
@@ -37,26 +40,6 @@ def transposed(slot, BLOCK_N: gl.constexpr, D: gl.constexpr, cga_layout: gl.cons
     """The V in a slot, [BLOCK_N, D], as [D, BLOCK_N] in registers, its columns where P has them."""
     v = slot.view([BLOCK_N, D]).load(values_layout(BLOCK_N, D, gl.num_warps(), cga_layout))
     return v.reshape([BLOCK_N // 16, 2, 4, 2, D]).permute((4, 0, 2, 1, 3)).reshape([D, BLOCK_N])
-
-
-@jit
-def transpose(wires, schedule, operands):
-    """The role: takes every block of V from `loaded_values` to `values`."""
-    BLOCK_N: gl.constexpr = operands.v.block_shape[2]
-    D: gl.constexpr = operands.v.block_shape[3]
-    loaded_values, values = wires.loaded_values.consumer(), wires.values.producer()
-
-    work = first_work(schedule)
-    while work.is_left():
-        rows = schedule.rows(work.tile())
-        for _ in range(rows.blocks()):
-            loaded, loaded_values = loaded_values.acquire()
-            v = transposed(loaded, BLOCK_N, D, operands.v.layout.cga_layout)
-            loaded.release_accessed()
-            slot, values = values.acquire()
-            slot.part(0).store(v)
-            slot.publish()
-        work = work.next()
 
 
 @jit

@@ -1,6 +1,6 @@
 """Which keys a block of query rows sees: the one trip count of every role, and the mask."""
 
-from gluon_attn.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from .thread_view import keep_first_columns
 

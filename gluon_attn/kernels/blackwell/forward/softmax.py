@@ -1,12 +1,17 @@
 """The softmax role: a warpgroup to each query tile, a row to each of its threads."""
 
 from channels import SignalProducer, TensorMemoryConsumer
-from gluon_attn.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from ..common.row_stats import finite
-from ..common.turns import Turn, turn_of
+from ...common.row_stats import finite
+from ...common.turns import Turn, turn_of
 from .scores import load_scores, store_probabilities
-from .tmem import ALPHA, MAX, SUM, store_statistic
+from .tmem import (
+    ALPHA,
+    MAX,
+    SUM,
+    store_statistic,
+)
 from .work import first_work
 
 

@@ -2,9 +2,14 @@
 
 from channels import SignalConsumer, TensorMemoryProducer
 from channels.tensor_memory import TensorMemorySlot
-from gluon_attn.compat import aggregate, gl, jit, tcgen05_mma
+from gluon_attn.runtime.compat import (
+    aggregate,
+    gl,
+    jit,
+    tcgen05_mma,
+)
 
-from ..common.operands import probability_dtype
+from ...common.operands import probability_dtype
 from .tmem import probabilities_of
 from .work import first_work
 

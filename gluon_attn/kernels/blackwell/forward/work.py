@@ -1,9 +1,9 @@
 """The tiles that a program computes, as each role walks them: in the same order, each for itself."""
 
 from channels import WorkConsumer
-from gluon_attn.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from ..common.schedule import TileSchedule
+from ...common.schedule import TileSchedule
 
 
 @aggregate

@@ -1,10 +1,10 @@
 """Online softmax over scores that arrive block by block, as a warpgroup holds them on Hopper."""
 
-from gluon_attn.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from ..common.operands import probability_dtype, shift_log2
-from ..common.row_stats import finite, inverse, log_sum_exp
-from .packing import pack
+from ...common.operands import probability_dtype, shift_log2
+from ...common.row_stats import finite, inverse, log_sum_exp
+from ..packing import pack
 
 LARGER_P_LOG2 = gl.constexpr(8.0)  # P may be larger than 1 by two to this power: fp16 ends at 2^16
 

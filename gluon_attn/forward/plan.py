@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from .device import Device
-from .problem import Problem
-from .tile import TileConfig
+from ..device import Device
+from ..problem import Problem
+from .configs import TileConfig
 
 # Of the cache, that K and V of the heads at work may take: the rest is for Q, O and what else passes through.
 SHARE_OF_L2 = 0.6

@@ -6,10 +6,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .compat import encode_tma, gl
-from .plan import TRANSPOSE_BLOCK_N
-from .problem import in_bhsd, output_dtype
-from .tile import Bases, TileConfig
+from ..forward.configs import Bases, TileConfig
+from ..forward.plan import TRANSPOSE_BLOCK_N
+from ..problem import in_bhsd, output_dtype
+from .compat import gl
+from .launcher import encode_tma
 
 DTYPE_NAMES = {
     torch.float16: "fp16",

@@ -1,9 +1,9 @@
 """How a softmax role stores its rows of O and LSE. There are three ways for O: docs/epilogues.md compares them."""
 
 from channels import tma
-from gluon_attn.compat import gl, jit
+from gluon_attn.runtime.compat import gl, jit
 
-from .layouts import rows_layout
+from ..layouts import rows_layout
 
 
 @jit

@@ -1,0 +1,49 @@
+"""The names of Triton that attention uses and that are experimental, private or moving: imported here only."""
+
+import triton
+import triton.knobs as knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon import GluonASTSource
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    add2,
+    fma2,
+    mul2,
+    tcgen05_mma,
+    tensor_memory_descriptor,
+)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor as tma_descriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
+
+from channels.compat import aggregate, constexpr_function, gl, jit
+
+__all__ = [
+    "TMA_DTYPE_DEVICE_TO_HOST",
+    "CompiledKernel",
+    "GPUTarget",
+    "GluonASTSource",
+    "TensorDescriptor",
+    "TensorMemoryLayout",
+    "add2",
+    "aggregate",
+    "constexpr_function",
+    "driver",
+    "fma2",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "gl",
+    "jit",
+    "knobs",
+    "mul2",
+    "tcgen05_mma",
+    "tensor_memory_descriptor",
+    "tma_descriptor",
+    "triton",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]

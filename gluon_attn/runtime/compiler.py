@@ -1,0 +1,64 @@
+"""Compiling a Gluon kernel for an architecture, with or without the card, and looking at what came out."""
+
+import subprocess
+import tempfile
+from typing import Any
+
+from .compat import CompiledKernel, GluonASTSource, GPUTarget, knobs, triton
+
+
+def check_triton_version() -> None:
+    """RuntimeError unless Triton is 3.9: Gluon changes with every minor release."""
+    if triton.__version__.split(".")[:2] != ["3", "9"]:
+        raise RuntimeError(
+            f"triton: expected version 3.9, got {triton.__version__}; install it with pip install 'triton>=3.9,<3.10' "
+            "(add --no-deps beside a torch that pins another)"
+        )
+
+
+def compile_gluon(
+    fn: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    arch: int,
+    num_warps: int,
+    num_ctas: int,
+    starts_early: bool = False,
+) -> CompiledKernel:
+    """Compile a Gluon kernel for an architecture (90 for sm_90a), with or without the card. Triton caches it on disk.
+
+    signature: Triton's type of each parameter that is not in `constants`. Pointers are taken to be 16-byte aligned.
+    Nothing else about arguments is specialised on, so that a new length never needs a new kernel.
+    starts_early: a launch may begin before the kernel launched before it ends, if that one says so; `gdc_wait` waits
+    for the end (CUDA's programmatic dependent launch).
+    """
+    names = fn.arg_names
+    types = {name: "constexpr" if name in constants else signature[name] for name in names}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
+    source = GluonASTSource(fn, types, {(names.index(n),): value for n, value in constants.items()}, aligned)
+    options = {
+        "num_warps": num_warps,
+        "num_ctas": num_ctas,
+        "launch_pdl": starts_early,
+        "enable_fp_fusion": True,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def disassemble(kernel: CompiledKernel) -> str:
+    """The machine code of a kernel (SASS) as text, by the disassembler that comes with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def assembler_version() -> str:
+    """The release of the assembler (ptxas) that Triton assembles kernels with."""
+    version = subprocess.run(
+        [knobs.nvidia.ptxas_blackwell.path, "--version"], capture_output=True, text=True, check=True
+    )
+    return version.stdout.split("release ")[1].split(",")[0]

@@ -1,0 +1,55 @@
+"""Launching a compiled kernel on a card."""
+
+from typing import Any
+
+import torch
+
+from .compat import TMA_DTYPE_DEVICE_TO_HOST, CompiledKernel, driver, knobs
+
+
+def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> Any:
+    """The 128-byte TMA descriptor (a CUtensorMap) of a tensor; `meta` is the compiled kernel's for that parameter."""
+    element_type = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return driver.active.utils.fill_tma_descriptor_tiled(
+        address, meta["swizzle"], meta["elem_size"], element_type, meta["block_size"], shape, strides, 0
+    )
+
+
+class Launcher:
+    """Launches a compiled kernel on a device, on the stream of it that is current for torch.
+
+    Arguments are already flat and encoded: for a descriptor its map, shape and strides. Triton's own launch would build
+    and check its descriptor objects anew each time, 60 µs of a call; and where nobody has hooked on to launches and
+    the kernel needs no scratch memory (checkers do), Triton's launcher is passed by too, some more.
+    """
+
+    def __init__(self, kernel: CompiledKernel, programs: int, device_index: int) -> None:
+        self.kernel, self.programs, self.device_index = kernel, programs, device_index
+        with torch.cuda.device(device_index):
+            self.triton = kernel.run  # loads the kernel on the current device
+        self.triton.launch = driver.active.utils.launch
+        scratch = self.triton.global_scratch_size + self.triton.profile_scratch_size
+        self.direct = None if scratch or self.triton.gsan_enabled else driver.active.utils.launch
+        self.fixed = (
+            kernel.function,
+            self.triton.launch_cooperative_grid,
+            self.triton.launch_pdl,
+            kernel.packed_metadata,
+            *(None,) * 5,  # launch metadata, two hooks, two kinds of scratch memory
+            self.triton.arg_annotations,
+            self.triton.kernel_signature,
+        )
+
+    def __call__(self, arguments: tuple[Any, ...]) -> None:
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self(arguments)
+        stream = driver.active.get_current_stream(self.device_index)
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if self.direct is None or enter is None or leave is None or enter.calls or leave.calls:
+            kernel, grid = self.kernel, (self.programs, 1, 1)
+            metadata = kernel.launch_metadata(grid, stream)
+            self.triton(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
+        else:
+            self.direct(self.programs, 1, 1, stream, *self.fixed, arguments)
