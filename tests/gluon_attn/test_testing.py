@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gluon_attn import reference_attention
-from tests.gpu.checks import Apart, Surrounded, check, last_place
+from gluon_attn.testing import Surrounded, check, last_place
+from tests.gpu.checks import Apart
 
 NEG_INF = float("-inf")
 

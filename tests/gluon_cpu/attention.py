@@ -15,7 +15,7 @@ from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
 from gluon_attn.kernels.hopper.transpose.kernel import transpose_values
 from gluon_attn.problem import Problem, in_bhsd, output_dtype
-from tests.gpu.checks import check, tile_for_rounds
+from gluon_attn.testing import check, tile_for_rounds
 
 register_twins()
 

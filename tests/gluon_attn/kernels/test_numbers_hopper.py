@@ -16,8 +16,8 @@ from gluon_attn.forward.configs import HopperTile
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import HOPPER, Row, hopper_tile
 from gluon_attn.problem import Problem
+from gluon_attn.testing import tile_for_reuse
 from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
-from tests.gpu.checks import tile_for_reuse
 from tests.slow import slow_if
 
 ROOT = Path(__file__).parents[3]
