@@ -381,7 +381,7 @@ def run_command(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
     (tmp_path / "test_project.py").write_text(PROJECT, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
     )
 
 
