@@ -12,10 +12,11 @@ An end is immutable and holds its own position in the ring: `slot, keys = keys.a
 so a role touches neither an index, nor a phase, nor a barrier.
 """
 
-from .barriers import cluster_fence
-from .shared_memory import SharedMemoryChannel, SharedMemoryConsumer, SharedMemoryProducer
+from .barriers import close_all, cluster_fence, init_all
+from .shared_memory import SharedMemoryChannel, SharedMemoryConsumer, SharedMemoryProducer, Slot
 from .signals import SignalChannel, SignalConsumer, SignalProducer
-from .tensor_memory import TensorMemoryChannel, TensorMemoryConsumer, TensorMemoryProducer
+from .tensor_memory import TensorMemoryChannel, TensorMemoryConsumer, TensorMemoryProducer, TensorMemorySlot
+from .turns import Turn, turn_of
 from .work import WorkChannel, WorkConsumer, WorkProducer
 
 __all__ = [
@@ -25,11 +26,17 @@ __all__ = [
     "SignalChannel",
     "SignalConsumer",
     "SignalProducer",
+    "Slot",
     "TensorMemoryChannel",
     "TensorMemoryConsumer",
     "TensorMemoryProducer",
+    "TensorMemorySlot",
+    "Turn",
     "WorkChannel",
     "WorkConsumer",
     "WorkProducer",
+    "close_all",
     "cluster_fence",
+    "init_all",
+    "turn_of",
 ]

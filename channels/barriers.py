@@ -29,3 +29,19 @@ def cluster_fence():
         cluster.barrier()
     else:
         gl.barrier()
+
+
+@jit
+def init_all(channels):
+    """Before the roles begin. channels: a tuple of all the kernel's channels; then every CTA of the cluster sees them."""
+    for i in gl.static_range(len(channels)):
+        channels[i].init()
+    cluster_fence()
+
+
+@jit
+def close_all(channels):
+    """Once the roles have ended. A peer may arrive on, or load into, what is ours until its roles have ended too."""
+    cluster_fence()
+    for i in gl.static_range(len(channels)):
+        channels[i].close()

@@ -2,23 +2,39 @@
 
 from .arrivals import commit_arrivals, filled_arrivals, freed_arrivals, handover_arrivals
 from .barriers import close_barriers, init_barriers
-from .compat import aggregate, fence_async_shared, gl, jit, mbarrier, tcgen05_commit
+from .compat import aggregate, constexpr_function, fence_async_shared, gl, jit, mbarrier, tcgen05_commit
 from .ring import Ring, ring_start
+
+
+@jit
+def as_tuple(one_or_more):
+    if isinstance(one_or_more, gl.tuple):
+        return one_or_more
+    else:
+        return (one_or_more,)
+
+
+@constexpr_function
+def are_alike(descs):
+    """Whether tiles of these descriptors can lie in one ring: of one dtype, shape and layout."""
+    kinds = [(desc.dtype, list(desc.block_shape), desc.layout) for desc in descs]
+    return all(kind == kinds[0] for kind in kinds)
 
 
 @aggregate
 class SharedMemoryChannel:
     """A ring of slots in shared memory, filled by TMA or by one role, read by one or more roles of each CTA.
 
-    A slot is PARTS tiles of one shape that are filled and freed together. If MULTICAST, one load issued by one CTA
-    fills the same slot in other CTAs of the cluster too, and the slot counts as free once all of them have freed it.
+    A slot is one or more parts, each a tile, that are filled and freed together. They may differ in dtype, shape and
+    layout, as the A and the B of a product. If MULTICAST, one load issued by one CTA fills the same slot in other CTAs
+    of the cluster too, and the slot counts as free once all of them have freed it.
 
     Who frees a slot: CONSUMERS roles, each by `release`, or, if CONSUMERS is 0, the tensor cores of Blackwell, by
     `release_after_products`. If TWO_CTAS, the slots feed products that the lead of a pair issues for both CTAs, and it
     waits until both are filled.
     """
 
-    tiles: gl.shared_memory_descriptor  # [SLOTS * PARTS, *tile shape]
+    tiles: gl.tuple  # parts alike: one [SLOTS * PARTS, *tile shape]; unlike: for each part one [SLOTS, *tile shape]
     filled: gl.shared_memory_descriptor  # [SLOTS] mbarriers, one per CTA, or one per pair if TWO_CTAS
     freed: gl.shared_memory_descriptor  # [SLOTS] mbarriers, one per CTA
     handover: gl.shared_memory_descriptor  # [SLOTS] mbarriers, one per pair, held by its lead CTA (if HANDOVER)
@@ -31,33 +47,43 @@ class SharedMemoryChannel:
 
     @jit
     def alloc(
-        desc,
+        descs,
         SLOTS: gl.constexpr,
         CONSUMERS: gl.constexpr,
-        PARTS: gl.constexpr = 1,
         MULTICAST: gl.constexpr = False,
         TWO_CTAS: gl.constexpr = False,
     ):
-        """A channel for tiles of the TMA descriptor `desc`: its dtype, block shape and layout."""
-        tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS * PARTS] + desc.block_shape, desc.layout)
-        return SharedMemoryChannel.over(tiles, SLOTS, CONSUMERS, PARTS, MULTICAST, TWO_CTAS)
+        """A channel for tiles of a TMA descriptor: its dtype, block shape and layout. A tuple of descriptors: a slot
+        has a part for each."""
+        parts = as_tuple(descs)
+        if are_alike(parts):
+            SHAPE: gl.constexpr = [SLOTS * len(parts)] + parts[0].block_shape
+            tiles = (gl.allocate_shared_memory(parts[0].dtype, SHAPE, parts[0].layout),)
+        else:
+            tiles = ()
+            for i in gl.static_range(len(parts)):
+                tile = gl.allocate_shared_memory(parts[i].dtype, [SLOTS] + parts[i].block_shape, parts[i].layout)
+                tiles = tiles + (tile,)
+        return SharedMemoryChannel.over(tiles, SLOTS, CONSUMERS, MULTICAST, TWO_CTAS)
 
     @jit
     def over(
         tiles,
         SLOTS: gl.constexpr,
         CONSUMERS: gl.constexpr,
-        PARTS: gl.constexpr = 1,
         MULTICAST: gl.constexpr = False,
         TWO_CTAS: gl.constexpr = False,
     ):
-        """A channel for tiles in memory that is allocated: [SLOTS * PARTS, *tile shape]."""
+        """A channel for tiles in memory that is allocated: [SLOTS * parts, *tile shape], a slot's parts side by side;
+        or, for parts that are not alike, a tuple of [SLOTS, *tile shape]."""
+        rings = as_tuple(tiles)
+        PARTS: gl.constexpr = len(rings) if len(rings) > 1 else rings[0].shape[0] // SLOTS
         HANDOVER: gl.constexpr = MULTICAST and CONSUMERS > 0
         filled = mbarrier.allocate_mbarrier(batch=SLOTS, two_ctas=TWO_CTAS)
         freed = mbarrier.allocate_mbarrier(batch=SLOTS)
         handover = mbarrier.allocate_mbarrier(batch=SLOTS, two_ctas=True) if HANDOVER else freed
         return SharedMemoryChannel(
-            tiles, filled, freed, handover, SLOTS, PARTS, CONSUMERS, MULTICAST, TWO_CTAS, HANDOVER
+            rings, filled, freed, handover, SLOTS, PARTS, CONSUMERS, MULTICAST, TWO_CTAS, HANDOVER
         )
 
     @jit
@@ -80,7 +106,23 @@ class SharedMemoryChannel:
 
     @jit
     def slot(self, index):
-        return Slot(self.tiles, index * self.PARTS, self.filled.index(index), self.freed.index(index), self.MULTICAST)
+        first = index * self.PARTS if len(self.tiles) == 1 else index
+        return Slot(self.tiles, first, self.filled.index(index), self.freed.index(index), self.PARTS, self.MULTICAST)
+
+    @jit
+    def wait_until_free(self, at):
+        """Wait until the slot at ring position `at` is free, in every CTA that a load into it reaches."""
+        mbarrier.wait(self.freed.index(at.slot()), at.previous_lap())
+        if self.HANDOVER:
+            # Our own CTA's slot is free. The lead issues the load for both CTAs, so it must know that of its peer too;
+            # the compiler lets only the lead wait here. The peer cannot run ahead: its own `freed` holds it back.
+            mbarrier.arrive(self.handover.index(at.slot()))
+            mbarrier.wait(self.handover.index(at.slot()), at.this_lap())
+
+    @jit
+    def wait_until_filled(self, at):
+        """Wait until the slot at ring position `at` is filled, in both CTAs of a pair if TWO_CTAS."""
+        mbarrier.wait(self.filled.index(at.slot()), at.this_lap())
 
     @jit
     def close(self):
@@ -92,17 +134,22 @@ class SharedMemoryChannel:
 
 @aggregate
 class Slot:
-    """An acquired slot: its tiles, and the two barriers through which it is filled and freed."""
+    """An acquired slot: its parts, and the two barriers through which it is filled and freed."""
 
-    tiles: gl.shared_memory_descriptor
-    first: gl.tensor
+    tiles: gl.tuple  # as the channel's
+    first: gl.tensor  # where the slot's parts begin in them
     filled: gl.shared_memory_descriptor
     freed: gl.shared_memory_descriptor
+    PARTS: gl.constexpr
     MULTICAST: gl.constexpr
 
     @jit
     def part(self, i):
-        return self.tiles.index(self.first + i)
+        """The tile of part i, [*tile shape]. If the parts are alike, i may be known at run time only."""
+        if len(self.tiles) == 1:
+            return self.tiles[0].index(self.first + i)
+        else:
+            return self.tiles[i].index(self.first)
 
     @jit
     def view(self, SHAPE: gl.constexpr, part=0):
@@ -119,13 +166,13 @@ class Slot:
 
     @jit
     def publish(self):
-        """A role has written the slot with its own stores, and hands it to TMA."""
+        """The filling role has written the slot with its own stores; what reads it is TMA or the tensor cores."""
         fence_async_shared()  # the role's writes (generic proxy) before the engine's reads (async proxy)
         mbarrier.arrive(self.filled)
 
     @jit
     def release(self):
-        """A consumer's products on Hopper's tensor cores have been waited for, and it is done."""
+        """A consumer is done: an engine read the slot for it, and it has waited for that engine."""
         mbarrier.arrive(self.freed)
 
     @jit
@@ -141,7 +188,11 @@ class Slot:
         For Blackwell, whose tensor cores arrive on barriers themselves.
         """
         if self.MULTICAST:
-            tcgen05_commit(self.freed, descs=[self.part(0)])
+            PARTS: gl.constexpr = self.PARTS
+            parts = ()
+            for i in gl.static_range(PARTS):
+                parts = parts + (self.part(i),)
+            tcgen05_commit(self.freed, descs=parts)
         else:
             tcgen05_commit(self.freed)
 
@@ -157,22 +208,18 @@ class SharedMemoryProducer:
     def acquire(self):
         """Wait until the next slot is free, in every CTA that a load into it reaches. Returns (slot, next end)."""
         at = self.ring
-        mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())
-        if self.channel.HANDOVER:
-            # Our own CTA's slot is free. The lead issues the load for both CTAs, so it must know that of its peer too;
-            # the compiler lets only the lead wait here. The peer cannot run ahead: its own `freed` holds it back.
-            mbarrier.arrive(self.channel.handover.index(at.slot()))
-            mbarrier.wait(self.channel.handover.index(at.slot()), at.this_lap())
+        self.channel.wait_until_free(at)
         return self.channel.slot(at.slot()), SharedMemoryProducer(self.channel, at.next())
 
     @jit
     def drain(self):
         """Wait until every slot is free again. Where tensor cores free the slots, nobody else waits for the last
-        arrivals, and the barriers must outlive them."""
+        arrivals, and the barriers must outlive them. The end is of no use afterwards."""
         SLOTS: gl.constexpr = self.channel.SLOTS
-        end = self
+        at = self.ring
         for _ in gl.static_range(SLOTS):
-            _, end = end.acquire()
+            self.channel.wait_until_free(at)
+            at = at.next()
 
 
 @aggregate
@@ -186,5 +233,14 @@ class SharedMemoryConsumer:
     def acquire(self):
         """Wait until the next slot is filled. Returns (slot, next end)."""
         at = self.ring
-        mbarrier.wait(self.channel.filled.index(at.slot()), at.this_lap())
+        self.channel.wait_until_filled(at)
         return self.channel.slot(at.slot()), SharedMemoryConsumer(self.channel, at.next())
+
+    @jit
+    def wait_again(self):
+        """Wait once more for the slot that this end's `acquire` has returned; it must not have been released.
+
+        It passes at once. It serves who wants a wait at a certain place of the code, as the assembler moves little
+        past one.
+        """
+        self.channel.wait_until_filled(self.ring)

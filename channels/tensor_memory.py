@@ -2,46 +2,73 @@
 
 from .arrivals import commit_arrivals, freed_arrivals
 from .barriers import close_barriers, init_barriers
-from .compat import aggregate, allocate_tensor_memory, gl, jit, mbarrier, tensor_memory_descriptor
+from .compat import (
+    aggregate,
+    allocate_tensor_memory,
+    gl,
+    jit,
+    mbarrier,
+    tcgen05_commit,
+    tensor_memory_descriptor,
+)
 from .ring import Ring, ring_start
 
 
 @aggregate
 class TensorMemoryChannel:
-    """LANES independent slots in tensor memory, each from the role that issues products to one other role.
+    """LANES independent rings of SLOTS slots in tensor memory, each from the role that issues products to others.
 
-    A slot is filled when the products that were given `slot.filled` as their barrier are done. Its consumer may leave
-    something in it before it releases it: the products' role then finds that in the slot it acquires. If TWO_CTAS, the
-    lead of a pair issues the products for both CTAs, and waits until both have freed the slot.
+    A slot is filled when the products are done that were issued before `slot.publish_after_products()`, or that were
+    given `slot.filled` as their barrier. It is freed by CONSUMERS roles, each by `release`. One of them may leave
+    something in it before: the products' role then finds that in the slot it acquires. If TWO_CTAS, the lead of a pair
+    issues the products for both CTAs, and waits until both have freed the slot.
     """
 
-    memory: tensor_memory_descriptor  # [LANES, *SHAPE]
-    filled: gl.shared_memory_descriptor  # [LANES] mbarriers, one per CTA
-    freed: gl.shared_memory_descriptor  # [LANES] mbarriers, one per CTA, or one per pair if TWO_CTAS
+    memory: tensor_memory_descriptor  # [LANES * SLOTS, *SHAPE]
+    filled: gl.shared_memory_descriptor  # [LANES * SLOTS] mbarriers, one per CTA
+    freed: gl.shared_memory_descriptor  # [LANES * SLOTS] mbarriers, one per CTA, or one per pair if TWO_CTAS
+    SLOTS: gl.constexpr
+    CONSUMERS: gl.constexpr
 
     @jit
-    def alloc(dtype: gl.constexpr, LANES: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        memory = allocate_tensor_memory(dtype, [LANES] + SHAPE, LAYOUT)
-        filled = mbarrier.allocate_mbarrier(batch=LANES)
-        freed = mbarrier.allocate_mbarrier(batch=LANES, two_ctas=LAYOUT.two_ctas)
-        return TensorMemoryChannel(memory, filled, freed)
+    def alloc(
+        dtype: gl.constexpr,
+        SHAPE: gl.constexpr,
+        LAYOUT: gl.constexpr,
+        LANES: gl.constexpr = 1,
+        SLOTS: gl.constexpr = 1,
+        CONSUMERS: gl.constexpr = 1,
+    ):
+        """SHAPE, LAYOUT: of one slot. TWO_CTAS is what LAYOUT says."""
+        memory = allocate_tensor_memory(dtype, [LANES * SLOTS] + SHAPE, LAYOUT)
+        filled = mbarrier.allocate_mbarrier(batch=LANES * SLOTS)
+        freed = mbarrier.allocate_mbarrier(batch=LANES * SLOTS, two_ctas=LAYOUT.two_ctas)
+        return TensorMemoryChannel(memory, filled, freed, SLOTS, CONSUMERS)
 
     @jit
     def init(self):
         init_barriers(self.filled, commit_arrivals(gl.num_ctas(), self.memory.layout.two_ctas, multicast=False))
-        init_barriers(self.freed, freed_arrivals(consuming_roles=1))
+        init_barriers(self.freed, freed_arrivals(self.CONSUMERS))
 
     @jit
-    def slot(self, LANE: gl.constexpr):
-        return TensorMemorySlot(self.memory.index(LANE), self.filled.index(LANE), self.freed.index(LANE))
+    def slot(self, LANE: gl.constexpr = 0, index=0):
+        at = LANE * self.SLOTS + index
+        return TensorMemorySlot(self.memory.index(at), self.filled.index(at), self.freed.index(at))
 
     @jit
-    def producer(self, LANE: gl.constexpr):
-        return TensorMemoryProducer(self.slot(LANE), ring_start(1))
+    def slot_at(self, LANE: gl.constexpr, ring):
+        if self.SLOTS == 1:
+            return self.slot(LANE)
+        else:
+            return self.slot(LANE, ring.slot())
 
     @jit
-    def consumer(self, LANE: gl.constexpr):
-        return TensorMemoryConsumer(self.slot(LANE), ring_start(1))
+    def producer(self, LANE: gl.constexpr = 0):
+        return TensorMemoryProducer(self, ring_start(self.SLOTS), LANE)
+
+    @jit
+    def consumer(self, LANE: gl.constexpr = 0):
+        return TensorMemoryConsumer(self, ring_start(self.SLOTS), LANE)
 
     @jit
     def close(self):
@@ -58,8 +85,13 @@ class TensorMemorySlot:
     freed: gl.shared_memory_descriptor
 
     @jit
+    def publish_after_products(self):
+        """Hand the slot over once every product issued so far by this role is done."""
+        tcgen05_commit(self.filled)
+
+    @jit
     def release(self):
-        """The consumer is done with what was filled in, and what it leaves in the slot is written."""
+        """A consumer is done with what was filled in, and what it leaves in the slot is written."""
         mbarrier.arrive(self.freed)
 
 
@@ -67,25 +99,34 @@ class TensorMemorySlot:
 class TensorMemoryProducer:
     """The end of the role that issues the products."""
 
-    slot: TensorMemorySlot
+    channel: TensorMemoryChannel
     ring: Ring
+    LANE: gl.constexpr
 
     @jit
     def acquire(self):
-        """Wait until the slot is free. Returns (slot, next end)."""
-        mbarrier.wait(self.slot.freed, self.ring.previous_lap())
-        return self.slot, TensorMemoryProducer(self.slot, self.ring.next())
+        """Wait until the next slot is free. Returns (slot, next end)."""
+        slot = self.channel.slot_at(self.LANE, self.ring)
+        mbarrier.wait(slot.freed, self.ring.previous_lap())
+        return slot, TensorMemoryProducer(self.channel, self.ring.next(), self.LANE)
 
 
 @aggregate
 class TensorMemoryConsumer:
-    """The end of the role that takes over what the products have accumulated."""
+    """The end of a role that takes over what the products have accumulated."""
 
-    slot: TensorMemorySlot
+    channel: TensorMemoryChannel
     ring: Ring
+    LANE: gl.constexpr
+
+    @jit
+    def next_slot(self):
+        """The slot that the next `acquire` returns, not waited for: for who knows otherwise that it may be touched."""
+        return self.channel.slot_at(self.LANE, self.ring)
 
     @jit
     def acquire(self):
-        """Wait until the slot is filled. Returns (slot, next end)."""
-        mbarrier.wait(self.slot.filled, self.ring.this_lap())
-        return self.slot, TensorMemoryConsumer(self.slot, self.ring.next())
+        """Wait until the next slot is filled. Returns (slot, next end)."""
+        slot = self.next_slot()
+        mbarrier.wait(slot.filled, self.ring.this_lap())
+        return slot, TensorMemoryConsumer(self.channel, self.ring.next(), self.LANE)

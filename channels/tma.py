@@ -1,25 +1,35 @@
 """TMA copies through an acquired slot: the bytes to expect and the copy, kept together so that they cannot differ."""
 
-from .compat import fence_async_shared, gl, jit, mbarrier, tma
+from .compat import constexpr_function, fence_async_shared, gl, jit, mbarrier, tma
+from .shared_memory import as_tuple
+
+
+@constexpr_function
+def total_bytes(tiles):
+    return sum(tile.nbytes_per_cta for tile in tiles)
 
 
 @jit
-def expect(slot, PARTS: gl.constexpr = 1):
-    """Announce the bytes of PARTS tiles on the slot's barrier. Each CTA expects its own bytes, multicast or not."""
-    mbarrier.expect(slot.filled, PARTS * slot.part(0).nbytes_per_cta)
+def load(slot, descs, coords):
+    """Fill a slot. descs: the TMA descriptor of its one part, or a tuple of one for each part; coords: a tile's first
+    indices in the descriptor's tensor, or a tuple of these.
 
-
-@jit
-def copy(slot, desc, coords, part=0):
-    """Start the copy of one tile, already announced, into the slot. If multicast, one CTA issues it for several."""
-    tma.async_load(desc, coords, slot.filled, slot.tile_of(desc, part), multicast=slot.MULTICAST)
-
-
-@jit
-def load(slot, desc, coords):
-    """Fill a slot of one tile: `coords` are the tile's first indices in the descriptor's tensor."""
-    expect(slot)
-    copy(slot, desc, coords)
+    Each CTA announces the bytes that it gets, multicast or not; if multicast, one CTA issues a copy for several.
+    """
+    if isinstance(descs, gl.tuple):
+        all_coords = coords
+    else:
+        all_coords = (coords,)
+    parts = as_tuple(descs)
+    PARTS: gl.constexpr = slot.PARTS
+    gl.static_assert(len(parts) == PARTS, "descs: expected a TMA descriptor for each part of the slot")
+    gl.static_assert(len(all_coords) == PARTS, "coords: expected a tile's indices for each part of the slot")
+    tiles = ()
+    for i in gl.static_range(PARTS):
+        tiles = tiles + (slot.tile_of(parts[i], i),)
+    mbarrier.expect(slot.filled, total_bytes(tiles))
+    for i in gl.static_range(PARTS):
+        tma.async_load(parts[i], all_coords[i], slot.filled, tiles[i], multicast=slot.MULTICAST)
 
 
 @jit

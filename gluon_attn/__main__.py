@@ -12,17 +12,12 @@ from multiprocessing import get_context
 
 import torch
 
-from ..gluon_attn import attention, reference_attention
+from . import attention, reference_attention
 from .cpu import find_race
 from .device import Device
 from .forward.configs import HopperTile
 from .forward.launch import compiled
-from .forward.table import (
-    BLACKWELL,
-    HOPPER,
-    Row,
-    pick_tile,
-)
+from .forward.table import BLACKWELL, HOPPER, Row, pick_tile
 from .problem import Problem
 from .resources import resources
 from .runtime.compiler import assembler_version, check_triton_version

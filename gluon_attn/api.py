@@ -1,35 +1,31 @@
 """The public call: validate, pick a tile, launch."""
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .device import Device
 from .forward.configs import TileConfig
-from .forward.launch import Launch, TransposingLaunch, launch_of
+from .forward.launch import launches_on_card
 from .forward.plan import Plan
-from .forward.table import (
-    pick_tile,
-    require_ctas,
-    require_fits,
-    require_supported,
-)
+from .forward.table import pick_tile, require_ctas, require_fits, require_supported
 from .problem import (
     FP8_DTYPES,
     SCALES,
     TMA_ALIGNMENT_BYTES,
     Problem,
+    check_bool,
     check_no_overlap,
+    check_readable,
+    check_scale_signs,
     output_dtype,
     refuse_address,
+    type_name,
 )
 from .runtime.compiler import check_triton_version
-
-if TYPE_CHECKING:
-    from .cpu import CpuLaunch
-
-    AnyLaunch = Launch | TransposingLaunch | CpuLaunch
+from .runtime.kernel import Launches
 
 # What users of flash-attention and of torch may ask for by name, and what to call it in the answer.
 UNSUPPORTED = {
@@ -55,8 +51,10 @@ RENAMED = {
 }
 
 # Launches by everything they depend on. Shapes and strides only: no tensor is kept alive. None: nothing to launch.
-_launches: dict[tuple[Any, ...], "AnyLaunch | None"] = {}
+_launches: dict[tuple[Any, ...], Launches | None] = {}
 MAX_LAUNCHES = 4096
+
+LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
 
@@ -100,8 +98,8 @@ def attention(
         out: where to put O: shape and dtype of q (of fp8 inputs: bfloat16), sharing no memory with q, k, v. Default: a
             new tensor like q.
         q_scale, k_scale, v_scale: for fp8 inputs, what they are multiplied with: (B, Hkv) fp32, contiguous. Default 1.
-            q_scale too is by KV head: one for all query heads that share it. Those of q and k must not be negative,
-            which is not checked: they are on the card.
+            q_scale too is by KV head: one for all query heads that share it. Those of q and k must not be negative:
+            on the CPU that is refused, on a card, where nobody looks, such a head is NaN.
         num_ctas: 1, 2 or (Blackwell) 4 CTAs to a cluster; default: as the tuning table has it.
         tile: a TileConfig instead of the tuning table's.
         device: a Device to choose for; default: q's own card. With CPU tensors, Device.hopper() or Device.blackwell()
@@ -109,8 +107,16 @@ def attention(
 
     Returns:
         O in q's shape and dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural
-        logarithm. A row that sees no key has O = 0 and LSE = -inf. In fp8 on Hopper, whose tensor cores add with about
-        14 bits, O of many keys is too small if V has one sign: by 13 % at 8192 (docs/tuning.md, with a remedy).
+        logarithm. A row that sees no key, or has scores of -inf alone, has O = 0 and LSE = -inf. In fp8 on Hopper, whose
+        tensor cores add with about 14 bits, O of many keys is too small if V has one sign: by 13 % at 8192
+        (docs/tuning.md, with a remedy).
+
+        NaN and infinity come out as of `reference_attention`, which is plain PyTorch: a score of NaN makes O and LSE of
+        its row NaN; one of +inf makes O NaN and LSE +inf. NaN and infinity in V reach O in each row that sees the key.
+        Four things are left open. A row that does not see a key may have that key's NaN of V, or not: PyTorch has
+        0 · NaN = NaN there, the kernels leave out most keys that no row sees. Where a probability is too small for V's
+        dtype, its product with infinity is NaN or infinite. Where v_scale is infinite, so is O, or NaN. On Hopper LSE
+        of a row with scores of both NaN and +inf is either.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message says which, what was expected and what to do.
@@ -121,6 +127,8 @@ def attention(
     """
     if unsupported:
         refuse(**unsupported)
+    if return_lse is not False and return_lse is not True:
+        check_bool("return_lse", return_lse)  # type: ignore[unreachable]  # by its annotation
     scales = (q_scale, k_scale, v_scale)
     try:
         key = (
@@ -130,29 +138,32 @@ def attention(
             k_scale is None or identity(k_scale), v_scale is None or identity(v_scale),
         )  # fmt: skip
         launch = _launches[key]
-    except (AttributeError, KeyError, TypeError):  # new; or not a tensor, or not hashable: prepare() says what is wrong
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        # New; or no dense tensor, or not hashable: prepare() says what is wrong.
         launch = prepare(q, k, v, out, scales, causal, scale, layout, num_ctas, tile, device)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    check_call(q, k, v, out, scales)
+    else:
+        check_call(q, k, v, out, scales)
 
     if out is None:
         out = torch.empty_like(q, dtype=output_dtype(q.dtype))
-    needs_all = launch is not None and launch.needs_all_pointers
     lse = None
-    if return_lse or needs_all:
+    if return_lse:
         heads, q_len = q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1])
         lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
     if launch is None:
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
-    elif q.dtype not in FP8_DTYPES:
-        launch(q, k, v, out, lse)
     else:
-        launch(q, k, v, out, lse, *(filled_scales(scales, k, layout) if needs_all else scales))
-    return (out, lse) if return_lse and lse is not None else out
+        if q.dtype in FP8_DTYPES:
+            check_scales(scales)
+        launch(
+            {"q": q, "k": k, "v": v, "out": out, "lse": lse, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        )
+    return out if lse is None else (out, lse)
 
 
 def refuse(**unsupported: Any) -> None:
@@ -165,23 +176,29 @@ def refuse(**unsupported: Any) -> None:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")
 
 
-def filled_scales(scales: Scales, k: Tensor, layout: str) -> list[Tensor]:
-    """The scales of fp8 inputs, ones where there are none."""
-    shape = k.shape[0], k.shape[1 if layout == "bhsd" else 2]
-    return [torch.ones(shape, dtype=torch.float32, device=k.device) if s is None else s for s in scales]
-
-
 def identity(t: Tensor) -> tuple[Any, ...]:
     """What a launch may depend on of a tensor."""
     return t.shape, t.stride(), t.dtype, t.device
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
-    """What may differ from call to call with the same shapes: addresses, shared memory, gradients."""
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    """What may differ from call to call with the same shapes: addresses, shared memory, gradients. Of fp8 scales what
+    `check_scales` does is left out."""
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    addresses = at_q | at_k | at_v
+    suspect = (
+        (at_q < LOWEST_ADDRESS or at_k < LOWEST_ADDRESS or at_v < LOWEST_ADDRESS)
+        or (q.is_neg() or k.is_neg() or v.is_neg())
+        or forward_ad._current_level >= 0
+    )
+    if out is not None:
+        at_out = out.data_ptr()
+        addresses |= at_out
+        suspect = suspect or at_out < LOWEST_ADDRESS or out.is_neg()
+    if suspect:
+        check_memory(q, k, v, out)
     if out is not None:
         check_no_overlap(out, q=q, k=k, v=v)
-        addresses |= out.data_ptr()
     if addresses % TMA_ALIGNMENT_BYTES and q.numel() and k.numel():  # an empty tensor has no address
         for name, t in {"q": q, "k": k, "v": v, "out": out}.items():
             if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES:
@@ -190,6 +207,22 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scal
         for name, t in zip(("q", "k", "v", "out", *SCALES), (q, k, v, out, *scales), strict=True):
             if t is not None and t.requires_grad:
                 refuse_gradient(name)
+
+
+def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+    """That what is at the tensors' addresses is what they read as."""
+    for name, t in {"q": q, "k": k, "v": v, "out": out}.items():
+        if t is not None:
+            check_readable(name, t)
+
+
+def check_scales(scales: Scales) -> None:
+    """What may differ from call to call in fp8 scales, their sign only on the CPU: on a card the numbers are there."""
+    for name, scale in zip(SCALES, scales, strict=True):
+        if scale is not None:
+            check_readable(name, scale)
+            if scale.device.type == "cpu":
+                check_scale_signs(scales)
 
 
 def refuse_gradient(name: str) -> NoReturn:
@@ -211,18 +244,23 @@ def prepare(
     num_ctas: int | None,
     tile: TileConfig | None,
     device: Device | None,
-) -> "AnyLaunch | None":
+) -> Launches | None:
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
+    if num_ctas is not None and not isinstance(num_ctas, int):
+        raise TypeError(
+            f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1, 2 or 4, or leave it out"
+        )
     if num_ctas not in (None, 1, 2, 4) or isinstance(num_ctas, bool):
-        raise ValueError(f"num_ctas: expected 1, 2, 4 or None, got {num_ctas!r}")
+        raise ValueError(f"num_ctas: expected 1, 2, 4 or None, got {num_ctas!r}; leave it out")
     if tile is not None and not isinstance(tile, TileConfig):
-        raise TypeError(f"tile: expected a TileConfig or None, got {type(tile).__name__}")
+        raise TypeError(f"tile: expected a TileConfig or None, got {type_name(tile)}; leave it out")
     if tile is not None and num_ctas not in (None, tile.num_ctas):
         raise ValueError(f"num_ctas: expected {tile.num_ctas} (as tile.cga_layout says), got {num_ctas}; leave one out")
     if device is not None and not isinstance(device, Device):
-        raise TypeError(f"device: expected a gluon_attn Device or None, got {type(device).__name__}; leave it out")
+        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; leave it out")
+    check_memory(q, k, v, out)
     check_call(q, k, v, out, scales)
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
@@ -240,9 +278,9 @@ def prepare(
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
     plan = Plan.of(problem, pick_tile(problem, chosen, num_ctas) if tile is None else tile, chosen)
-    if q.device.type == "cpu":
-        from .cpu import CpuLaunch
-
-        return CpuLaunch(plan)
     like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if out is None else out
-    return launch_of(plan, q, k, v, like_out)
+    if q.device.type == "cpu":
+        from .cpu import launches_on_cpu
+
+        return launches_on_cpu(plan, q, k, v, like_out)
+    return launches_on_card(plan, q, k, v, like_out)

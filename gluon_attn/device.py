@@ -46,9 +46,13 @@ class Device:
     def of(device: torch.device) -> "Device":
         """The CUDA card behind `device`. Raises RuntimeError if `device` is no CUDA device."""
         if device.type != "cuda":
+            todo = {
+                "cpu": "move q, k and v with .cuda(), or execute the kernel on the CPU with device=Device.hopper() or "
+                "Device.blackwell()",
+                "meta": "it has a shape but no numbers; make q, k and v on the card",
+            }.get(device.type, "move q, k and v with .cuda()")
             raise RuntimeError(
-                f"q: expected a tensor on a Hopper or Blackwell card, got one on {device.type!r}; move q, k and v with "
-                ".cuda(), or execute the kernel on the CPU with device=Device.hopper() or Device.blackwell()"
+                f"q: expected a tensor on a Hopper or Blackwell card, got one on {device.type!r}; {todo}"
             )
         card = torch.cuda.get_device_properties(device)
         return Device(

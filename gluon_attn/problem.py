@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from .kernels.common.mask import Mask
 
 LAYOUTS = ("bhsd", "bshd")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,6 +35,7 @@ class Problem:
     causal: bool
     scale: float
     layout: str
+    score_mod: Any = None  # a jitted function of raw scores, see `Rows.modified` in kernels/common/keys.py
 
     @staticmethod
     def of(
@@ -48,29 +52,37 @@ class Problem:
         """The problem that these tensors pose, all of its shapes, dtypes, devices and strides checked.
 
         scales: those of q, k and v, for fp8; None is 1.
-        Base addresses are not looked at here (`check_addresses`): they change from call to call.
+        What may change from call to call with the same shapes is not looked at: base addresses, and whether the
+        memory is there and holds what the tensor reads as (`refuse_address`, `check_readable`).
         Raises TypeError or ValueError naming the argument, what it should be, what it is, and what to do.
         """
         named = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
         for name, t in named.items():
             if not isinstance(t, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
-        if not isinstance(causal, bool):
-            raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(t)}; make it with torch.as_tensor")
+        if not isinstance(layout, str) or layout not in LAYOUTS:
+            raise ValueError(
+                f"layout: expected one of {LAYOUTS}, got {layout!r}; b is the batch, h the heads, s the sequence and d "
+                "the head dim"
+            )
+        check_bool("causal", causal)
         for name, t in named.items():
             check_kind(name, t, q)
         batch, heads, q_len, head_dim = in_bhsd(q, layout).shape
         step = TMA_ALIGNMENT_BYTES // q.element_size()
         if head_dim % step or not step <= head_dim <= MAX_HEAD_DIM:
+            todo = f"pad q, k and v with zeros to the next multiple of {step} and give scale explicitly"
+            if head_dim > MAX_HEAD_DIM:
+                todo = f"{MAX_HEAD_DIM} is the largest, and padding makes it no smaller: use another kernel"
+            elif head_dim == 0:
+                todo = "without columns there are no scores"
             raise ValueError(
                 f"q: expected a head_dim that is a multiple of {step} from {step} to {MAX_HEAD_DIM}, got {head_dim}; "
-                f"pad q, k and v with zeros to the next multiple of {step} and give scale explicitly"
+                f"{todo}"
             )
         check_shapes(in_bhsd(q, layout), in_bhsd(k, layout), in_bhsd(v, layout))
         if out is not None and out.shape != q.shape:
-            raise ValueError(f"out: expected shape {tuple(q.shape)} (as q), got {tuple(out.shape)}")
+            raise ValueError(f"out: expected shape {tuple(q.shape)} (as q), got {tuple(out.shape)}; leave it out")
         for name, t in named.items():
             check_strides(name, t)
         for name, one in zip(SCALES, scales, strict=True):
@@ -87,6 +99,10 @@ class Problem:
             scale=checked_scale(scale, head_dim),
             layout=layout,
         )
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(causal=self.causal)
 
     @property
     def is_empty(self) -> bool:
@@ -113,22 +129,41 @@ def in_bhsd(t: Tensor, layout: str) -> Tensor:
     return t.transpose(1, 2) if layout == "bshd" else t
 
 
+def type_name(x: object) -> str:
+    """Of a value's type, with the module of all but Python's own: numpy's bool is not Python's."""
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type_name(value)}; give True or False")
+
+
 def check_kind(name: str, t: Tensor, q: Tensor) -> None:
-    """Rank, dtype and device."""
+    """Memory format, rank, dtype and device."""
+    if t.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got a nested one: sequences of different lengths are not supported; pad "
+            "them with torch.nested.to_padded_tensor, or call once for each"
+        )
+    if t.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {t.layout}; call .to_dense() on it")
     if t.dim() != 4:
         raise ValueError(
-            f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); unsqueeze a batch of 1"
+            f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); "
+            + ("unsqueeze a batch of 1" if t.dim() < 4 else "flatten the first ones into one batch")
         )
     if t.dtype not in DTYPES:
+        todo = "complex numbers are not supported" if t.is_complex() else "convert with .to(torch.bfloat16)"
         raise TypeError(
-            f"{name}: expected dtype float16, bfloat16, float8_e4m3fn or float8_e5m2, got {t.dtype}; "
-            "convert with .to(torch.bfloat16)"
+            f"{name}: expected dtype float16, bfloat16, float8_e4m3fn or float8_e5m2, got {t.dtype}; {todo}"
         )
     want, of = (output_dtype(q.dtype), "for q's") if name == "out" else (q.dtype, "as q")
     if t.dtype != want:
-        raise TypeError(f"{name}: expected dtype {want} ({of}), got {t.dtype}")
+        raise TypeError(f"{name}: expected dtype {want} ({of}), got {t.dtype}; convert with .to({want})")
     if t.device != q.device:
-        raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}")
+        raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; move it with .to(q.device)")
 
 
 def check_strides(name: str, t: Tensor) -> None:
@@ -160,15 +195,22 @@ def check_scale_tensor(name: str, scale: Tensor | None, q: Tensor, shape: tuple[
     if scale is None:
         return
     if not isinstance(scale, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(scale).__name__}")
+        raise TypeError(
+            f"{name}: expected a torch.Tensor or None, got {type_name(scale)}; make it with torch.full({shape}, ...)"
+        )
+    if scale.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {scale.layout}; call .to_dense() on it")
     if q.dtype not in FP8_DTYPES:
         raise TypeError(f"{name}: expected None with q of {q.dtype}, as only fp8 is scaled, got a Tensor; leave it out")
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: expected dtype torch.float32, got {scale.dtype}; convert with .float()")
     if scale.device != q.device:
-        raise ValueError(f"{name}: expected device {q.device} (as q), got {scale.device}")
+        raise ValueError(f"{name}: expected device {q.device} (as q), got {scale.device}; move it with .to(q.device)")
     if scale.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape} (batch, KV heads), got {tuple(scale.shape)}")
+        raise ValueError(
+            f"{name}: expected shape {shape} (batch, KV heads), got {tuple(scale.shape)}; one number for all is "
+            "expanded by .expand(...).contiguous()"
+        )
     if not scale.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor, got strides {scale.stride()}; call .contiguous() on it, nothing is "
@@ -200,7 +242,8 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}; call .item() on a tensor")
+        todo = "call .item() on it" if hasattr(scale, "item") else "give a number"
+        raise TypeError(f"scale: expected a float or None, got {type_name(scale)}; {todo}")
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:  # nor NaN
         raise ValueError(
             f"scale: expected a finite positive number from {SMALLEST_SCALE} to {LARGEST_SCALE}, got {scale}; "
@@ -216,6 +259,40 @@ def refuse_address(name: str, t: Tensor) -> NoReturn:
         f"slice at a multiple of {TMA_ALIGNMENT_BYTES // t.element_size()} elements, or .clone() it: nothing is copied "
         "silently"
     )
+
+
+def check_readable(name: str, t: Tensor) -> None:
+    """That the memory holds what the tensor reads as, for a kernel that sees addresses only.
+
+    Raises ValueError for memory that is not there, or is negated when it is read; NotImplementedError for a tangent of
+    forward-mode differentiation, which would be dropped.
+    """
+    if t.is_neg():
+        raise ValueError(
+            f"{name}: expected a tensor that is stored as it reads, got a view that PyTorch negates when it reads it; "
+            "call .resolve_neg() on it, nothing is copied silently"
+        )
+    extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
+    needed = (t.storage_offset() + extent) * t.element_size() if t.numel() else 0
+    if (found := t.untyped_storage().nbytes()) < needed:
+        raise ValueError(
+            f"{name}: expected a storage of at least {needed} bytes, got one of {found}, freed or resized since the "
+            "tensor was made; allocate it again"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        raise NotImplementedError(
+            f"{name}: expected a tensor without a tangent, as only the forward pass is supported so far, got a dual "
+            f"tensor of forward-mode differentiation; give torch.autograd.forward_ad.unpack_dual({name}).primal"
+        )
+
+
+def check_scale_signs(scales: Sequence[Tensor | None]) -> None:
+    """ValueError for a negative scale of q or k: the largest score would not be the largest after it."""
+    for name, scale in zip(SCALES[:2], scales[:2], strict=True):
+        if scale is not None and bool((scale < 0).any()):
+            raise ValueError(
+                f"{name}: expected no negative number, got {float(scale.min()):g}; negate {name[0]} and its scale"
+            )
 
 
 def check_no_overlap(out: Tensor, **inputs: Tensor) -> None:

@@ -28,7 +28,8 @@ def reference_attention(
 
     Returns (O in the layout and dtype of q (of fp8 inputs: bfloat16), LSE (B, H, Sq), natural log, fp32 or, for float64
     inputs, float64).
-    A row that sees no key has O = 0 and LSE = -inf.
+    A row that sees no key, or has scores of -inf alone, has O = 0 and LSE = -inf, but NaN where V is NaN or infinite. A
+    score of NaN makes O and LSE NaN; one of +inf makes O NaN and LSE +inf.
     """
     if q.dtype in FP8_DTYPES:
         kv_heads = k.shape[1 if layout == "bhsd" else 2]

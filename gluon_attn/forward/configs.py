@@ -4,12 +4,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from ..runtime.descriptors import Bases
+
 REGISTERS_PER_SM = 65536
 REGISTERS_PER_ROLE = range(24, 257, 8)
 WARPGROUP = 128  # threads
 BARRIER_BYTES = 1024  # shared memory for barriers and the compiler's own use, at most
-
-Bases = tuple[tuple[int, int], ...]  # a CGA layout: for each doubling of the CTAs, the step in (rows, D) of a tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,6 @@ class TileConfig:
     softmax_registers, load_registers: registers per thread of those roles.
     cga_layout: how the rows of a tile are sharded over the CTAs of a cluster, as bases of a (rows, D) tile: () for one
         CTA, ((1, 0),) for two, and on Blackwell ((1, 0), (2, 0)) for four.
-    longest_first: compute the row blocks of several heads in turn, those with most keys first; otherwise head after
-        head. For causal masks. On Blackwell as many heads at a time as have their K and V in L2 together; on Hopper
-        only the last heads, so that no program ends much later than others.
     """
 
     block_n: int
@@ -31,7 +28,6 @@ class TileConfig:
     softmax_registers: int
     load_registers: int
     cga_layout: Bases = ()
-    longest_first: bool = False
 
     @property
     def one_program_per_item(self) -> bool:
@@ -43,20 +39,9 @@ class TileConfig:
         """Whether, of an odd number of row blocks, the middle one is paired with that of the next head."""
         return False
 
-    @property
-    def ends_with_singles(self) -> bool:
-        """Whether longest_first is for the last heads only, after pairs of row blocks of the others."""
-        return False
-
     def transposes_before(self, element_bytes: int) -> bool:
         """Whether, for elements of that size, a kernel of its own transposes V before."""
         return False
-
-    @property
-    def needs_all_pointers(self) -> bool:
-        """Whether its kernel takes no null for an LSE that nobody asked for, or for fp8 scales of 1. Blackwell's does
-        not: what is proved of it is proved of a kernel that always has them."""
-        return True
 
     @property
     @abstractmethod
@@ -88,7 +73,7 @@ class TileConfig:
         """Shared memory of a CTA for a padded head dim (64, 128 or 256), with barriers and the compiler's own use."""
 
     @abstractmethod
-    def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:
+    def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
         """(rows, CGA layout) of the tiles in which that tensor is copied."""
 
 
@@ -105,8 +90,8 @@ class HopperTile(TileConfig):
     early_exp: quarters of a block's exponentials that are computed before the product P V of the block before is
         waited for, 0 to 2.
     stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
-    epilogue: how O is stored: "tma", staged in shared memory and by TMA; "rows", staged, and from there by the threads,
-        16 bytes of a row each; "registers", by the threads as the tensor cores left it.
+    last_heads_in_turn: under a causal mask, walk the row blocks of the last heads one by one, those with most keys
+        first, so that no program ends much later than others.
     transpose_registers: registers per thread of the role, a warpgroup, that transposes V in fp8. 0: no such role, as in
         16 bits; in fp8 a kernel of its own transposes V before.
     With two CTAs one load of K and V serves both.
@@ -118,18 +103,10 @@ class HopperTile(TileConfig):
     stage_in_queries: bool
     early_exp: int = 0
     integer_max: bool = False
-    epilogue: Literal["tma", "rows", "registers"] = "tma"
+    last_heads_in_turn: bool = False
     transpose_registers: int = 0
 
     ROWS_PER_CTA = 64  # of a role: query rows that a warpgroup product covers
-
-    @property
-    def needs_all_pointers(self) -> bool:
-        return False
-
-    @property
-    def ends_with_singles(self) -> bool:
-        return self.longest_first
 
     @property
     def archs(self) -> tuple[int, ...]:
@@ -148,10 +125,6 @@ class HopperTile(TileConfig):
             )
         if self.early_exp not in (0, 1, 2):
             raise ValueError(f"{self.early_exp=} must be 0, 1 or 2")
-        if self.epilogue not in ("tma", "rows", "registers"):
-            raise ValueError(f'{self.epilogue=} must be "tma", "rows" or "registers"')
-        if self.epilogue == "registers" and self.stage_in_queries:
-            raise ValueError(f"{self.stage_in_queries=} must be False with {self.epilogue=}, which stages nothing")
         super().__post_init__()
         if self.transpose_registers and self.transpose_registers not in REGISTERS_PER_ROLE:
             raise ValueError(
@@ -182,14 +155,13 @@ class HopperTile(TileConfig):
 
     def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
         row = head_dim * element_bytes
-        unstaged = self.stage_in_queries or self.epilogue == "registers"
-        results = 0 if unstaged else self.ROWS_PER_CTA * head_dim * 2
+        results = 0 if self.stage_in_queries else self.ROWS_PER_CTA * head_dim * 2
         queries = self.softmax_roles * (self.query_slots * self.ROWS_PER_CTA * row + results)
         keys_values = (3 if self.transpose_registers else 2) * self.kv_slots * self.block_n * row
         return queries + keys_values + BARRIER_BYTES
 
-    def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:
-        if name in ("q", "o"):
+    def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
+        if name in ("q", "out"):
             return self.rows_per_role, self.cga_layout
         return self.block_n, tuple((0, 0) for _ in self.cga_layout)  # the same in every CTA
 
@@ -212,6 +184,8 @@ class BlackwellTile(TileConfig):
     polynomial_columns: of every 16 columns of an unmasked block, for how many to compute the exponentials by
         polynomial on the multiply-add units; even, 0 for none.
     dynamic: programs take their row blocks from the hardware (cluster launch control), rather than every n-th.
+    longest_first: compute the row blocks of several heads in turn, as many as have their K and V in L2 together, those
+        with most keys first; otherwise head after head. For causal masks.
     rescale_threshold: rescale the output only when a row's maximum has grown by more, in log2 units; 0: always.
     """
 
@@ -224,6 +198,7 @@ class BlackwellTile(TileConfig):
     polynomial_columns: int = 0
     rescale_threshold: float = 0.0
     dynamic: bool = False
+    longest_first: bool = False
 
     QUERY_TILES = 2
     ROWS_PER_CTA = 128  # of a query tile: lanes of tensor memory
@@ -269,13 +244,13 @@ class BlackwellTile(TileConfig):
         return True
 
     @property
-    def rows_per_lane(self) -> int:
+    def rows_per_query_tile(self) -> int:
         """Query rows of a query tile, over all CTAs of the cluster."""
         return self.ROWS_PER_CTA * self.num_ctas
 
     @property
     def block_m(self) -> int:
-        return self.QUERY_TILES * self.rows_per_lane
+        return self.QUERY_TILES * self.rows_per_query_tile
 
     @property
     def correction_registers(self) -> int:
@@ -293,9 +268,9 @@ class BlackwellTile(TileConfig):
         keys_values = self.kv_slots * self.block_n * head_dim * element_bytes // min(2, self.num_ctas)
         return queries + results + keys_values + BARRIER_BYTES
 
-    def operand(self, name: Literal["q", "k", "v", "o"]) -> tuple[int, Bases]:
-        if name in ("q", "o"):
-            return self.rows_per_lane, self.cga_layout
+    def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
+        if name in ("q", "out"):
+            return self.rows_per_query_tile, self.cga_layout
         # A pair multiplies with one right operand, of which each CTA holds half: of Kᵀ and of V half of the columns.
         # Further pairs have the same.
         half = (1, 0) if name == "k" else (0, 1)

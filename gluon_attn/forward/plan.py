@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..device import Device
 from ..problem import Problem
-from .configs import TileConfig
+from .configs import BlackwellTile, HopperTile, TileConfig
 
 # Of the cache, that K and V of the heads at work may take: the rest is for Q, O and what else passes through.
 SHARE_OF_L2 = 0.6
@@ -14,7 +14,7 @@ LARGEST_LENGTH = 2**31 - 2**12  # leaves room to round up to any block of rows o
 
 # Of a head, for row blocks of the last heads to be walked one by one: with four, the lightest is still so heavy that
 # nothing evens out.
-MIN_ROW_BLOCKS_OF_SINGLES = 5
+MIN_ROW_BLOCKS_IN_TURN = 5
 
 # Keys of a block in the kernel that transposes V.
 TRANSPOSE_BLOCK_N = 128
@@ -25,9 +25,9 @@ class Plan:
     """A persistent grid of `programs` clusters that walks the row blocks of all heads, singly or in pairs.
 
     items: what there is to do: row blocks of all heads, or pairs of them.
-    blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (see kernels/common/schedule.py).
-    heads_per_group: how many heads' row blocks are computed in turn, those with most keys first, if the tile is for
-        longest_first: on Hopper the last so many heads, where the others' row blocks are paired; else group by group.
+    blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (forward/work.py of the architecture's kernel).
+    heads_in_turn: how many heads' row blocks are computed in turn, those with most keys first, if the tile has that: on
+        Hopper of the last heads, where the others' row blocks are paired; on Blackwell of those that have room in L2.
     scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
     arch: what to compile for: 90, 100 or 103.
     """
@@ -37,7 +37,7 @@ class Plan:
     programs: int
     items: int
     blocks_per_item: int
-    heads_per_group: int
+    heads_in_turn: int
     scale_log2: float
     arch: int
 
@@ -71,26 +71,26 @@ class Plan:
         # two differ much and there is no program for every block anyway; unless that is left to the order of items.
         lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
         uneven = problem.causal and heaviest >= 2 * lightest
-        ordered = tile.one_program_per_item or (tile.longest_first and not tile.ends_with_singles)
+        ordered = isinstance(tile, BlackwellTile) and (tile.dynamic or tile.longest_first)
         pairs = uneven and heads * row_blocks > clusters and not ordered
         blocks_per_item = 2 if pairs else 1
         if tile.pairs_span_heads:
             items = -(-heads * row_blocks // blocks_per_item)
         else:
             items = heads * -(-row_blocks // blocks_per_item)
-        heads_per_group = heads_in_l2(problem, device)
-        if tile.ends_with_singles:
-            # Two rounds of single ones in place of one of pairs: more of them even out no better, and one round of
-            # pairs in all leaves nothing to even out.
-            wanted = pairs and row_blocks >= MIN_ROW_BLOCKS_OF_SINGLES and items > clusters
-            heads_per_group = -(-clusters // -(-row_blocks // 2)) if wanted else 0  # there are as many: see `wanted`
+        heads_in_turn = heads_in_l2(problem, device) if isinstance(tile, BlackwellTile) else 0
+        # Two rounds of single ones in place of one of pairs: more of them even out no better, and one round of pairs in
+        # all leaves nothing to even out.
+        wanted = isinstance(tile, HopperTile) and tile.last_heads_in_turn and row_blocks >= MIN_ROW_BLOCKS_IN_TURN
+        if wanted and pairs and items > clusters:
+            heads_in_turn = -(-clusters // -(-row_blocks // 2))  # there are as many, as items > clusters
         return Plan(
             problem=problem,
             tile=tile,
             programs=items if tile.one_program_per_item else min(clusters, items),
             items=items,
             blocks_per_item=blocks_per_item,
-            heads_per_group=heads_per_group,
+            heads_in_turn=heads_in_turn,
             scale_log2=problem.scale * math.log2(math.e),
             arch=device.arch,
         )

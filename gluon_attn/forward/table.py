@@ -2,17 +2,14 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..device import Device
+from ..kernels.common.mask import Mask
 from ..problem import FP8_DTYPES, Problem
-from .configs import (
-    Bases,
-    BlackwellTile,
-    HopperTile,
-    TileConfig,
-)
+from ..runtime.descriptors import Bases
+from .configs import BlackwellTile, HopperTile, TileConfig
 from .plan import Plan
 
 LONG = 1280  # keys, from where on it pays to compute the longest row blocks first
@@ -42,6 +39,10 @@ class Row:
     card: str | None = None
     date: str | None = None
 
+    @property
+    def mask(self) -> Mask:
+        return Mask(causal=self.causal)
+
     def fits(self, problem: Problem, device: Device, num_ctas: int | None) -> bool:
         return (
             (self.padded_head_dim, self.causal) == (problem.padded_head_dim, problem.causal)
@@ -70,10 +71,9 @@ def hopper_tile(
     early_exp: int = 0,
     integer_max: bool = False,
     stage_in_queries: bool = False,
-    epilogue: Literal["tma", "rows", "registers"] = "tma",
     num_ctas: int = 1,
     transpose_registers: int = 0,
-    longest_first: bool = False,
+    last_heads_in_turn: bool = False,
 ) -> HopperTile:
     return HopperTile(
         softmax_roles=softmax_roles,
@@ -84,13 +84,12 @@ def hopper_tile(
         early_exp=early_exp,
         integer_max=integer_max,
         stage_in_queries=stage_in_queries,
-        epilogue=epilogue,
         softmax_registers=softmax_registers,
         # What all roles have in common stays in registers only if each of them has enough, so more than the load warp
         # needs itself, if there are more.
         load_registers=24 if transpose_registers else 32,
         transpose_registers=transpose_registers,
-        longest_first=longest_first,
+        last_heads_in_turn=last_heads_in_turn,
         cga_layout=CGA_LAYOUTS[num_ctas],
     )
 
@@ -127,11 +126,11 @@ def hopper_rows() -> Iterator[Row]:
     # for it, on two CTAs it gains nothing.
     three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, integer_max=True)
     yield measured(64, False, three, min_kv_len=2048)
-    four = hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True, longest_first=True)
+    four = hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True, last_heads_in_turn=True)
     yield measured(64, True, four, min_kv_len=LONG)
     three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, num_ctas=2)
     yield measured(64, True, three, min_kv_len=8192)
-    two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True, longest_first=True)
+    two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True, last_heads_in_turn=True)
     yield measured(128, True, two, min_kv_len=LONG)
     two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True)
     yield measured(128, True, two, min_kv_len=768)
@@ -154,14 +153,14 @@ def hopper_rows() -> Iterator[Row]:
     # not at D=256, where with four warps more the assembler has too few registers for the products.
     fp8 = {"element_bytes": 1}
     often = {"min_reuse": 2048, **fp8}
-    three = hopper_tile(3, 128, 2, 2, 160, turns="none", longest_first=True)
+    three = hopper_tile(3, 128, 2, 2, 160, turns="none", last_heads_in_turn=True)
     yield measured(64, True, three, min_kv_len=8192, **often)
-    four = hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, longest_first=True)
+    four = hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, last_heads_in_turn=True)
     yield measured(64, True, four, min_kv_len=LONG, **often)
     yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none"), min_reuse=512, **fp8)
     yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=2), **often)
     for n in (1, 2):
-        causal_order: dict[str, Any] = {"num_ctas": n, "longest_first": n == 1}
+        causal_order: dict[str, Any] = {"num_ctas": n, "last_heads_in_turn": n == 1}
         three = hopper_tile(3, 128, 2, 2, 160, turns="scores", num_ctas=n)
         yield measured(64, False, three, min_kv_len=2048, **often)
         yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), min_reuse=1024, **fp8)
@@ -224,11 +223,19 @@ def pick_tile(problem: Problem, device: Device, num_ctas: int | None = None) -> 
     for row in TABLE:
         needed = row.tile.smem_bytes(row.padded_head_dim, row.element_bytes)
         if row.fits(problem, device, num_ctas) and needed <= device.smem_bytes:
-            return row.tile
+            return row.tile if problem.score_mod is None else for_any_scores(row.tile)
     raise ValueError(
         f"tile: no row of the tuning table fits head_dim {problem.head_dim}, num_ctas {num_ctas} and the "
         f"{device.smem_bytes} bytes of shared memory of {device.name}; give a TileConfig as tile"
     )
+
+
+def for_any_scores(tile: TileConfig) -> TileConfig:
+    """The tile without the levers that look at raw scores."""
+    if isinstance(tile, HopperTile):
+        return replace(tile, integer_max=False)
+    assert isinstance(tile, BlackwellTile)
+    return replace(tile, max_in_load=False)
 
 
 def require_supported(problem: Problem, device: Device) -> None:
@@ -269,12 +276,23 @@ def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
             f"tile: expected rescale_threshold=0 for {problem.dtype}, in which P beyond its scale would overflow, got "
             f"{tile.rescale_threshold}"
         )
+    if problem.score_mod is not None:
+        require_any_scores(tile)
     needed = tile.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize)
     if needed > device.smem_bytes:
         raise ValueError(
             f"tile: expected a tile that fits the {device.smem_bytes} bytes of shared memory of {device.name}, got one "
             f"that needs {needed} at head_dim {problem.head_dim}; lower kv_slots, query_slots or block_n"
         )
+
+
+def require_any_scores(tile: TileConfig) -> None:
+    """ValueError for a lever that looks at raw scores, which is wrong where a function changes them after."""
+    for lever in ("integer_max", "max_in_load"):
+        if getattr(tile, lever, False):
+            raise ValueError(
+                f"tile: expected {lever}=False with a score_mod, as it finds the maxima of scores before that, got True"
+            )
 
 
 def require_fits_dtype(tile: HopperTile, problem: Problem) -> None:

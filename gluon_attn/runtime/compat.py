@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor as tma_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
@@ -27,6 +28,7 @@ __all__ = [
     "CompiledKernel",
     "GPUTarget",
     "GluonASTSource",
+    "PropagateNan",
     "TensorDescriptor",
     "TensorMemoryLayout",
     "add2",

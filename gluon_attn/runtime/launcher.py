@@ -4,15 +4,7 @@ from typing import Any
 
 import torch
 
-from .compat import TMA_DTYPE_DEVICE_TO_HOST, CompiledKernel, driver, knobs
-
-
-def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> Any:
-    """The 128-byte TMA descriptor (a CUtensorMap) of a tensor; `meta` is the compiled kernel's for that parameter."""
-    element_type = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return driver.active.utils.fill_tma_descriptor_tiled(
-        address, meta["swizzle"], meta["elem_size"], element_type, meta["block_size"], shape, strides, 0
-    )
+from .compat import CompiledKernel, driver, knobs
 
 
 class Launcher:

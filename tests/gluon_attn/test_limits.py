@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import (
-    BlackwellTile,
-    TileConfig,
-    attention,
-    reference_attention,
-)
+from gluon_attn import BlackwellTile, TileConfig, attention, reference_attention
 from gluon_attn.device import Device
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_tile, pick_tile

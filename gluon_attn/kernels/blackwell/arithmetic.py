@@ -1,12 +1,8 @@
 """Arithmetic on tiles of which a thread has a whole row, as tensor memory is loaded: nothing crosses threads."""
 
-from gluon_attn.runtime.compat import (
-    add2,
-    fma2,
-    gl,
-    jit,
-    mul2,
-)
+from gluon_attn.runtime.compat import add2, fma2, gl, jit, mul2
+
+from ..common.row_stats import PROPAGATE_NAN
 
 # 2^f on [-1/2, 1/2] to a relative error of 7.5e-5, by Remez' exchange: P is rounded to 4.9e-4 (fp16) or 3.9e-3 (bf16).
 EXP2_C0 = gl.constexpr(0.99992806)
@@ -65,10 +61,23 @@ def row_sums(x, PACKED: gl.constexpr):
 
 
 @jit
+def larger(a, b):
+    """The larger one of two numbers, NaN if one is NaN; one instruction, as without."""
+    return gl.maximum(a, b, propagate_nan=PROPAGATE_NAN)
+
+
+@jit
+def row_maxima(x):
+    """[M, N] -> [M], NaN where a column is NaN."""
+    return gl.reduce(x, 1, larger)
+
+
+@jit
 def polynomial_exp2(x, PACKED: gl.constexpr):
-    """2^x for x <= 8, on the multiply-add units; 2^-125 for all that is less.
+    """2^x for x <= 8, on the multiply-add units; 2^-125 for all that is less, and for NaN.
 
     x = n + f with n the nearest integer: 2^f by a polynomial, and n added to its exponent (Cody and Waite, 1980).
+    That a row has NaN is seen by its maximum, which is NaN too; that it has infinity, by a maximum of infinity.
     """
     x = gl.maximum(x, LEAST_EXPONENT)
     if PACKED:

@@ -1,54 +1,85 @@
-"""Which keys a block of query rows sees: the one trip count of every role, and the mask."""
+"""Which keys a block of query rows sees: the blocks of keys that every role walks, and the mask within them."""
 
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
+from .sequence import RowBlock
 from .thread_view import keep_first_columns
 
 
 @aggregate
-class Rows:
-    """ROWS consecutive query rows from `first` on, against keys in blocks of BLOCK_N.
+class KeyRange:
+    """The key blocks that some rows walk, first ... end - 1, and those among them that every row sees entirely,
+    unmasked_first ... unmasked_end - 1. All int32 scalars.
 
-    Row first + i sees keys 0 ... visible(i) - 1. Causal is bottom-right aligned: the last query sees every key. Blocks
-    are walked from the last one that any row sees to block 0, so that those with a masked key come first.
+    They are walked in steps, the last block first, so that under a causal mask the masked ones come first. A role
+    counts steps, and `block` says which block a step is about.
     """
 
     first: gl.tensor
+    end: gl.tensor
+    unmasked_first: gl.tensor
+    unmasked_end: gl.tensor
+
+    @jit
+    def steps(self):
+        return self.end - self.first
+
+    @jit
+    def block(self, step):
+        return self.end - 1 - step
+
+    @jit
+    def masked_steps(self):
+        """Steps before the first block that every row sees entirely; may be 0."""
+        return self.end - self.unmasked_end
+
+    @jit
+    def masked_as(self, other):
+        """The same steps, for rows of which `other` is the range that they see themselves."""
+        return KeyRange(self.first, self.end, other.unmasked_first, other.unmasked_end)
+
+    @jit
+    def unmasked_end_step(self):
+        """The step after the last block that every row sees entirely."""
+        return self.end - self.unmasked_first
+
+
+@aggregate
+class Rows:
+    """ROWS consecutive query rows of a row block, from `first` on, against keys in blocks of BLOCK_N.
+
+    Row first + i sees keys 0 ... visible(i) - 1.
+    """
+
+    block: RowBlock
+    first: gl.tensor  # of the sequence
     seen: gl.tensor  # how many keys the first row sees; zero or negative for none
-    q_len: gl.tensor
-    kv_len: gl.tensor
     ROWS: gl.constexpr
     BLOCK_N: gl.constexpr
-    CAUSAL: gl.constexpr
+    MASK: gl.constexpr  # a Mask
+    SCORE_MOD: gl.constexpr  # see `modified`
 
     @jit
     def visible(self, i):
         """How many keys row first + i (a scalar or a tensor) sees; zero or negative for none."""
-        if self.CAUSAL:
-            return gl.minimum(self.kv_len, self.seen + i)
+        if self.MASK.causal:
+            return gl.minimum(self.block.sequence.k_len, self.seen + i)
         else:
             return self.seen + i * 0
 
     @jit
-    def part(self, offset, ROWS: gl.constexpr):
+    def share(self, offset, ROWS: gl.constexpr):
         """ROWS of these rows, from row first + offset on."""
         seen = self.visible(offset)
-        return Rows(self.first + offset, seen, self.q_len, self.kv_len, ROWS, self.BLOCK_N, self.CAUSAL)
+        return Rows(self.block, self.first + offset, seen, ROWS, self.BLOCK_N, self.MASK, self.SCORE_MOD)
 
     @jit
-    def blocks(self):
-        """Blocks to walk: at least one, even if all of it is masked, as its statistics are then those of no key."""
-        return (gl.maximum(self.visible(self.ROWS - 1), 1) + self.BLOCK_N - 1) // self.BLOCK_N
-
-    @jit
-    def unmasked_blocks(self):
-        """How many of them, from block 0 on, every row sees entirely; may be 0."""
-        return gl.maximum(self.seen, 0) // self.BLOCK_N
-
-    @jit
-    def masked_blocks(self):
-        """How many of them, from the last one on, hold a key that some row does not see; may be 0."""
-        return self.blocks() - self.unmasked_blocks()
+    def keys(self):
+        """The KeyRange that they walk: at least one block, even if all of it is masked, as its statistics are then
+        those of no key."""
+        end = (gl.maximum(self.visible(self.ROWS - 1), 1) + self.BLOCK_N - 1) // self.BLOCK_N
+        unmasked_end = gl.maximum(self.seen, 0) // self.BLOCK_N
+        return KeyRange(gl.to_tensor(0), end, gl.to_tensor(0), unmasked_end)
 
     @jit
     def mask(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
@@ -56,4 +87,22 @@ class Rows:
         from FIRST_COLUMN on."""
         # Not visible(i): only rows past the last query would see less by it, and nobody stores those.
         columns = self.seen - (block * self.BLOCK_N + FIRST_COLUMN)
-        return keep_first_columns(scores, columns, float("-inf"), DIAGONAL=self.CAUSAL)
+        return keep_first_columns(scores, columns, float("-inf"), DIAGONAL=self.MASK.causal)
+
+    @jit
+    def modified(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
+        """Raw scores of key block `block` as SCORE_MOD, a jitted function or None, makes them, before the mask.
+
+        It is called as SCORE_MOD(scores, q_index, k_index, head, batch): raw scores q · k [ROWS, N], not yet scaled;
+        q_index [ROWS, 1] and k_index [1, N], positions in the sequence; head and batch, scalars. All int32 but the
+        scores. It returns [ROWS, N].
+        """
+        if self.SCORE_MOD is None:
+            return scores
+        else:
+            LAYOUT: gl.constexpr = scores.type.layout
+            row = gl.arange(0, scores.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+            column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+            q_index, k_index = self.first + row, block * self.BLOCK_N + FIRST_COLUMN + column
+            modified = self.SCORE_MOD(scores, q_index, k_index, self.block.head, self.block.batch)
+            return gl.convert_layout(modified, LAYOUT)

@@ -1,12 +1,6 @@
 """The kernel's tensors, and the scales of those in fp8."""
 
-from gluon_attn.runtime.compat import (
-    aggregate,
-    constexpr_function,
-    gl,
-    jit,
-    tma_descriptor,
-)
+from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit, tma_descriptor
 
 # P is in [0, 1]. In fp8 it is computed times 2^8, where the numbers that matter are normal ones (e4m3 ends at 448): the
 # row sum has the same factor, so that it cancels in O.
@@ -42,42 +36,42 @@ class Operands:
     k: tma_descriptor  # (B, Hkv, Sk, D), tiles [1, 1, BLOCK_N, D]
     v: tma_descriptor  # as k; or, on Hopper in fp8, of V transposed, tiles [1, 1, D, BLOCK_N]
     o: tma_descriptor  # as q, or bf16
-    lse: gl.tensor  # (B, H, Sq) fp32
+    lse: gl.tensor  # (B, H, Sq) fp32; null if nobody asked for it
     scale_log2: gl.tensor  # softmax scale times log2(e)
+    scales: gl.tuple  # of q, k and v in fp8: (B, Hkv) fp32 each, or null for 1; in 16 bits None each
 
     @jit
-    def kv_head(self, tile):
-        """The KV head of a tile's query head."""
-        return tile.head // (self.q.shape[1] // self.k.shape[1])
+    def kv_head(self, row_block):
+        """The KV head of a row block's query head."""
+        return row_block.head // (self.q.shape[1] // self.k.shape[1])
 
     @jit
-    def scale_of(self, scales, tile, OPTIONAL: gl.constexpr):
-        """A tile's number in (B, Hkv) fp32. OPTIONAL: `scales` may be null, for 1 everywhere."""
-        if OPTIONAL:
-            scale = 1.0
-            if scales.to(gl.int64) != 0:  # branched over: a masked load made a kernel at D=64 spill
-                scale = self.scale_of(scales, tile, OPTIONAL=False)
-            return scale
-        else:
-            return gl.load(scales + (tile.batch * self.k.shape[1] + self.kv_head(tile)))
+    def scale_of(self, scales, row_block):
+        """A row block's number in (B, Hkv) fp32, or 1 if `scales` is null."""
+        scale = 1.0
+        if scales.to(gl.int64) != 0:  # branched over: a masked load made a kernel at D=64 spill
+            scale = gl.load(scales + (row_block.batch * self.k.shape[1] + self.kv_head(row_block)))
+        return scale
 
     @jit
-    def output_scale(self, v_scales, tile, OPTIONAL: gl.constexpr = False):
-        """What a tile's output is multiplied with."""
-        if v_scales is None:
+    def output_scale(self, row_block):
+        """What a row block's output is multiplied with."""
+        if self.scales[2] is None:
             return 1.0
         else:
-            return self.scale_of(v_scales, tile, OPTIONAL)
+            return self.scale_of(self.scales[2], row_block)
 
     @jit
-    def score_scale(self, q_scales, k_scales, tile, OPTIONAL: gl.constexpr = False):
-        """What a tile's raw scores are multiplied with before exp2.
+    def score_scale(self, row_block):
+        """What a row block's raw scores are multiplied with before exp2.
 
         Positive: the largest raw score is to be the largest after it too, and 0 times a masked score, -inf, is NaN. A
-        head that is quantised by its largest number has a scale of 0 if it is all zeros.
+        head that is quantised by its largest number has a scale of 0 if it is all zeros. NaN for one that is NaN or
+        negative.
         """
-        if q_scales is None:
+        if self.scales[0] is None:
             return self.scale_log2
         else:
-            q_scale, k_scale = self.scale_of(q_scales, tile, OPTIONAL), self.scale_of(k_scales, tile, OPTIONAL)
-            return gl.maximum(self.scale_log2 * q_scale * k_scale, SMALLEST_SCALE_LOG2)
+            q_scale, k_scale = self.scale_of(self.scales[0], row_block), self.scale_of(self.scales[1], row_block)
+            scale = self.scale_log2 * q_scale * k_scale
+            return gl.where(scale >= 0.0, gl.maximum(scale, SMALLEST_SCALE_LOG2), float("nan"))

@@ -4,7 +4,11 @@ The method is that of Milakov and Gimelshein, "Online normalizer calculation for
 FlashAttention-2: the factor log2(e) goes into the scale, so that a probability costs one FMA and one exp2.
 """
 
-from gluon_attn.runtime.compat import gl, jit
+from gluon_attn.runtime.compat import PropagateNan, gl, jit
+
+PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
+# Stands for the maximum of scores that are all -inf: times scale_log2 below every score that has a meaning.
+LEAST_LOG2 = gl.constexpr(-(2.0**100))
 
 
 @jit
@@ -14,13 +18,24 @@ def finite(row_max, MASKED: gl.constexpr):
 
 
 @jit
+def first_maximum(row_max, scale_log2):
+    """What the first block's maxima are kept as: finite if all scores are -inf. In later blocks, of which those without
+    a mask do not ask `finite`, more of such scores would give -inf - (-inf), which is NaN."""
+    return gl.maximum(row_max, LEAST_LOG2 / scale_log2, propagate_nan=PROPAGATE_NAN)
+
+
+@jit
 def inverse(row_sum):
-    """What the accumulated P V is multiplied with; 1 for a row that saw no key, whose P V is 0."""
-    return 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+    """What the accumulated P V is multiplied with; 0 for a row whose scores are all -inf, as those of no key are."""
+    return gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
 
 
 @jit
 def log_sum_exp(row_max, row_sum, scale_log2):
-    """Natural log, of the maximum of the raw scores and the sum of exp2((score - maximum) * scale_log2)."""
+    """Natural log, of the maximum of the raw scores and the sum of exp2((score - maximum) * scale_log2).
+
+    With a score of +inf the sum is NaN, as inf - inf is, and the logarithm is +inf.
+    """
     LN_2: gl.constexpr = 0.6931471805599453
-    return (row_max * scale_log2 + gl.log2(row_sum)) * LN_2
+    lse = (row_max * scale_log2 + gl.log2(row_sum)) * LN_2
+    return gl.where(row_max == float("inf"), float("inf"), lse)

@@ -26,9 +26,7 @@ def key_major_layout(block_n, cga_layout):
 
 
 @constexpr_function
-def rows_layout(desc_layout, columns):
-    """[rows, columns] in 16 bits, a row to as few threads as hold it in 16 bytes each; rows sharded as in an
-    accumulator."""
-    threads = columns // 8
-    cga_layout = [list(basis[2:]) for basis in desc_layout.cga_layout]
-    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0], cga_layout)
+def scores_layout(accumulator, columns):
+    """`accumulator`, of O, with as many columns as a block of keys."""
+    instr_shape = [accumulator.instr_shape[0], columns, accumulator.instr_shape[2]]
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape, accumulator.cga_layout)

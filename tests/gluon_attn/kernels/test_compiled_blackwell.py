@@ -14,13 +14,7 @@ import pytest
 import torch
 
 from bench.precompile import precompile
-from channels.arrivals import (
-    commit_arrivals,
-    filled_arrivals,
-    freed_arrivals,
-    hardware_arrivals,
-    signal_arrivals,
-)
+from channels.arrivals import commit_arrivals, filled_arrivals, freed_arrivals, hardware_arrivals, signal_arrivals
 from gluon_attn.forward.configs import REGISTERS_PER_SM, BlackwellTile
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import BLACKWELL, Row, blackwell_tile

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gluon_attn.runtime import compat
+from gluon_attn.runtime import launcher
 
 
 def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = (), current: int = 5) -> list[tuple]:
@@ -20,7 +20,7 @@ def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = (), cur
 
     utils = SimpleNamespace(launch=direct)
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: {5: 3}[device])
-    monkeypatch.setattr(compat, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
 
     @contextlib.contextmanager
     def device(index):
@@ -29,10 +29,10 @@ def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = (), cur
         devices.pop()
 
     cuda = SimpleNamespace(device=device, current_device=lambda: devices[-1])
-    monkeypatch.setattr(compat, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(launcher, "torch", SimpleNamespace(cuda=cuda))
     chains = SimpleNamespace(calls=list(hooks)), SimpleNamespace(calls=[])
     runtime = SimpleNamespace(launch_enter_hook=chains[0], launch_exit_hook=chains[1])
-    monkeypatch.setattr(compat, "knobs", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(launcher, "knobs", SimpleNamespace(runtime=runtime))
 
     class Triton:
         global_scratch_size, profile_scratch_size, gsan_enabled = scratch, 0, False
@@ -44,7 +44,7 @@ def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = (), cur
     kernel = SimpleNamespace(
         run=Triton(), function=11, packed_metadata="packed", launch_metadata=lambda grid, stream: ("of", grid, stream)
     )
-    compat.Launcher(kernel, 7, 5)(("a", "b"))
+    launcher.Launcher(kernel, 7, 5)(("a", "b"))
     return calls
 
 

@@ -1,51 +1,63 @@
 """Attention forward on Blackwell: one persistent kernel of warp-specialised roles, on clusters of 1, 2 or 4 CTAs."""
 
+from channels import close_all, init_all
 from gluon_attn.runtime.compat import gl, jit
 
 from ...common.operands import Operands
-from ...common.schedule import tile_schedule
+from ...common.sizes import Lengths, counts_of
 from .copies import load, store
 from .correction import correction
 from .mma import mma
 from .softmax import softmax
-from .wires import LANES, alloc_wires
+from .wires import QUERY_TILES, alloc_wires
+from .work import Order
 
 
-@jit(do_not_specialize=["blocks_per_item", "heads_per_group"])  # 1 and 2 are one kernel
+@jit(do_not_specialize=["blocks_per_item", "l2_heads"])  # 1 and 2 are one kernel
 def attention_forward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D], rows sharded over the CTAs of a cluster
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], rows sharded over the CTAs of a pair
     v_desc,  # as k_desc, but its columns sharded
     o_desc,  # as q_desc
-    lse_ptr,  # (B, H, Sq) fp32, contiguous
-    q_scale_ptr,  # (B, Hkv) fp32, contiguous, if q, k and v are in fp8; else None
+    lse_ptr,  # (B, H, Sq) fp32, contiguous; or null
+    q_scale_ptr,  # (B, Hkv) fp32, contiguous, or null for 1, if q, k and v are in fp8; else None
     k_scale_ptr,
     v_scale_ptr,
     scale_log2,  # softmax scale times log2(e)
     blocks_per_item,  # 1, or 2 to pair heavy row blocks with light ones
-    heads_per_group,  # heads whose row blocks are computed in turn, if TILE.longest_first
-    CAUSAL: gl.constexpr,
-    TILE: gl.constexpr,  # a BlackwellTile
+    l2_heads,  # heads whose K and V have room in L2 together; their row blocks come in turn, if CONFIG.longest_first
+    MASK: gl.constexpr,  # a Mask
+    SCORE_MOD: gl.constexpr,  # a jitted function of scores, or None; see Rows.modified
+    CONFIG: gl.constexpr,  # a BlackwellTile
 ):
-    BLOCK_M: gl.constexpr = LANES * q_desc.block_shape[2]
+    BLOCK_M: gl.constexpr = QUERY_TILES * q_desc.block_shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
-    wires = alloc_wires(q_desc, k_desc, o_desc, TILE)
-    schedule = tile_schedule(
-        q_desc.shape, k_desc.shape, blocks_per_item, heads_per_group, BLOCK_M, BLOCK_N, CAUSAL, TILE.longest_first
+    wires = alloc_wires(q_desc, k_desc, o_desc, CONFIG)
+    lengths = Lengths(q_desc.shape[2], k_desc.shape[2], BLOCK_M, BLOCK_N, MASK, SCORE_MOD)
+    counts = counts_of(q_desc.shape, lengths)
+    order = Order(
+        counts=counts,
+        all_row_blocks=counts.all_heads * counts.row_blocks,
+        blocks_per_item=blocks_per_item,
+        l2_heads=l2_heads,
+        lengths=lengths,
+        IN_TURN=CONFIG.longest_first,
     )
-    operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2)
-    wires.init()
+    scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
+    operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2, scales=scales)
+    init_all(wires.channels())
 
     gl.warp_specialize(
         [
-            (correction, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, v_scale_ptr, TILE)),
-            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, 0, TILE)),
-            (softmax, (wires, schedule, operands, q_scale_ptr, k_scale_ptr, 1, TILE)),
-            (mma, (wires, schedule, operands, TILE)),
-            (load, (wires, schedule, operands, TILE)),
-            (store, (wires, schedule, operands, TILE)),
+            (correction, (wires, order, operands)),
+            (softmax, (wires, order, operands, 0)),
+            (softmax, (wires, order, operands, 1)),
+            (mma, (wires, order, operands)),
+            (load, (wires, order, operands)),
+            (store, (wires, order, operands)),
         ],
         [4, 4, 1, 1, 1],  # warps; the first role runs in the warps that the kernel was launched with
-        [TILE.softmax_registers, TILE.softmax_registers] + [TILE.load_registers] * 3,
+        [CONFIG.softmax_registers, CONFIG.softmax_registers] + [CONFIG.load_registers] * 3,
     )
-    wires.close()
+    # Both memories too are kept to the end of the whole cluster: a peer may load into, or accumulate in, what is ours.
+    close_all(wires.channels())

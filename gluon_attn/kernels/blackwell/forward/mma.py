@@ -1,13 +1,7 @@
 """The role that issues the products: one warp, and with more than one CTA that of a pair's lead, for both."""
 
-from channels import SignalConsumer, TensorMemoryProducer
-from channels.tensor_memory import TensorMemorySlot
-from gluon_attn.runtime.compat import (
-    aggregate,
-    gl,
-    jit,
-    tcgen05_mma,
-)
+from channels import SignalConsumer, TensorMemoryProducer, TensorMemorySlot
+from gluon_attn.runtime.compat import aggregate, gl, jit, tcgen05_mma
 
 from ...common.operands import probability_dtype
 from .tmem import probabilities_of
@@ -29,10 +23,9 @@ class Products:
     EARLY_P: gl.constexpr
 
     @jit
-    def next_tile(self):
-        """Wait until nothing of the last tile is left in the scores."""
-        read = self.statistics_read.acquire()
-        return Products(self.held, self.scores, self.outputs, self.tails, read, self.EARLY_P)
+    def next_row_block(self):
+        """Wait until nothing of the last row block is left in the scores."""
+        return gl.aggregate_replace(self, statistics_read=self.statistics_read.acquire())
 
     @jit
     def issue_qk(self, q, k):
@@ -60,45 +53,46 @@ class Products:
         else:
             # Whoever reads O next does so after the next scores, which are filled later.
             tcgen05_mma(p, v, output.memory, use_acc=not first, mbarriers=[])
-        return Products(held, scores, outputs, tails, self.statistics_read, self.EARLY_P)
+        return gl.aggregate_replace(self, held=held, scores=scores, outputs=outputs, tails=tails)
 
 
 @jit
-def products_of(wires, LANE: gl.constexpr, EARLY_P: gl.constexpr):
-    held, scores = wires.scores.producer(LANE).acquire()
-    outputs, tails = wires.outputs.producer(LANE), wires.tails.consumer(LANE)
-    return Products(held, scores, outputs, tails, wires.statistics_read.consumer(LANE, FIRST_IS_FREE=True), EARLY_P)
+def products_of(wires, QUERY_TILE: gl.constexpr):
+    held, scores = wires.scores.producer(QUERY_TILE).acquire()
+    outputs, tails = wires.outputs.producer(QUERY_TILE), wires.tails.consumer(QUERY_TILE)
+    read = wires.statistics_read.consumer(QUERY_TILE, FIRST_IS_FREE=True)
+    return Products(held, scores, outputs, tails, read, wires.CONFIG.early_p)
 
 
 @jit
-def mma(wires, schedule, operands, TILE: gl.constexpr):
+def mma(wires, order, operands):
     """Issues, for each key block, PV of the block before and QKᵀ of this one, for one query tile after the other."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
     D: gl.constexpr = operands.q.block_shape[3]
     queries, keys_values = wires.queries.consumer(), wires.keys_values.consumer()
-    one, two = products_of(wires, 0, TILE.early_p), products_of(wires, 1, TILE.early_p)
+    one, two = products_of(wires, 0), products_of(wires, 1)
 
-    work = first_work(wires, schedule, TILE)
-    while work.number < schedule.tiles:
-        blocks = schedule.rows(schedule.tile(work.number)).blocks()
+    work = first_work(wires, order)
+    while work.is_left():
+        steps = work.rows().keys().steps()
 
         q_one, queries = queries.acquire()
         k, keys_values = keys_values.acquire()
-        one = one.next_tile()
+        one = one.next_row_block()
         one.issue_qk(q_one.view([ROWS, D]), k.view([BLOCK_N, D]))
         q_two, queries = queries.acquire()
-        two = two.next_tile()
+        two = two.next_row_block()
         two.issue_qk(q_two.view([ROWS, D]), k.view([BLOCK_N, D]))
         k.release_after_products()
 
-        for j in range(1, blocks):
+        for step in range(1, steps):
             v_slot, keys_values = keys_values.acquire()
             v = v_slot.tile_of(operands.v).reshape([BLOCK_N, D])
-            one = one.issue_pv(v, j == 1, LAST=False)
+            one = one.issue_pv(v, step == 1, LAST=False)
             k, keys_values = keys_values.acquire()
             one.issue_qk(q_one.view([ROWS, D]), k.view([BLOCK_N, D]))
-            two = two.issue_pv(v, j == 1, LAST=False)
+            two = two.issue_pv(v, step == 1, LAST=False)
             v_slot.release_after_products()
             two.issue_qk(q_two.view([ROWS, D]), k.view([BLOCK_N, D]))
             k.release_after_products()
@@ -107,7 +101,7 @@ def mma(wires, schedule, operands, TILE: gl.constexpr):
 
         v_slot, keys_values = keys_values.acquire()
         v = v_slot.tile_of(operands.v).reshape([BLOCK_N, D])
-        one = one.issue_pv(v, blocks == 1, LAST=True)
-        two = two.issue_pv(v, blocks == 1, LAST=True)
+        one = one.issue_pv(v, steps == 1, LAST=True)
+        two = two.issue_pv(v, steps == 1, LAST=True)
         v_slot.release_after_products()
         work = work.next()

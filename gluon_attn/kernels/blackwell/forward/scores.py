@@ -3,30 +3,26 @@
 from gluon_attn.runtime.compat import gl, jit
 
 from ...common.operands import probability_dtype, shift_log2
-from ...common.row_stats import finite
-from ..arithmetic import (
-    exp2,
-    multiply_add,
-    row_sums,
-    split_columns,
-)
+from ...common.row_stats import PROPAGATE_NAN, finite
+from ..arithmetic import exp2, larger, multiply_add, row_maxima, row_sums, split_columns
 from .tmem import probabilities_of
 
 
 @jit
-def load_scores(scores, rows, block, MASKED: gl.constexpr, TILE: gl.constexpr):
-    """S in TILE.exp_pieces tensors side by side, -inf where masked, and the maximum of each row [ROWS] fp32.
+def load_scores(scores, rows, block, MASKED: gl.constexpr, CONFIG: gl.constexpr):
+    """S in CONFIG.exp_pieces tensors side by side, -inf where masked, and the maximum of each row [ROWS] fp32, NaN if
+    a score is NaN.
 
     All of S is in registers before anything is written over it.
     """
-    LOADS: gl.constexpr = TILE.load_pieces
+    LOADS: gl.constexpr = CONFIG.load_pieces
     WIDTH: gl.constexpr = scores.shape[1] // LOADS
     pieces = ()
     row_max = None
     for i in gl.static_range(LOADS):
-        piece, piece_max = load_piece(scores, rows, block, i * WIDTH, WIDTH, MASKED, TILE.max_in_load)
-        pieces = pieces + split_columns(piece, TILE.exp_pieces // LOADS)
-        row_max = piece_max if row_max is None else gl.maximum(row_max, piece_max)
+        piece, piece_max = load_piece(scores, rows, block, i * WIDTH, WIDTH, MASKED, CONFIG.max_in_load)
+        pieces = pieces + split_columns(piece, CONFIG.exp_pieces // LOADS)
+        row_max = piece_max if row_max is None else larger(row_max, piece_max)
     return pieces, row_max
 
 
@@ -41,14 +37,15 @@ def load_piece(
     MAX_IN_LOAD: gl.constexpr,
 ):
     piece = scores.slice(FIRST_COLUMN, WIDTH)
+    gl.static_assert(not MAX_IN_LOAD or rows.SCORE_MOD is None, "the maxima of loads are those of raw scores")
     if MAX_IN_LOAD and not MASKED:
-        values, row_max = piece.load_max()
+        values, row_max = piece.load_max(propagate_nan=PROPAGATE_NAN)
         row_max = gl.convert_layout(row_max, gl.SliceLayout(1, values.type.layout), assert_trivial=True)
     else:
-        values = piece.load()
+        values = rows.modified(piece.load(), block, FIRST_COLUMN)
         if MASKED:
             values = rows.mask(values, block, FIRST_COLUMN)
-        row_max = gl.max(values, axis=1)
+        row_max = row_maxima(values)
     return values, row_max
 
 
@@ -61,32 +58,32 @@ def store_piece(p, values, INDEX: gl.constexpr):
 
 
 @jit
-def probabilities(scores, offset, scale_log2, MASKED: gl.constexpr, TILE: gl.constexpr):
+def probabilities(scores, offset, scale_log2, MASKED: gl.constexpr, CONFIG: gl.constexpr):
     """exp2(scores * scale_log2 + offset), [M, N] fp32; a masked block has zeros, which a polynomial would not give."""
     column = gl.convert_layout(offset, gl.SliceLayout(1, scores.type.layout), assert_trivial=True)[:, None]
-    exponents = multiply_add(scores, scale_log2, column, TILE.packed_arithmetic)
-    return exp2(exponents, 0 if MASKED else TILE.polynomial_columns, TILE.packed_arithmetic)
+    exponents = multiply_add(scores, scale_log2, column, CONFIG.packed_arithmetic)
+    return exp2(exponents, 0 if MASKED else CONFIG.polynomial_columns, CONFIG.packed_arithmetic)
 
 
 @jit
 def store_probabilities(
-    slot, ends, pieces, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr, TILE: gl.constexpr
+    slot, ends, pieces, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr, CONFIG: gl.constexpr
 ):
     """P, for values of `dtype`, over the scores, in pieces, and the slot freed. Returns the row sums [ROWS] fp32."""
     p = probabilities_of(slot.memory, probability_dtype(dtype))
     offset = shift_log2(dtype) - finite(row_max, MASKED) * scale_log2
     sums = None
-    PIECES: gl.constexpr = TILE.exp_pieces
+    PIECES: gl.constexpr = CONFIG.exp_pieces
     for i in gl.static_range(PIECES):
-        values = probabilities(pieces[i], offset, scale_log2, MASKED, TILE)
+        values = probabilities(pieces[i], offset, scale_log2, MASKED, CONFIG)
         store_piece(p, values, i)
-        if TILE.early_p and i == 2:
+        if CONFIG.early_p and i == 2:
             slot.release()
         piece_sums = gl.convert_layout(
-            row_sums(values, TILE.packed_arithmetic), row_max.type.layout, assert_trivial=True
+            row_sums(values, CONFIG.packed_arithmetic), row_max.type.layout, assert_trivial=True
         )
         sums = piece_sums if sums is None else sums + piece_sums
-    if TILE.early_p:
+    if CONFIG.early_p:
         ends.tails.release()
     else:
         slot.release()

@@ -1,12 +1,12 @@
 """Tensor memory: what is in which columns. All aliasing of the kernel is in this file.
 
-A CTA has 128 lanes of 512 columns of 32 bits. A lane is a row of a tile: each of the CTA's two query tiles ("lanes" of
-the channels, 0 and 1) has its 128 rows in all of them. With BLOCK_N = D = 128 every column is taken:
+A CTA has 128 lanes of 512 columns of 32 bits. A lane is a row of a tile: each of the CTA's two query tiles has
+its 128 rows in all of them. With BLOCK_N = D = 128 every column is taken:
 
     0                     128                   256         384         512
-    | scores of lane 0    | scores of lane 1    | output 0  | output 1  |
+    | scores of tile 0    | scores of tile 1    | output 0  | output 1  |
 
-and over the scores of a lane, once the softmax role has them in registers, it writes what it makes of them:
+and over the scores of a query tile, once the softmax role has them in registers, it writes what it makes of them:
 
     0               BLOCK_N / 2                                         BLOCK_N
     | S: BLOCK_N scores, fp32                                           |
@@ -20,12 +20,7 @@ Why that is safe:
   max, sum       are written after the last block; the products' role waits for `statistics_read` before the next tile.
 """
 
-from gluon_attn.runtime.compat import (
-    TensorMemoryLayout,
-    constexpr_function,
-    gl,
-    jit,
-)
+from gluon_attn.runtime.compat import TensorMemoryLayout, constexpr_function, gl, jit
 
 ROWS_PER_CTA = gl.constexpr(128)  # lanes of tensor memory
 

@@ -11,7 +11,7 @@ LARGER_P_LOG2 = gl.constexpr(8.0)  # P may be larger than 1 by two to this power
 
 @aggregate
 class RowStats:
-    max: gl.tensor  # [M] fp32: running maximum of the raw scores, -inf as long as a row has seen no key
+    max: gl.tensor  # [M] fp32: running maximum of the raw scores; see `first_maximum`
     sum: gl.tensor  # [M, T] fp32: running sum of the probabilities, a partial one in each of the T threads of a row
 
 

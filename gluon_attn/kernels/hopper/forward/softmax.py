@@ -1,13 +1,15 @@
 """The softmax role: a warpgroup that takes its query rows from QKᵀ to O."""
 
-from gluon_attn.runtime.compat import gl, jit, warpgroup_mma, warpgroup_mma_wait
+from channels import tma, turn_of
+from gluon_attn.runtime.compat import aggregate, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.operands import probability_dtype, unshift
-from ...common.turns import turn_of
-from ..layouts import accumulator_layout, left_operand_layout
+from ...common.row_stats import first_maximum
+from ...common.sequence import store_lse
+from ..layouts import accumulator_layout, left_operand_layout, scores_layout
 from ..packing import join_quarters, quarters, unpack
 from .online_softmax import RowStats, finish, may_compare_as_integers, next_maximum, probabilities, rescale, total
-from .store import finish_stores, store_lse, store_output
+from .store import store_output
 from .wires import Blocks
 from .work import first_work, may_skip
 
@@ -38,14 +40,24 @@ def held_registers(packed, left):
 @jit
 def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
     """V [BLOCK_N, D] as wgmma reads it: 16-bit values as they are, 8-bit ones from their transposed tile."""
-    if v.tiles.dtype.primitive_bitwidth == 16:
+    if v.part(0).dtype.primitive_bitwidth == 16:
         return v.view([BLOCK_N, D])
     else:
         return v.view([D, BLOCK_N]).permute((1, 0))
 
 
+@aggregate
+class State:
+    """What a softmax role carries from one key block to the next."""
+
+    blocks: Blocks
+    p: gl.tensor  # [ROWS, BLOCK_N], packed: of the block before, whose V is still to come
+    stats: RowStats
+    acc: gl.tensor  # [ROWS, D] fp32
+
+
 @jit
-def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.constexpr):
+def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     """(P [ROWS, BLOCK_N], packed; its row statistics; what scores and what the output are multiplied with; next ends)
     of the first block walked.
 
@@ -57,72 +69,83 @@ def first_block(q, blocks, rows, block, operands, scales, tile, SCORES: gl.const
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
     turn.pass_on()
     # Beside the product: in fp8, scales are loaded.
-    q_scales, k_scales, v_scales = scales
-    scale_log2 = operands.score_scale(q_scales, k_scales, tile, OPTIONAL=True)
-    v_scale = operands.output_scale(v_scales, tile, OPTIONAL=True)
+    scale_log2 = operands.score_scale(rows.block)
+    v_scale = operands.output_scale(rows.block)
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
-    # 8-bit kernels always mask: without, they were up to 7 % slower from 1024 keys on (docs/tuning.md).
-    if rows.CAUSAL or q.dtype.primitive_bitwidth == 8 or rows.masked_blocks() > 0:
+    scores = rows.modified(scores, block)
+    # 8-bit kernels always mask: without, they were up to 7 % slower from 1024 keys on (docs/lab_log.md).
+    if rows.MASK.causal or q.dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
         scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
-    return join_quarters(p), RowStats(row_max, total(sums)), scale_log2, v_scale, Blocks(keys, blocks.values, turn)
+    stats = RowStats(first_maximum(row_max, scale_log2), total(sums))
+    return join_quarters(p), stats, scale_log2, v_scale, Blocks(keys, blocks.values, turn)
 
 
 @jit
 def next_block(
-    q,
-    p,
-    acc,
-    stats,
-    blocks,
-    rows,
-    block,
-    scale_log2,
-    wires,
-    SCORES: gl.constexpr,
-    MASKED: gl.constexpr,
-    AS_INTEGERS: gl.constexpr = False,
+    state, q, rows, block, scale_log2, CONFIG: gl.constexpr, MASKED: gl.constexpr, AS_INTEGERS: gl.constexpr
 ):
     """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
-    that product, the rest beside those of the other roles. Returns what it updates, but for `wires`."""
+    that product, the rest beside those of the other roles. Returns the next State."""
+    p, acc, stats, blocks = state.p, state.acc, state.stats, state.blocks
+    SCORES: gl.constexpr = scores_layout(acc.type.layout, rows.BLOCK_N)
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
     v, values = blocks.values.acquire()
     left = to_left_operand(p, q.dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, q.shape[1]), acc, is_async=True)
-    if wires.TILE.turns != "scores":
+    if CONFIG.turns != "scores":
         turn.pass_on()
 
     scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     k.release()
-    if wires.TILE.turns == "scores":
+    if CONFIG.turns == "scores":
         turn.pass_on()
+    scores = rows.modified(scores, block)
     if MASKED:
         scores = rows.mask(scores, block)
     row_max, alpha = next_maximum(scores, stats, scale_log2, MASKED, AS_INTEGERS)
     parts = quarters(scores)
-    early, early_sums = probabilities(parts[: wires.TILE.early_exp], row_max, scale_log2, q.dtype, MASKED)
-    if wires.TILE.early_exp > 0:
-        # The same slot again: it passes at once, but the assembler moves no exponential past its branch.
-        blocks.values.acquire()
+    early, early_sums = probabilities(parts[: CONFIG.early_exp], row_max, scale_log2, q.dtype, MASKED)
+    if CONFIG.early_exp > 0:
+        blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
     # exponentials left hide the multiplications of O.
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    late, late_sums = probabilities(parts[wires.TILE.early_exp :], row_max, scale_log2, q.dtype, MASKED)
+    late, late_sums = probabilities(parts[CONFIG.early_exp :], row_max, scale_log2, q.dtype, MASKED)
     stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
-    return join_quarters(early + late), acc, stats, Blocks(keys, values, turn)
+    return State(Blocks(keys, values, turn), join_quarters(early + late), stats, acc)
+
+
+@jit
+def walk(
+    state,
+    q,
+    rows,
+    first,
+    end,
+    scale_log2,
+    CONFIG: gl.constexpr,
+    MASKED: gl.constexpr,
+    AS_INTEGERS: gl.constexpr = False,
+):
+    """Steps `first` to `end` - 1 of the rows' key range."""
+    keys = rows.keys()
+    for step in range(first, end):
+        state = next_block(state, q, rows, keys.block(step), scale_log2, CONFIG, MASKED, AS_INTEGERS)
+    return state
 
 
 @jit
 def last_product(p, acc, blocks, rows):
     """P V of the last block, with nothing left to overlap."""
     v, values = blocks.values.acquire()
-    left = to_left_operand(p, v.tiles.dtype, acc.type.layout)
+    left = to_left_operand(p, v.part(0).dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, acc.shape[1]), acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
@@ -130,8 +153,9 @@ def last_product(p, acc, blocks, rows):
 
 
 @jit
-def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE: gl.constexpr):
-    """Computes and stores O and LSE of its ROWS of every tile."""
+def softmax(wires, order, operands, ROLE: gl.constexpr):
+    """Computes and stores O and LSE of its share of every row block."""
+    CONFIG: gl.constexpr = wires.CONFIG
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
     D: gl.constexpr = operands.q.block_shape[3]
@@ -139,52 +163,41 @@ def softmax(wires, schedule, operands, o_ptr, q_scales, k_scales, v_scales, ROLE
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
     queries = wires.queries.consumer()
-    blocks = Blocks(
-        wires.keys.consumer(), wires.values.consumer(), turn_of(wires.turns, ROLE, wires.TILE.turns != "none")
-    )
+    turn = turn_of(wires.turns, ROLE, CONFIG.turns != "none")
+    blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn)
 
-    work = first_work(schedule)
+    work = first_work(order)
     while work.is_left():
-        tile = work.tile()
-        tile_rows = schedule.rows(tile)
-        part = work.part(ROLE, wires.queries.PARTS)
-        rows = tile_rows.part(part * ROWS, ROWS)
-        last = rows.blocks() - 1
+        all_rows = work.rows()
+        share = work.share(ROLE, wires.queries.PARTS)
+        rows = all_rows.share(share * ROWS, ROWS)
+        last = rows.keys().block(0)
 
         q_slot, queries = queries.acquire()
-        q = q_slot.view([ROWS, D], part=part)
-        if may_skip(schedule.CAUSAL, ROLE, wires.queries.PARTS):
-            for _ in range(rows.blocks(), tile_rows.blocks()):
+        q = q_slot.view([ROWS, D], part=share)
+        if may_skip(rows.MASK, ROLE, wires.queries.PARTS):
+            for _ in range(rows.keys().end, all_rows.keys().end):
                 blocks = blocks.skip()
 
-        scales = (q_scales, k_scales, v_scales)
-        p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, scales, tile, SCORES)
-        as_integers = wires.TILE.integer_max  # if not, only the loop with floats is compiled
-        if wires.TILE.integer_max:
+        p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, SCORES)
+        as_integers = CONFIG.integer_max  # if not, only the loop with floats is compiled
+        if CONFIG.integer_max:
             as_integers = may_compare_as_integers(stats.max, scale_log2)
-        acc = gl.zeros([ROWS, D], gl.float32, OUT)
-        if schedule.CAUSAL:  # otherwise no block but the first one needs a mask
-            for j in range(1, rows.masked_blocks()):
-                p, acc, stats, blocks = next_block(
-                    q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=True
-                )
-        unmasked = gl.maximum(rows.masked_blocks(), 1)
+        state = State(blocks, p, stats, gl.zeros([ROWS, D], gl.float32, OUT))
+        keys = rows.keys()
+        if rows.MASK.causal:  # otherwise no block but the first one needs a mask
+            state = walk(state, q, rows, 1, keys.masked_steps(), scale_log2, CONFIG, MASKED=True)
+        unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
         if as_integers:
-            for j in range(unmasked, rows.blocks()):
-                p, acc, stats, blocks = next_block(
-                    q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False, AS_INTEGERS=True
-                )
+            state = walk(state, q, rows, unmasked, end, scale_log2, CONFIG, MASKED=False, AS_INTEGERS=True)
         else:
-            for j in range(unmasked, rows.blocks()):
-                p, acc, stats, blocks = next_block(
-                    q, p, acc, stats, blocks, rows, last - j, scale_log2, wires, SCORES, MASKED=False
-                )
-        if not wires.TILE.stage_in_queries:
+            state = walk(state, q, rows, unmasked, end, scale_log2, CONFIG, MASKED=False)
+        if not CONFIG.stage_in_queries:
             q_slot.release()
-        factor, lse = finish(stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
-        store_lse(lse, operands, tile, rows)
-        acc, blocks = last_product(p, acc, blocks, rows)
+        factor, lse = finish(state.stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
+        store_lse(operands.lse, operands.q.shape, rows, lse)
+        acc, blocks = last_product(state.p, state.acc, state.blocks, rows)
         out = acc * factor[:, None]
-        store_output(out.to(operands.o.dtype), o_ptr, operands, wires, q_slot, part, tile, rows, ROLE)
+        store_output(out.to(operands.o.dtype), wires, operands, rows, q_slot, share, ROLE)
         work = work.next()
-    finish_stores(wires)
+    tma.wait_stores_read()  # before the role ends: what its stores still read must not go away

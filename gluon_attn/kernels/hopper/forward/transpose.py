@@ -7,16 +7,15 @@ from .work import first_work
 
 
 @jit
-def transpose(wires, schedule, operands):
-    """The role: takes every block of V from `loaded_values` to `values`."""
+def transpose(wires, order, operands):
+    """Takes every block of V from `loaded_values` to `values`."""
     BLOCK_N: gl.constexpr = operands.v.block_shape[2]
     D: gl.constexpr = operands.v.block_shape[3]
     loaded_values, values = wires.loaded_values.consumer(), wires.values.producer()
 
-    work = first_work(schedule)
+    work = first_work(order)
     while work.is_left():
-        rows = schedule.rows(work.tile())
-        for _ in range(rows.blocks()):
+        for _ in range(work.rows().keys().steps()):
             loaded, loaded_values = loaded_values.acquire()
             v = transposed(loaded, BLOCK_N, D, operands.v.layout.cga_layout)
             loaded.release_accessed()

@@ -1,9 +1,8 @@
 """The wires of the Hopper kernel: its channels, by what flows through them."""
 
-from channels import SharedMemoryChannel, SharedMemoryConsumer, SignalChannel, cluster_fence
+from channels import SharedMemoryChannel, SharedMemoryConsumer, SignalChannel, Turn
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from ...common.turns import Turn
 from ..layouts import key_major_layout
 
 
@@ -22,7 +21,7 @@ class Wires:
              its products, or has its scores too, lets the next role issue, so that one role's softmax runs beside
              another's products.
     output:  no channel but memory: one tile per softmax role, in which it alone stages O for its store; the queries'
-             own if O is staged there, or not staged at all.
+             own if O is staged there.
     """
 
     queries: SharedMemoryChannel
@@ -31,48 +30,32 @@ class Wires:
     values: SharedMemoryChannel
     turns: SignalChannel
     output: gl.shared_memory_descriptor
-    TILE: gl.constexpr  # a HopperTile
+    CONFIG: gl.constexpr  # a HopperTile
 
     @jit
-    def init(self):
-        self.queries.init()
-        self.keys.init()
-        self.values.init()
-        if self.TILE.transpose_registers > 0:
-            self.loaded_values.init()
-        self.turns.init()
-        cluster_fence()
-
-    @jit
-    def close(self):
-        """The roles of this CTA are done; a peer may arrive on, or load into, what is ours until its roles are too."""
-        cluster_fence()
-        self.queries.close()
-        self.keys.close()
-        self.values.close()
-        if self.TILE.transpose_registers > 0:
-            self.loaded_values.close()
-        self.turns.close()
+    def channels(self):
+        transposing = (self.loaded_values,) if self.CONFIG.transpose_registers > 0 else ()
+        return (self.queries, self.keys, self.values) + transposing + (self.turns,)
 
 
 @jit
-def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
-    ROLES: gl.constexpr = TILE.softmax_roles
+def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr):
+    ROLES: gl.constexpr = CONFIG.softmax_roles
     SHARED: gl.constexpr = gl.num_ctas() > 1
-    queries = SharedMemoryChannel.alloc(q_desc, SLOTS=TILE.query_slots, CONSUMERS=ROLES, PARTS=ROLES)
-    keys = SharedMemoryChannel.alloc(k_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
-    if TILE.transpose_registers > 0:
-        loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
+    queries = SharedMemoryChannel.alloc((q_desc,) * ROLES, SLOTS=CONFIG.query_slots, CONSUMERS=ROLES)
+    keys = SharedMemoryChannel.alloc(k_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+    if CONFIG.transpose_registers > 0:
+        loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
         LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[2], v_desc.layout.cga_layout)
-        SHAPE: gl.constexpr = [TILE.kv_slots, v_desc.block_shape[3], v_desc.block_shape[2]]
+        SHAPE: gl.constexpr = [CONFIG.kv_slots, v_desc.block_shape[3], v_desc.block_shape[2]]
         tiles = gl.allocate_shared_memory(v_desc.dtype, SHAPE, LAYOUT)
-        values = SharedMemoryChannel.over(tiles, SLOTS=TILE.kv_slots, CONSUMERS=ROLES)
+        values = SharedMemoryChannel.over(tiles, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES)
     else:
-        values = SharedMemoryChannel.alloc(v_desc, SLOTS=TILE.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+        values = SharedMemoryChannel.alloc(v_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
         loaded_values = values
     turns = SignalChannel.alloc(LANES=ROLES)
-    if TILE.stage_in_queries or TILE.epilogue == "registers":
-        output = queries.tiles
+    if CONFIG.stage_in_queries:
+        output = queries.tiles[0]
     else:
         output = gl.allocate_shared_memory(o_desc.dtype, [ROLES] + o_desc.block_shape, o_desc.layout)
     return Wires(
@@ -82,7 +65,7 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, TILE: gl.constexpr):
         values=values,
         turns=turns,
         output=output,
-        TILE=TILE,
+        CONFIG=CONFIG,
     )
 
 

@@ -4,13 +4,8 @@ Hopper multiplies 8-bit operands only if both run along the summed dimension in 
 runs along the head dim. A role transposes each block as often as it is used; the kernel once, but through memory.
 """
 
-from channels import SharedMemoryChannel, cluster_fence, tma
-from gluon_attn.runtime.compat import (
-    constexpr_function,
-    gdc_launch_dependents,
-    gl,
-    jit,
-)
+from channels import SharedMemoryChannel, close_all, init_all, tma
+from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents, gl, jit
 
 
 @constexpr_function
@@ -53,8 +48,7 @@ def transpose_values(
     D: gl.constexpr = v_desc.block_shape[3]
     loaded = SharedMemoryChannel.alloc(v_desc, SLOTS=1, CONSUMERS=1)
     out = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_shape, out_desc.layout)
-    loaded.init()
-    cluster_fence()
+    init_all((loaded,))
 
     blocks = (v_desc.shape[2] + BLOCK_N - 1) // BLOCK_N
     key = gl.program_id(0) % blocks * BLOCK_N
@@ -67,5 +61,4 @@ def transpose_values(
     out.reshape([D, BLOCK_N]).store(v)
     tma.store_own(out_desc, [batch, head, 0, key], out)
     tma.wait_stores_read()
-    cluster_fence()
-    loaded.close()
+    close_all((loaded,))

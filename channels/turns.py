@@ -1,7 +1,7 @@
 """Turns: roles that share a unit of the processor use it one after the other, in a ring."""
 
-from channels import SignalConsumer, SignalProducer
-from gluon_attn.runtime.compat import aggregate, gl, jit
+from .compat import aggregate, gl, jit
+from .signals import SignalConsumer, SignalProducer
 
 
 @aggregate

@@ -1,0 +1,49 @@
+"""The sizes of a problem as the kernels count them."""
+
+from gluon_attn.runtime.compat import aggregate, gl, jit
+
+from .keys import Rows
+from .sequence import RowBlock, Sequence
+
+
+@aggregate
+class Counts:
+    """How many batches, query heads and row blocks there are. int32 scalars."""
+
+    batches: gl.tensor
+    heads: gl.tensor
+    all_heads: gl.tensor  # of all batches
+    row_blocks: gl.tensor  # of a head
+
+
+@aggregate
+class Lengths:
+    """How many queries and keys every sequence has, int32 scalars; in which blocks they come, and what is masked."""
+
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    MASK: gl.constexpr
+    SCORE_MOD: gl.constexpr
+
+    @jit
+    def row_blocks(self):
+        return (self.q_len + self.BLOCK_M - 1) // self.BLOCK_M
+
+    @jit
+    def rows(self, batch, head, index):
+        """The Rows of row block `index` of a head, and the keys they see."""
+        sequence = Sequence(gl.to_tensor(0), self.q_len, gl.to_tensor(0), self.kv_len)
+        first = index * self.BLOCK_M
+        seen = sequence.k_len
+        if self.MASK.causal:
+            seen = gl.minimum(sequence.k_len, first + (sequence.k_len - sequence.q_len) + 1)
+        row_block = RowBlock(batch, head, first, sequence)
+        return Rows(row_block, first, seen, self.BLOCK_M, self.BLOCK_N, self.MASK, self.SCORE_MOD)
+
+
+@jit
+def counts_of(q_shape, lengths):
+    """q_shape: (B, H, Sq, D)."""
+    return Counts(q_shape[0], q_shape[1], q_shape[0] * q_shape[1], lengths.row_blocks())

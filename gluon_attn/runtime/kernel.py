@@ -1,0 +1,211 @@
+"""One description of a kernel's parameters, and of a launch of it, from which all else is derived: the types it is
+compiled for, the order of arguments, TMA descriptors, the launch on a card, on gluon_cpu and in a proof."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from .compat import CompiledKernel
+from .compiler import compile_gluon
+from .descriptors import Block, View
+from .launcher import Launcher
+
+Tensors = dict[str, Any]  # what a call is given, by name: a Tensor, or None where a pointer may be null
+
+
+@dataclass(frozen=True)
+class Tma:
+    """A parameter that is a TMA descriptor of the tensor called `tensor`."""
+
+    name: str
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A parameter that is the address of the tensor called `tensor`, of Triton's type `type`; null if that is None."""
+
+    name: str
+    tensor: str
+    type: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A parameter that is a number, of Triton's type `type`. It is not specialised on."""
+
+    name: str
+    type: str = "i32"
+
+
+class Kernel:
+    """A jitted kernel and its parameters: TMA descriptors first, then pointers, then numbers, then the compile-time
+    ones, which are not listed.
+
+    Raises ValueError if these are not the function's parameters, in that order.
+    """
+
+    def __init__(self, fn: Any, *parameters: Tma | Pointer | Scalar) -> None:
+        self.fn = fn
+        self.tma = tuple(p for p in parameters if isinstance(p, Tma))
+        self.pointers = tuple(p for p in parameters if isinstance(p, Pointer))
+        self.scalars = tuple(p for p in parameters if isinstance(p, Scalar))
+        self.names: tuple[str, ...] = tuple(fn.arg_names)
+        listed = tuple(p.name for p in (*self.tma, *self.pointers, *self.scalars))
+        if listed != tuple(p.name for p in parameters) or listed != self.names[: len(listed)]:
+            raise ValueError(
+                f"parameters: expected those of {fn.__name__} from {self.names} without the compile-time ones, got "
+                f"{tuple(p.name for p in parameters)}; list TMA descriptors, then pointers, then scalars"
+            )
+
+    def types(self, blocks: Mapping[str, Block]) -> dict[str, str]:
+        """Triton's type of each parameter. blocks: of each TMA parameter's tensor."""
+        types = {p.name: blocks[p.tensor].type_name for p in self.tma}
+        types |= {p.name: f"*{p.type}" for p in self.pointers}
+        return types | {p.name: p.type for p in self.scalars}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """A kernel and all that its machine code depends on but the architecture.
+
+    blocks: of each TMA parameter's tensor. constants: the compile-time parameters; and None for a pointer that is not
+    there in this kernel at all. starts_early: it may begin before the kernel launched before it ends.
+    """
+
+    kernel: Kernel
+    blocks: Mapping[str, Block]
+    constants: Mapping[str, Any]
+    num_ctas: int = 1
+    starts_early: bool = False
+
+    NUM_WARPS = 4  # that a kernel is launched with; those of further roles come on top
+
+    def compile(self, arch: int) -> CompiledKernel:
+        """arch: 90, 100 or 103, for sm_90a and so on. Needs no card."""
+        return compile_gluon(
+            self.kernel.fn,
+            self.kernel.types(self.blocks),
+            dict(self.constants),
+            arch=arch,
+            num_warps=self.NUM_WARPS,
+            num_ctas=self.num_ctas,
+            starts_early=self.starts_early,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch, but for the tensors. Keeps none alive.
+
+    views: shape and strides of each TMA parameter's tensor. scalars: the numbers, by parameter. given: the tensor
+    of the call that takes the place of a parameter's, by the latter's name.
+    """
+
+    build: Build
+    programs: int
+    views: Mapping[str, View]
+    scalars: Mapping[str, float]
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def tensor_names(self, parameters: Sequence[Tma | Pointer]) -> list[str]:
+        """What the call calls the tensors of these parameters."""
+        return [self.given.get(p.tensor, p.tensor) for p in parameters]
+
+    def arguments(self, tensors: Tensors) -> dict[str, Any]:
+        """The arguments of an ordinary launch through Triton, `fn[(programs,)](*arguments.values(), **options)`, by
+        parameter. A pointer to a tensor that is None is None: whoever launches knows what stands for null."""
+        kernel, build = self.build.kernel, self.build
+        named: dict[str, Any] = {}
+        for p, name in zip(kernel.tma, self.tensor_names(kernel.tma), strict=True):
+            named[p.name] = self.views[p.tensor].descriptor(tensors[name], build.blocks[p.tensor])
+        named |= {
+            p.name: tensors[name] for p, name in zip(kernel.pointers, self.tensor_names(kernel.pointers), strict=True)
+        }
+        named |= self.scalars
+        named |= build.constants
+        return {name: named[name] for name in kernel.names}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of that launch."""
+        build = self.build
+        return {
+            "num_warps": build.NUM_WARPS,
+            "num_ctas": build.num_ctas,
+            "enable_fp_fusion": True,
+            "launch_pdl": build.starts_early,
+        }
+
+
+class CardLaunch:
+    """A launch bound to a compiled kernel on a card."""
+
+    def __init__(self, launch: Launch, compiled: CompiledKernel, device_index: int) -> None:
+        build = launch.build
+        kernel = build.kernel
+        self.launcher = Launcher(compiled, launch.programs, device_index)
+        self.described = getter(launch.tensor_names(kernel.tma))
+        self.describe = descriptions([launch.views[p.tensor] for p in kernel.tma], compiled)
+        self.pointers = getter(launch.tensor_names(kernel.pointers))
+        # A launch takes a place for each compile-time parameter, and no value.
+        numbers = tuple(launch.scalars[p.name] for p in kernel.scalars)
+        listed = len(kernel.tma) + len(kernel.pointers) + len(kernel.scalars)
+        self.rest = (*numbers, *(None for _ in kernel.names[listed:]))
+
+    def __call__(self, tensors: Tensors) -> None:
+        """Enqueue on the current stream of the tensors' device."""
+        addresses = map(Tensor.data_ptr, self.described(tensors))
+        self.launcher((*self.describe(*addresses), *self.pointers(tensors), *self.rest))
+
+
+class Launches:
+    """A call: launches one after the other, and memory of its own that they hand on to each other.
+
+    temporaries: makes a tensor for each name from those that the call was given. It is released when all launches are
+    enqueued: the allocator keeps it for work on the same stream that comes later.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Callable[[Tensors], None]],
+        temporaries: Mapping[str, Callable[[Tensors], Tensor]] | None = None,
+    ) -> None:
+        self.steps = tuple(steps)
+        self.temporaries = dict(temporaries or {})
+
+    def __call__(self, tensors: Tensors) -> None:
+        """Enqueue on the current stream of the tensors' device. `tensors` is the call's own."""
+        for name, make in self.temporaries.items():
+            tensors[name] = make(tensors)
+        for step in self.steps:
+            step(tensors)
+
+
+def getter(names: Sequence[str]) -> Callable[[Tensors], tuple[Any, ...]]:
+    """What takes these tensors out of a call's, as a tuple."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda tensors: tuple(tensors[name] for name in names)
+
+
+def descriptions(views: Sequence[View], compiled: CompiledKernel) -> Callable[..., tuple[Any, ...]]:
+    """What a kernel is passed for all its descriptor parameters, by the addresses of the tensors.
+
+    In a loop all of them come back to the same ones, and one look-up finds everything; elsewhere single ones do, and
+    only the others are encoded anew.
+    """
+    metas = compiled.metadata.tensordesc_meta
+    each = [lru_cache(maxsize=64)(partial(view.arguments, meta=meta)) for view, meta in zip(views, metas, strict=True)]
+
+    @lru_cache(maxsize=64)
+    def of_all(*addresses: int) -> tuple[Any, ...]:
+        arguments = (of(address) for of, address in zip(each, addresses, strict=True))
+        return tuple(chain.from_iterable(arguments))
+
+    return of_all
