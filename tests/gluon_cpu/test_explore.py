@@ -408,6 +408,10 @@ def test_command_line(tmp_path):
     assert wrong.returncode == 1, printed
     for word in ("writer", "reader", "tile", "test_project.py:", "seed"):
         assert word in printed, printed
+
+
+@pytest.mark.slow
+def test_command_line_in_lowered_mode_and_of_what_is_not_there(tmp_path):
     lowered = run_command(
         tmp_path, "gluon_cpu", "check", "test_project.py::wrong", "--mode", "lowered", "--schedules", "1"
     )
