@@ -90,13 +90,13 @@ def wait_name(kind: str, frames: list[tuple[str, str]]) -> str:
         return "stores"
     if kind == "warpgroup_mma_wait":
         return f"products: {re.split('[,=]', line)[0].strip()}"
-    channel = re.search(r"(\w+)\.(?:acquire|take)\(\)", line)
+    channel = re.search(r"(\w+)\.(?:acquire|take|wait_again)\(\)", line)
     if not channel:
         return line[:40]
     barrier = frames[0][1]
     side = "freed " if ".freed." in barrier else "peer's " if ".handover." in barrier else ""
     # A slot that is held is waited for anew, to keep what is around it in order.
-    again = "" if "=" in line else " again"
+    again = " again" if ".wait_again()" in line else ""
     return side + channel[1].replace("_", " ") + again
 
 

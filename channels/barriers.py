@@ -33,7 +33,7 @@ def cluster_fence():
 
 @jit
 def init_all(channels):
-    """Before the roles begin. channels: a tuple of all the kernel's channels; then every CTA of the cluster sees them."""
+    """Before the roles begin: all channels of the kernel, a tuple. Every CTA of the cluster sees them afterwards."""
     for i in gl.static_range(len(channels)):
         channels[i].init()
     cluster_fence()

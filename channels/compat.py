@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 from triton.experimental.gluon.language.nvidia.hopper import cluster, fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
+from triton.runtime.jit import JITFunction
 
 if TYPE_CHECKING:
     T = TypeVar("T")
@@ -25,6 +26,7 @@ else:
     from triton.experimental.gluon import aggregate
 
 __all__ = [
+    "JITFunction",
     "MBarrierLayout",
     "TensorMemoryLayout",
     "aggregate",

@@ -21,6 +21,20 @@ def are_alike(descs):
     return all(kind == kinds[0] for kind in kinds)
 
 
+@jit
+def allocate(descs, SLOTS):
+    """The memory of a channel, see `SharedMemoryChannel.tiles`."""
+    if are_alike(descs):
+        SHAPE: gl.constexpr = [SLOTS * len(descs)] + descs[0].block_shape
+        tiles = (gl.allocate_shared_memory(descs[0].dtype, SHAPE, descs[0].layout),)
+    else:
+        tiles = ()
+        for i in gl.static_range(len(descs)):
+            ring = gl.allocate_shared_memory(descs[i].dtype, [SLOTS] + descs[i].block_shape, descs[i].layout)
+            tiles = tiles + (ring,)
+    return tiles
+
+
 @aggregate
 class SharedMemoryChannel:
     """A ring of slots in shared memory, filled by TMA or by one role, read by one or more roles of each CTA.
@@ -55,15 +69,7 @@ class SharedMemoryChannel:
     ):
         """A channel for tiles of a TMA descriptor: its dtype, block shape and layout. A tuple of descriptors: a slot
         has a part for each."""
-        parts = as_tuple(descs)
-        if are_alike(parts):
-            SHAPE: gl.constexpr = [SLOTS * len(parts)] + parts[0].block_shape
-            tiles = (gl.allocate_shared_memory(parts[0].dtype, SHAPE, parts[0].layout),)
-        else:
-            tiles = ()
-            for i in gl.static_range(len(parts)):
-                tile = gl.allocate_shared_memory(parts[i].dtype, [SLOTS] + parts[i].block_shape, parts[i].layout)
-                tiles = tiles + (tile,)
+        tiles = allocate(as_tuple(descs), SLOTS)
         return SharedMemoryChannel.over(tiles, SLOTS, CONSUMERS, MULTICAST, TWO_CTAS)
 
     @jit

@@ -56,19 +56,20 @@ class TensorMemoryChannel:
         return TensorMemorySlot(self.memory.index(at), self.filled.index(at), self.freed.index(at))
 
     @jit
-    def slot_at(self, LANE: gl.constexpr, ring):
+    def lane(self, LANE: gl.constexpr):
+        """What an end of the lane holds: of a ring of one slot, that slot, so that no loop has to find it again."""
         if self.SLOTS == 1:
             return self.slot(LANE)
         else:
-            return self.slot(LANE, ring.slot())
+            return TensorMemorySlot(self.memory, self.filled, self.freed)
 
     @jit
     def producer(self, LANE: gl.constexpr = 0):
-        return TensorMemoryProducer(self, ring_start(self.SLOTS), LANE)
+        return TensorMemoryProducer(self.lane(LANE), ring_start(self.SLOTS), LANE)
 
     @jit
     def consumer(self, LANE: gl.constexpr = 0):
-        return TensorMemoryConsumer(self, ring_start(self.SLOTS), LANE)
+        return TensorMemoryConsumer(self.lane(LANE), ring_start(self.SLOTS), LANE)
 
     @jit
     def close(self):
@@ -95,38 +96,48 @@ class TensorMemorySlot:
         mbarrier.arrive(self.freed)
 
 
+@jit
+def slot_at(lane, ring, LANE: gl.constexpr):
+    """lane: as `TensorMemoryChannel.lane` returns it."""
+    if ring.SLOTS == 1:
+        return lane
+    else:
+        at = LANE * ring.SLOTS + ring.slot()
+        return TensorMemorySlot(lane.memory.index(at), lane.filled.index(at), lane.freed.index(at))
+
+
 @aggregate
 class TensorMemoryProducer:
     """The end of the role that issues the products."""
 
-    channel: TensorMemoryChannel
+    lane: TensorMemorySlot
     ring: Ring
     LANE: gl.constexpr
 
     @jit
     def acquire(self):
         """Wait until the next slot is free. Returns (slot, next end)."""
-        slot = self.channel.slot_at(self.LANE, self.ring)
+        slot = slot_at(self.lane, self.ring, self.LANE)
         mbarrier.wait(slot.freed, self.ring.previous_lap())
-        return slot, TensorMemoryProducer(self.channel, self.ring.next(), self.LANE)
+        return slot, TensorMemoryProducer(self.lane, self.ring.next(), self.LANE)
 
 
 @aggregate
 class TensorMemoryConsumer:
     """The end of a role that takes over what the products have accumulated."""
 
-    channel: TensorMemoryChannel
+    lane: TensorMemorySlot
     ring: Ring
     LANE: gl.constexpr
 
     @jit
     def next_slot(self):
         """The slot that the next `acquire` returns, not waited for: for who knows otherwise that it may be touched."""
-        return self.channel.slot_at(self.LANE, self.ring)
+        return slot_at(self.lane, self.ring, self.LANE)
 
     @jit
     def acquire(self):
         """Wait until the next slot is filled. Returns (slot, next end)."""
         slot = self.next_slot()
         mbarrier.wait(slot.filled, self.ring.this_lap())
-        return slot, TensorMemoryConsumer(self.channel, self.ring.next(), self.LANE)
+        return slot, TensorMemoryConsumer(self.lane, self.ring.next(), self.LANE)

@@ -29,7 +29,9 @@ def load(slot, descs, coords):
         tiles = tiles + (slot.tile_of(parts[i], i),)
     mbarrier.expect(slot.filled, total_bytes(tiles))
     for i in gl.static_range(PARTS):
-        tma.async_load(parts[i], all_coords[i], slot.filled, tiles[i], multicast=slot.MULTICAST)
+        # Found once more: kept from before the barrier on, it would change the machine code.
+        tile = slot.tile_of(parts[i], i)
+        tma.async_load(parts[i], all_coords[i], slot.filled, tile, multicast=slot.MULTICAST)
 
 
 @jit

@@ -59,7 +59,10 @@ class Problem:
         named = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
         for name, t in named.items():
             if not isinstance(t, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(t)}; make it with torch.as_tensor")
+                raise TypeError(
+                    f"{name}: expected a torch.Tensor, got {type_name(t)}; "
+                    + ("leave it out" if name == "out" else "make it with torch.as_tensor")
+                )
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(
                 f"layout: expected one of {LAYOUTS}, got {layout!r}; b is the batch, h the heads, s the sequence and d "
@@ -163,22 +166,20 @@ def check_kind(name: str, t: Tensor, q: Tensor) -> None:
     if t.dtype != want:
         raise TypeError(f"{name}: expected dtype {want} ({of}), got {t.dtype}; convert with .to({want})")
     if t.device != q.device:
-        raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; move it with .to(q.device)")
+        raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; put all of them on one")
 
 
 def check_strides(name: str, t: Tensor) -> None:
     """That TMA can address the tensor by its strides."""
+    todo = "leave it out" if name == "out" else "call .contiguous() on it, nothing is copied silently"
     if t.shape[-1] > 1 and t.stride(-1) != 1:
-        raise ValueError(
-            f"{name}: expected stride 1 in the last dimension, got {t.stride(-1)}; "
-            "call .contiguous() on it, nothing is copied silently"
-        )
+        raise ValueError(f"{name}: expected stride 1 in the last dimension, got {t.stride(-1)}; {todo}")
     for dim in range(3):
         stride_bytes = t.stride(dim) * t.element_size()
         if t.shape[dim] > 1 and stride_bytes % TMA_ALIGNMENT_BYTES:
             raise ValueError(
                 f"{name}: expected strides that are multiples of {TMA_ALIGNMENT_BYTES} bytes, "
-                f"got {stride_bytes} bytes in dimension {dim}; call .contiguous() on it, nothing is copied silently"
+                f"got {stride_bytes} bytes in dimension {dim}; {todo}"
             )
     if name == "out":
         used = sorted((t.stride(dim), t.shape[dim]) for dim in range(4) if t.shape[dim] > 1)
@@ -268,9 +269,10 @@ def check_readable(name: str, t: Tensor) -> None:
     forward-mode differentiation, which would be dropped.
     """
     if t.is_neg():
+        todo = "leave it out" if name == "out" else "call .resolve_neg() on it, nothing is copied silently"
         raise ValueError(
             f"{name}: expected a tensor that is stored as it reads, got a view that PyTorch negates when it reads it; "
-            "call .resolve_neg() on it, nothing is copied silently"
+            f"{todo}"
         )
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
     needed = (t.storage_offset() + extent) * t.element_size() if t.numel() else 0

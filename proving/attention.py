@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from gluon_attn.cpu import launch_arguments
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellTile
-from gluon_attn.forward.launch import compiled, kernel_of
+from gluon_attn.forward.launch import compiled, launches_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import BLACKWELL, Row
 from gluon_attn.kernels.blackwell.forward import correction as correction_module
-from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
+from gluon_attn.problem import FP8_DTYPES, SCALES, Problem, output_dtype
 
 from .capture import describe
 from .equivalence import Equivalence, Operand, leave_barriers_valid, without
@@ -80,13 +79,14 @@ class Case:
         q = torch.empty(1, self.heads, self.q_len, self.head_dim, dtype=self.dtype)
         k = torch.empty(1, self.kv_heads, self.kv_len, self.head_dim, dtype=self.dtype)
         v, out, lse = torch.empty_like(k), torch.empty_like(q, dtype=output_dtype(self.dtype)), torch.empty(q.shape[:3])
-        scales = [torch.empty(k.shape[:2]) for _ in "qkv"] if self.dtype in FP8_DTYPES else []
+        fp8 = self.dtype in FP8_DTYPES
+        scales = {name: torch.empty(k.shape[:2]) if fp8 else None for name in SCALES}
         problem = Problem.of(q, k, v, causal=self.causal, scale=None, layout="bhsd")
         device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.tile.num_ctas)
         plan = Plan.of(problem, self.tile, device)
-        arguments, _ = launch_arguments(plan, q, k, v, out, lse, *scales)
-        values = dict(zip(kernel_of(self.tile).arg_names, arguments, strict=True))
-        kernel = compiled(self.dtype, problem.padded_head_dim, self.causal, self.tile, arch=ARCH)
+        (launch,) = launches_of(plan, q, k, v, out)
+        values = launch.arguments({"q": q, "k": k, "v": v, "out": out, "lse": lse, **scales})
+        kernel = compiled(self.dtype, problem.padded_head_dim, problem.mask, self.tile, arch=ARCH)
         return describe(kernel, (plan.programs,), values)
 
 

@@ -18,16 +18,16 @@ from gluon_attn.forward.table import HOPPER, hopper_tile
 from gluon_attn.resources import resources
 
 ROLES = "/any/gluon_attn/kernels/hopper/forward/softmax.py"
-FILLED = ("/any/channels/shared_memory.py", "mbarrier.wait(self.channel.filled.index(at.slot()), at.this_lap())")
-FREED = ("/any/channels/shared_memory.py", "mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())")
-HANDOVER = ("/any/channels/shared_memory.py", "mbarrier.wait(self.channel.handover.index(at.slot()), at.this_lap())")
+FILLED = ("/any/channels/shared_memory.py", "mbarrier.wait(self.filled.index(at.slot()), at.this_lap())")
+FREED = ("/any/channels/shared_memory.py", "mbarrier.wait(self.freed.index(at.slot()), at.previous_lap())")
+HANDOVER = ("/any/channels/shared_memory.py", "mbarrier.wait(self.handover.index(at.slot()), at.this_lap())")
 SENT = ("/any/channels/signals.py", "mbarrier.wait(self.sent, self.ring.this_lap())")
-TAKE = ("/any/gluon_attn/kernels/common/turns.py", "return Turn(self.mine.acquire(), self.following, self.TAKE_TURNS)")
+TAKE = ("/any/channels/turns.py", "return Turn(self.mine.acquire(), self.following, self.TAKE_TURNS)")
 STEP = (ROLES, "p, acc, stats, blocks = next_block(")  # whoever called the function that waits
 
 NAMES = [
     ("keys", "wait", [FILLED, (ROLES, "k, keys = blocks.keys.acquire()"), STEP]),
-    ("values again", "wait", [FILLED, (ROLES, "blocks.values.acquire()"), STEP]),
+    ("values again", "wait", [FILLED, (ROLES, "blocks.values.wait_again()"), STEP]),
     ("turn", "wait", [SENT, TAKE, (ROLES, "turn = blocks.turn.take()"), STEP]),
     ("queries", "wait", [FILLED, (ROLES, "q_slot, queries = queries.acquire()")]),
     ("freed keys", "wait", [FREED, (ROLES, "k, keys = keys.acquire()")]),

@@ -4,10 +4,13 @@ import itertools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
+from torch.autograd import forward_ad
 
+import gluon_attn.api
 from gluon_attn import TileConfig, attention, reference_attention
 from gluon_attn.device import Device
 from gluon_attn.forward.table import blackwell_tile, hopper_tile, pick_tile
@@ -105,6 +108,25 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "num_ctas 0": (ValueError, r"^num_ctas: expected .*got 0", {"num_ctas": 0}),
     "num_ctas that the tile has not": (ValueError, r"^num_ctas: expected 1.*got 2", {"num_ctas": 2, "tile": a_tile()}),
     "num_ctas is a bool": (ValueError, r"^num_ctas: expected 1, 2, 4 or None, got True", {"num_ctas": True}),
+    "num_ctas is a float": (
+        TypeError,
+        r"^num_ctas: expected an int or None, got float; .*leave it out",
+        {"num_ctas": 2.0},
+    ),
+    "num_ctas of numpy": (TypeError, r"^num_ctas: expected an int or None, got numpy.int64", {"num_ctas": np.int64(1)}),
+    "return_lse is a string": (TypeError, r"^return_lse: expected a bool, got str; give True", {"return_lse": "no"}),
+    "return_lse is a number": (TypeError, r"^return_lse: expected a bool, got int", {"return_lse": 1}),
+    "sparse": (TypeError, r"^v: expected a dense tensor, got .*sparse_coo; .*to_dense", {"v": qkv()[0].to_sparse()}),
+    "negative q_scale": (
+        ValueError,
+        r"^q_scale: expected no negative number, got -2; negate q and its scale",
+        dict(zip("qkv", qkv(dtype=E5M2), strict=True)) | {"q_scale": torch.tensor([[1.0, -2.0]]), "device": HOPPER},
+    ),
+    "negative k_scale": (
+        ValueError,
+        r"^k_scale: expected no negative number, got -2; negate k and its scale",
+        dict(zip("qkv", qkv(dtype=E5M2), strict=True)) | {"k_scale": torch.tensor([[-2.0, 1.0]]), "device": BLACKWELL},
+    ),
     "scales of bfloat16": (TypeError, r"^k_scale: expected None .*got a Tensor", {"k_scale": torch.ones(1, 2)}),
     "scale of another shape": (
         ValueError,
@@ -121,6 +143,94 @@ def test_refused(error, message, change):
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         attention(**arguments)
     assert type(caught.value) is error
+
+
+def freed(t: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """A view of memory that is given back."""
+    memory = torch.zeros(offset + t.numel(), dtype=t.dtype)
+    view = memory[offset:].view(t.shape)
+    memory.untyped_storage().resize_(0)
+    return view
+
+
+UNREADABLE: dict[str, tuple[Any, str]] = {
+    "negated": (
+        torch._neg_view,
+        r"a tensor that is stored as it reads, got .*negates.*; (call .resolve_neg|leave it out)",
+    ),
+    "freed": (freed, r"a storage of at least 4096 bytes, got one of 0, .*; allocate it again"),
+    "freed, with an offset": (lambda t: freed(t, 64), r"a storage of at least 4224 bytes, got one of 0"),
+}
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    """attention() on the CPU as far as the launch, which does nothing."""
+
+    class NoLaunch:
+        needs_all_pointers = False
+
+        def __init__(self, plan):
+            pass
+
+        def __call__(self, *tensors):
+            pass
+
+    monkeypatch.setattr("gluon_attn.cpu.CpuLaunch", NoLaunch)
+    monkeypatch.setattr(gluon_attn.api, "_launches", {})
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_memory_that_is_not_what_it_reads_as_is_refused(kind, name, calls_before, no_launch):
+    """Also after a call with the same shapes, for which all that depends on them is known."""
+    tensors: dict[str, Any] = dict(zip(("q", "k", "v", "out"), (*qkv(), qkv()[0]), strict=True))
+    for _ in range(calls_before):
+        attention(**tensors, device=HOPPER)
+    of, message = UNREADABLE[kind]
+    tensors[name] = of(tensors[name])
+    with pytest.raises(ValueError, match=rf"^{name}: expected {message}"):
+        attention(**tensors, device=HOPPER)
+
+
+def test_a_negated_scale_is_refused(no_launch):
+    q, k, v = qkv(dtype=E4M3)
+    with pytest.raises(ValueError, match=r"^v_scale: expected a tensor that is stored as it reads"):
+        attention(q, k, v, v_scale=torch._neg_view(torch.ones(1, 2)), device=HOPPER)
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_forward_mode_is_refused(name, calls_before, no_launch):
+    """A tangent would be dropped; without one the call is none of forward mode's."""
+    tensors = dict(zip("qkv", qkv(), strict=True))
+    with forward_ad.dual_level():
+        for _ in range(calls_before):
+            attention(**tensors, device=HOPPER)
+        tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
+        with (
+            torch.no_grad(),
+            pytest.raises(NotImplementedError, match=rf"^{name}: expected .*without a tangent.*primal"),
+        ):
+            attention(**tensors, device=HOPPER)
+
+
+def test_what_may_change_is_checked_once_per_call(monkeypatch, no_launch):
+    checked = []
+    monkeypatch.setattr(gluon_attn.api, "check_call", lambda *tensors: checked.append(tensors))
+    for calls in (1, 2):
+        attention(*qkv(), device=HOPPER)
+        assert len(checked) == calls
+
+
+@pytest.mark.parametrize("device", [None, HOPPER])
+def test_meta_tensors_are_refused_with_what_to_do(device):
+    with pytest.raises(
+        RuntimeError, match=r"^q: expected .*, got one on 'meta'; .*make q, k and v on the card"
+    ) as caught:
+        attention(*(t.to("meta") for t in qkv()), device=device)
+    assert "Device." not in str(caught.value)
 
 
 UNSUPPORTED: dict[str, Any] = {

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,12 @@ REFUSED = {
     "k of rank 5": Refused({"k": half(1, 2, 2, 32, 128)}, ValueError, "k", "4 dimensions", "5"),
     "v of rank 2": Refused({"v": half(32, 128)}, ValueError, "v", "4 dimensions", "2"),
     "out of rank 3": Refused({"out": half(4, 16, 128)}, ValueError, "out", "4 dimensions", "3"),
+    # Memory formats.
+    "q sparse": Refused({"q": VALID["q"].to_sparse()}, TypeError, "q", "a dense tensor", "layout torch.sparse_coo"),
+    "k nested": Refused({"k": torch.nested.nested_tensor([half(2, 3)])}, TypeError, "k", "a dense tensor", "nested"),
+    "k_scale sparse": Refused(
+        scaled(1, torch.ones(2, 2).to_sparse()), TypeError, "k_scale", "a dense tensor", "layout torch.sparse_coo"
+    ),
     # Shapes that do not match.
     "k of another batch": Refused({"k": half(3, 2, 32, 128)}, ValueError, "k", "batch 2 (as q)", "3"),
     "v of another batch": Refused({"v": half(1, 2, 32, 128)}, ValueError, "v", "batch 2 (as q)", "1"),
@@ -91,6 +98,7 @@ REFUSED = {
     # Dtype.
     "float32": Refused(qkv(dtype=torch.float32), TypeError, "q", KINDS, "torch.float32"),
     "float64": Refused(qkv(dtype=torch.float64), TypeError, "q", KINDS, "torch.float64"),
+    "complex": Refused(qkv(dtype=torch.complex64), TypeError, "q", KINDS, "torch.complex64"),
     "another fp8": Refused(qkv(dtype=torch.float8_e4m3fnuz), TypeError, "q", KINDS, "torch.float8_e4m3fnuz"),
     "int": Refused(qkv(dtype=torch.int16), TypeError, "q", KINDS, "torch.int16"),
     "k of another dtype": Refused({"k": VALID["k"].half()}, TypeError, "k", "torch.bfloat16 (as q)", "torch.float16"),
@@ -155,6 +163,8 @@ REFUSED = {
     "no layout": Refused({"layout": None}, ValueError, "layout", "'bhsd', 'bshd'", "None"),
     "causal is a string": Refused({"causal": "top-left"}, TypeError, "causal", "bool", "str"),
     "causal is a number": Refused({"causal": 1}, TypeError, "causal", "bool", "int"),
+    "causal is a bool of numpy": Refused({"causal": np.bool_(True)}, TypeError, "causal", "a bool", "numpy.bool"),
+    "layout is a list": Refused({"layout": ["bhsd"]}, ValueError, "layout", "'bhsd', 'bshd'", "['bhsd']"),
     "scale 0": Refused({"scale": 0.0}, ValueError, "scale", "finite positive", "0.0"),
     "scale too small for fp32": Refused({"scale": 1e-45}, ValueError, "scale", "finite positive", "1e-45"),
     "scale too large for fp32": Refused({"scale": 1e39}, ValueError, "scale", "finite positive", "1e+39"),
@@ -203,7 +213,27 @@ def test_refused(row):
 
 
 ADVICE = {
+    "q is no tensor": "torch.as_tensor",
+    "out is no tensor": "leave it out",
+    "q sparse": ".to_dense()",
+    "k_scale sparse": ".to_dense()",
+    "k nested": "to_padded_tensor",
+    "complex": "not supported",
+    "k of another dtype": ".to(torch.bfloat16)",
+    "k on another device": "on one",
+    "out of another shape": "leave it out",
+    "out with last stride 2": "leave it out",
+    "out rows off by 8 bytes": "leave it out",
+    "head dim 0": "without columns",
+    "unknown layout": "b is the batch",
+    "causal is a bool of numpy": "True or False",
+    "scale is a tensor": ".item()",
+    "scale is a string": "give a number",
+    "q_scale is a number": "torch.full((2, 2)",
+    "k_scale of one batch": ".expand(...).contiguous()",
+    "k_scale on another device": ".to(q.device)",
     "q of rank 3": "unsqueeze",
+    "k of rank 5": "flatten",
     "float32": ".to(torch.bfloat16)",
     "head dim 100": "pad",
     "fp8, head dim 72": "next multiple of 16",
@@ -221,6 +251,13 @@ ADVICE = {
 def test_a_message_says_what_to_do(name):
     with pytest.raises(REFUSED[name].error, match=re.escape(ADVICE[name])):
         Problem.of(**(VALID | REFUSED[name].change))
+
+
+@pytest.mark.parametrize("head_dim", [257, 264, 300, 512])
+def test_no_padding_is_advised_beyond_the_largest_head_dim(head_dim):
+    with pytest.raises(ValueError, match=r"256 is the largest") as caught:
+        Problem.of(**qkv(head_dim=head_dim))
+    assert "next multiple" not in str(caught.value)
 
 
 def test_bshd_given_as_bhsd_points_to_the_layout():

@@ -4,11 +4,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from gluon_attn import TileConfig, attention
+from gluon_attn import TileConfig, attention, reference_attention
+from gluon_attn.cpu import CpuLaunch
 from gluon_attn.device import Device
+<<<<<<< HEAD
 from gluon_attn.forward.table import blackwell_tile, hopper_tile
 from tests.gluon_attn.special_values import E4M3, E5M2, check_special, special_tensors
+=======
+from gluon_attn.plan import Plan
+from gluon_attn.problem import Problem
+from gluon_attn.tuning import blackwell_tile, hopper_tile, pick_tile
+from tests.gluon_attn.special_values import E4M3, E5M2, INF, NAN, Tensors, check_special, special_tensors
+>>>>>>> values
 from tests.slow import slow_if
 
 H200, B200, B300 = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()
@@ -68,3 +78,42 @@ def test_as_in_plain_pytorch(name):
         **given.scales,
     )
     check_special(given, out, lse, causal=case.causal)
+
+
+@pytest.mark.parametrize("device", [H200, B200], ids=["H200", "B200"])
+def test_a_negative_scale_gives_nan(device):
+    """As on a card, where attention() does not look at it: here the kernel is launched without asking it."""
+    given = special_tensors(E5M2, 64, refused_on_cpu=True)
+    heads = [h for h, name in enumerate(given.names) if name.endswith("negative")]
+    given = Tensors(
+        names=tuple(given.names[h] for h in heads),
+        q=given.q[:, heads],
+        k=given.k[:, heads],
+        v=given.v[:, heads],
+        scales={name: scale[:, heads] for name, scale in given.scales.items()},
+    )
+    problem = Problem.of(given.q, given.k, given.v, scales=tuple(given.scales.values()))
+    launch = CpuLaunch(Plan.of(problem, pick_tile(problem, device), device))
+    out, lse = torch.empty(given.q.shape, dtype=BF16), torch.empty(given.q.shape[:3])
+    launch(given.q, given.k, given.v, out, lse, *given.scales.values())
+    assert given.names == ("v_scale, negative", "q_scale, negative", "k_scale, negative")
+    check_special(given, out, lse, causal=False)
+
+
+SCORES = {
+    "NaN": [NAN, 1.0, 2.0],
+    "+inf": [INF, 1.0, 2.0],
+    "-inf": [-INF, 1.0, 2.0],
+    "-inf alone": [-INF, -INF, -INF],
+    "NaN and +inf": [NAN, INF, 1.0],
+}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES.keys())
+def test_the_specification_is_plain_pytorch(scores):
+    q, v = torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]]])
+    k = torch.tensor([[[[score, 0.0] for score in scores]]])
+    out, lse = reference_attention(q, k, v, scale=1.0)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v, scale=1.0), equal_nan=True)
+    torch.testing.assert_close(lse[0, 0], torch.tensor(scores).logsumexp(0, keepdim=True), equal_nan=True)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
-from gluon_attn.cpu import launch_arguments, register_twins, transpose_arguments
+from gluon_attn.cpu import register_twins
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import TileConfig
-from gluon_attn.forward.launch import kernel_of
+from gluon_attn.forward.launch import launches_of, temporaries_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
-from gluon_attn.kernels.hopper.transpose.kernel import transpose_values
-from gluon_attn.problem import Problem, in_bhsd, output_dtype
+from gluon_attn.problem import SCALES, Problem, in_bhsd, output_dtype
+from gluon_attn.runtime.kernel import Launch
 from gluon_attn.testing import check, tile_for_rounds
 
 register_twins()
@@ -50,39 +50,48 @@ class Run:
         plan = self.plan = Plan.of(problem, tile, device)
         self.out = torch.empty_like(q, dtype=output_dtype(q.dtype))
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
-        self.kernel, self.grid, self.target = kernel_of(tile), (plan.programs,), f"sm_{plan.arch}a"
-        self.before = TransposeRun(plan, v) if tile.transposes_before(v.itemsize) else None
-        v = v if self.before is None else self.before.transposed
-        self.arguments, self.launch_options = launch_arguments(plan, q, k, v, self.out, self.lse, *scales)
+        self.target = f"sm_{plan.arch}a"
+        *before, self.launch = launches_of(plan, q, k, v, self.out)
+        self.tensors = {"q": q, "k": k, "v": v, "out": self.out, "lse": self.lse}
+        self.tensors |= dict(zip(SCALES, scales or (None,) * 3, strict=True))
+        self.before = TransposeRun(plan, v, before[0]) if before else None
+        if self.before is not None:
+            self.tensors["transposed_v"] = self.before.transposed
 
     def __call__(self, **options: Any) -> Any:
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
         if self.before is not None:
             self.before(**options)
-        return gluon_cpu.launch(
-            self.kernel, self.grid, *self.arguments, target=self.target, **self.launch_options, **options
-        )
+        return run(self.launch, self.tensors, self.target, **options)
 
     def check(self, what: str = "") -> None:
         """O and LSE of the last launch against float64."""
         check(self.q, self.k, self.v, self.out, self.lse, scales=self.scales, what=what, **self.options)
 
 
+def run(launch: Launch, tensors: dict[str, Any], target: str, **options: Any) -> Any:
+    """One launch on the machine; options: of `gluon_cpu.launch`."""
+    null = torch.empty(0)  # an empty tensor has no address
+    arguments = launch.arguments({name: null if t is None else t for name, t in tensors.items()})
+    return gluon_cpu.launch(
+        launch.build.kernel.fn, (launch.programs,), *arguments.values(), target=target, **launch.options, **options
+    )
+
+
 class TransposeRun:
     """The launch before, that transposes V in fp8, ready to be repeated."""
 
-    def __init__(self, plan: Plan, v: Tensor) -> None:
+    def __init__(self, plan: Plan, v: Tensor, launch: Launch) -> None:
         """v: in plan.problem's layout."""
         self.v = in_bhsd(v, plan.problem.layout)
-        self.grid, self.target = (plan.transpose_programs,), f"sm_{plan.arch}a"
-        self.transposed, self.arguments, self.launch_options = transpose_arguments(plan, v)
+        self.launch, self.target = launch, f"sm_{plan.arch}a"
+        self.transposed = temporaries_of(plan)["transposed_v"]({"v": v})
+        self.tensors = {"v": v, "transposed_v": self.transposed}
 
     def __call__(self, **options: Any) -> Any:
         self.transposed.view(torch.uint8).fill_(0x7F)  # NaN
-        return gluon_cpu.launch(
-            transpose_values, self.grid, *self.arguments, target=self.target, **self.launch_options, **options
-        )
+        return run(self.launch, self.tensors, self.target, **options)
 
     def check(self, what: str = "") -> None:
         """Key 16 a + 8 b + 2 t + e is column 16 a + 4 t + 2 b + e; columns of no key are 0."""

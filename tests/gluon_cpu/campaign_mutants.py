@@ -174,12 +174,13 @@ def in_hopper_roles(text: str, which: slice = slice(None)) -> str:
     return line_of(HOPPER, "roles.py", text, which)
 
 
-FREED = line_of(CHANNELS, "shared_memory.py", "mbarrier.wait(self.channel.freed.index(at.slot()), at.previous_lap())")
+FREED = line_of(CHANNELS, "shared_memory.py", "mbarrier.wait(self.freed.index(at.slot()), at.previous_lap())")
+ACQUIRED = line_of(CHANNELS, "shared_memory.py", "self.channel.wait_until_free(at)", FIRST)
 WITHOUT_TURNS = "|".join(
     name for name, kernel in KERNELS.items() if isinstance(kernel.tile, HopperTile) and kernel.tile.turns == "none"
 )
-TURNS_INIT = line_of(HOPPER, "wires.py", "self.turns.init()")
-HOPPER_LAST_FENCE = line_of(HOPPER, "wires.py", "cluster_fence()", LAST)
+TURNS_INIT = line_of(CHANNELS, "signals.py", "init_barriers(self.sent, signal_arrivals(sending_roles=1))")
+LAST_FENCE = line_of(CHANNELS, "barriers.py", "cluster_fence()", LAST)
 LAST_STORE_WAIT = line_of(HOPPER, "epilogue.py", "tma.wait_stores_read()", LAST)
 ORDERED_BY_TURNS = "|".join(
     (
@@ -219,7 +220,8 @@ EXPLAINED: tuple[Explanation, ...] = (
         "without turns nobody arrives on these barriers or waits for them",
     ),
     Explanation(
-        rf".*O staged in Q \| delete: wait_barrier .* {FREED} < {in_hopper_roles('k, keys = keys.acquire()', FIRST)}",
+        rf".*O staged in Q \| delete: wait_barrier .* {FREED} < {ACQUIRED} < "
+        rf"{in_hopper_roles('k, keys = keys.acquire()', FIRST)}",
         "with one slot of queries, the tile's Q has been waited for, which every role frees after its last key block",
     ),
     Explanation(
@@ -227,15 +229,15 @@ EXPLAINED: tuple[Explanation, ...] = (
         "where O is staged in the tile of Q, each store has been waited for already",
     ),
     Explanation(
-        rf"{ON_HOPPER} \| delete: wait_barrier .* {in_hopper_roles('blocks.values.acquire()')}",
+        rf"{ON_HOPPER} \| delete: wait_barrier .* {in_hopper_roles('blocks.values.wait_again()')}",
         "the slot has been waited for already: this wait is there for its branch",
     ),
     Explanation(
-        rf"{ON_HOPPER} \| delete: cluster_barrier #\d+ kernel at (kernel|.* {HOPPER_LAST_FENCE})",
+        rf"{ON_HOPPER} \| delete: cluster_barrier #\d+ kernel at (kernel|.* {LAST_FENCE})",
         "at the end: the lead waits for every arrival from its peer, and each CTA for every copy into it",
     ),
     Explanation(
-        rf"{ON_HOPPER}, turns \| delete: wait_barrier #\d+ partition[01] at shared_memory\.py:\d+ < "
+        rf"{ON_HOPPER}, turns \| delete: wait_barrier #\d+ partition[01] at (shared_memory\.py:\d+ < )+"
         rf"({ORDERED_BY_TURNS})",
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
     ),

@@ -38,7 +38,9 @@ def run_of(row: Row, dtype: torch.dtype) -> Run:
     else:
         assert isinstance(tile, HopperTile)
         # Or two heads: pairs of the first one's row blocks, and then those of the second one by one.
-        heads, q_len = (2, 5 * tile.block_m - 15) if tile.longest_first and row.causal else (4, 333)
+        heads, q_len = (
+            (2, 5 * tile.block_m - 15) if getattr(tile, "last_heads_in_turn", False) and row.causal else (4, 333)
+        )
         q, k, v = normal_qkv(heads=heads, kv_heads=heads // 2, q_len=q_len, kv_len=401, **kind)
         scales = kv_scales(1, heads // 2) if row.element_bytes == 1 else ()
         programs = 2 // tile.num_ctas
