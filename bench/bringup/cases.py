@@ -12,7 +12,7 @@ from torch import Tensor
 from gluon_attn import TileConfig
 from gluon_attn.forward.table import pick_tile
 from gluon_attn.problem import FP8_DTYPES, Problem
-from tests.gpu.checks import check, poison_free_memory
+from gluon_attn.testing import check, poison_free_memory
 
 from . import here, levers
 

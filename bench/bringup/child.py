@@ -18,7 +18,8 @@ def find(reference: str) -> Sequence[Step]:
 def main(reference: str, name: str, noted: str) -> None:
     notes = Notes(Path(noted))
     step = next(step for step in find(reference) if step.name == name)
-    faulthandler.dump_traceback_later(0.95 * step.seconds)  # if it is about to be killed: where it is
+    # If it is about to be killed: where it is. Well before, as its time began with the start of this process.
+    faulthandler.dump_traceback_later(max(0.5 * step.seconds, step.seconds - 30))
     verdict, reason = "passed", ""
     try:
         step.run(notes)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from bench.bringup.runner import Skip, Step
 
+# Names the folder in which a step that starts a process leaves that process's id, in a file of the step's name.
 LEFT_BEHIND = "BRINGUP_TEST_LEFT_BEHIND"
+HUNG_SECONDS = 10  # until a hung step is given up; a busy machine needs some of them to start its process
+
+
+def leave_a_process(step: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (Path(os.environ[LEFT_BEHIND]) / step).write_text(str(child.pid))
 
 
 def passes(notes):
@@ -32,8 +39,7 @@ def skips(notes):
 def hangs(notes):
     """With a process of its own, which must not outlive it, and deaf to what is not SIGKILL."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(os.environ[LEFT_BEHIND]).write_text(str(child.pid))
+    leave_a_process("hangs")
     notes.put("seen before", True)
     time.sleep(600)
 
@@ -44,15 +50,14 @@ def crashes(notes):
 
 
 def leaves_a_process_behind(notes):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(os.environ[LEFT_BEHIND]).write_text(str(child.pid))
+    leave_a_process("leaves a process behind")
 
 
 FAKES = [
     Step(name="passes", run=passes, seconds=60, env={"GIVEN": "yes"}),
     Step(name="fails", run=fails, seconds=60),
     Step(name="skips", run=skips, seconds=60),
-    Step(name="hangs", run=hangs, seconds=4),
+    Step(name="hangs", run=hangs, seconds=HUNG_SECONDS),
     Step(name="crashes", run=crashes, seconds=60),
     Step(name="needs a failed one", run=passes, seconds=60, needs=["passes", "fails"]),
     Step(name="needs a skipped one", run=passes, seconds=60, needs=["skips"]),

@@ -37,7 +37,7 @@ def test_tensors_without_a_card_are_refused():
     assert "cpu" in str(caught.value)
 
 
-@pytest.mark.parametrize("num_ctas", [1, 2])
+@pytest.mark.parametrize("num_ctas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_described_card_is_executed_on_the_cpu(num_ctas):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 16, 64, dtype=torch.bfloat16) for _ in range(3))
@@ -58,7 +58,7 @@ def test_fp8_with_values_transposed_before_is_executed_on_the_cpu():
 
 @pytest.mark.parametrize(
     ("device", "head_dim"),
-    [(Device.hopper(), 64), (Device.hopper(), 256), (BLACKWELL, 64)],
+    [(Device.hopper(), 64), (Device.hopper(), 256), pytest.param(BLACKWELL, 64, marks=pytest.mark.slow)],
     ids=["Hopper", "Hopper, V transposed before", "Blackwell"],
 )
 def test_without_lse_and_with_scales_left_out(device, head_dim):

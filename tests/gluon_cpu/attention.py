@@ -15,7 +15,7 @@ from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
 from gluon_attn.problem import SCALES, Problem, in_bhsd, output_dtype
 from gluon_attn.runtime.kernel import Launch
-from tests.gpu.checks import check, tile_for_rounds
+from gluon_attn.testing import check, tile_for_rounds
 
 register_twins()
 

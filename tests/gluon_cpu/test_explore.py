@@ -381,7 +381,7 @@ def run_command(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
     (tmp_path / "test_project.py").write_text(PROJECT, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
     )
 
 
@@ -408,6 +408,10 @@ def test_command_line(tmp_path):
     assert wrong.returncode == 1, printed
     for word in ("writer", "reader", "tile", "test_project.py:", "seed"):
         assert word in printed, printed
+
+
+@pytest.mark.slow
+def test_command_line_in_lowered_mode_and_of_what_is_not_there(tmp_path):
     lowered = run_command(
         tmp_path, "gluon_cpu", "check", "test_project.py::wrong", "--mode", "lowered", "--schedules", "1"
     )

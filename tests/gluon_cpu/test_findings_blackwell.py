@@ -10,6 +10,7 @@ from tests.gluon_cpu import findings_blackwell as kernels
 from tests.gluon_cpu.findings_cases import markers
 from tests.gluon_cpu.support import descriptor, poisoned, same, small_integers
 from tests.gluon_cpu.test_findings import POLICIES
+from tests.slow import slow_if
 
 N, STEPS = 64, 4
 
@@ -68,7 +69,12 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(("bug", "num_ctas"), [(b, n) for b, (counts, *_) in BUGS.items() for n in counts])
+# Each bug with as few CTAs as show it; with more, slow.
+WITH_MORE_CTAS = [(bug, n) for bug, (counts, *_) in BUGS.items() for n in counts[1:]]
+BUGS_AND_CTAS = [(bug, n) for bug, (counts, *_) in BUGS.items() for n in counts]
+
+
+@pytest.mark.parametrize(("bug", "num_ctas"), slow_if(lambda case: case in WITH_MORE_CTAS, BUGS_AND_CTAS))
 def test_bugs(bug, num_ctas):
     _, kind, lines = BUGS[bug]
     for policy in POLICIES:

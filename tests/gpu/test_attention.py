@@ -14,18 +14,17 @@ from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.forward.table import HOPPER, hopper_tile, pick_tile
 from gluon_attn.problem import Problem, output_dtype
-from tests.gpu.checks import (
+from gluon_attn.testing import (
     FP8,
-    Apart,
     Surrounded,
     check,
     normal,
     normal_qkv,
-    outcomes_of,
     poison_free_memory,
     tile_for_reuse,
     tile_for_rounds,
 )
+from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -16,7 +16,8 @@ from channels.compat import gl, jit
 from gluon_attn import attention
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
-from tests.gpu.checks import Apart, check, normal_qkv, outcomes_of
+from gluon_attn.testing import check, normal_qkv
+from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -18,7 +18,8 @@ from gluon_attn import TileConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.forward.table import pick_tile
 from gluon_attn.problem import Problem
-from tests.gpu.checks import Apart, Surrounded, check, normal, normal_qkv, outcomes_of, tile_for_reuse
+from gluon_attn.testing import Surrounded, check, normal, normal_qkv, tile_for_reuse
+from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gluon_attn import attention
-from tests.gpu.checks import Apart, check, normal_qkv, outcomes_of
+from gluon_attn.testing import check, normal_qkv
+from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(600)
 

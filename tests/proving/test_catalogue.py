@@ -43,6 +43,7 @@ def launch_of(name: str):
     return next(proof for proof in catalogue() if proof.name == name).launch()
 
 
+@pytest.mark.slow  # it compiles the kernel
 def test_one_tile():
     launch = launch_of("d64-bf16-full-1cta")
     assert (launch.grid, launch.num_ctas) == ((1, 1, 1), 1)
@@ -56,6 +57,7 @@ def test_one_tile():
     assert maps["q_desc"].box == (1, 1, 128, 64)
 
 
+@pytest.mark.slow
 def test_two_tiles_are_one_programs():
     launch = launch_of("d64-bf16-causal-1cta-two-tiles")
     assert launch.grid == (1, 1, 1)

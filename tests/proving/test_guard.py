@@ -12,6 +12,7 @@ from proving.rewrites import DIAGNOSIS, SAFETY, rewritten
 from proving.verifier import PACKAGE, Limits, Verdict, verify, version
 from tests.proving import kernels
 from tests.proving.mutations import mutants
+from tests.slow import slow_if
 
 pytestmark = pytest.mark.skipif(version() is None, reason=f"{PACKAGE} is not installed: pip install -e '.[prove]'")
 
@@ -23,7 +24,7 @@ def small(num_ctas: int, bug: str = "", *, computes: bool = False) -> Proof:
     return Proof(name="small", launch=lambda: kernels.launch(num_ctas, bug=bug), limits=LIMITS, equivalence=equivalence)
 
 
-@pytest.mark.parametrize("num_ctas", [1, 2])
+@pytest.mark.parametrize("num_ctas", slow_if(lambda num_ctas: num_ctas == 2, [1, 2]))
 def test_the_right_kernel_is_proved(num_ctas):
     verdict = Task.of(small(num_ctas)).run()
     assert verdict.race_free, verdict
@@ -47,11 +48,7 @@ BROKEN_PAIR = {
 }
 
 
-@pytest.mark.parametrize(
-    ("num_ctas", "bug", "result"),
-    [(1, *item) for item in BROKEN.items()] + [(2, *item) for item in BROKEN_PAIR.items()],
-)
-def test_a_broken_kernel_is_rejected(num_ctas, bug, result):
+def check_is_rejected(num_ctas: int, bug: str, result: str) -> None:
     proof = small(num_ctas, bug)
     task = Task.of(proof)
     verdict = task.run()
@@ -59,6 +56,20 @@ def test_a_broken_kernel_is_rejected(num_ctas, bug, result):
     assert explained(proof, verdict)[1].result == result
 
 
+@pytest.mark.parametrize(("bug", "result"), BROKEN.items())
+def test_a_broken_kernel_is_rejected(bug, result):
+    check_is_rejected(1, bug, result)
+
+
+ONE_OF_A_PAIR = "does not wait for the peer's half"
+
+
+@pytest.mark.parametrize(("bug", "result"), slow_if(lambda item: item[0] != ONE_OF_A_PAIR, BROKEN_PAIR.items()))
+def test_a_broken_pair_is_rejected(bug, result):
+    check_is_rejected(2, bug, result)
+
+
+@pytest.mark.slow
 def test_what_the_kernel_computes_is_proved():
     verdict = Task.of(small(1, computes=True)).run()
     assert verdict.verified, verdict
@@ -82,6 +93,7 @@ def attention() -> Proof:
     return next(proof for proof in catalogue() if proof.name == ATTENTION)
 
 
+@pytest.mark.slow
 def test_attention_is_proved(attention):
     """By the verifier, whatever is on record."""
     verdict = Task.of(attention).run()

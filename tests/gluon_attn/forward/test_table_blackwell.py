@@ -1,4 +1,4 @@
-"""Blackwell's rows of the tuning table fit the card; tiles check themselves; the picker has an answer where one exists.
+"""Blackwell's rows of the tuning table fit the card; the picker has an answer where one exists.
 
 What the compiler makes of the rows is looked at in ../kernels/test_compiled_blackwell.py.
 """
@@ -12,8 +12,14 @@ import torch
 
 from gluon_attn import BlackwellTile, HopperTile
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import TileConfig
-from gluon_attn.forward.table import BLACKWELL, HOPPER, TABLE, blackwell_tile, pick_tile, require_fits
+from gluon_attn.forward.table import (
+    BLACKWELL,
+    HOPPER,
+    TABLE,
+    Row,
+    pick_tile,
+    require_fits,
+)
 from gluon_attn.problem import Problem
 
 # Of a B200 or B300, from CUDA's programming guide and the PTX manual.
@@ -28,14 +34,13 @@ WARPGROUP = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICES = {"B200": Device.blackwell(), "B300": Device.blackwell_ultra()}
 every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
-every_row = pytest.mark.parametrize(
-    "row",
-    BLACKWELL,
-    ids=[
-        f"row {i}: D={r.padded_head_dim}, {r.tile.num_ctas} CTAs, {8 * r.element_bytes} bits"
-        for i, r in enumerate(BLACKWELL)
-    ],
-)
+
+
+def name_of(i: int, row: Row) -> str:
+    return f"row {i}: D={row.padded_head_dim}, {row.tile.num_ctas} CTAs, {8 * row.element_bytes} bits"
+
+
+ROWS: dict[str, Any] = {name_of(i, row): row for i, row in enumerate(BLACKWELL)}
 
 
 def problem(**fields: Any) -> Problem:
@@ -69,23 +74,22 @@ def test_there_is_a_row_for_every_kind_of_problem(device):
     assert kinds == set(itertools.product((64, 128), (False, True), (1, 2, 4), (1, 2)))
 
 
-@every_row
-def test_no_row_is_behind_another_that_always_comes_first(row):
+def test_no_row_is_behind_another_that_always_comes_first():
     """The picker takes the first that fits: each row is that on some card."""
-    asked = problem(
-        head_dim=row.padded_head_dim,
-        causal=row.causal,
-        dtype=torch.bfloat16 if row.element_bytes == 2 else E4M3,
-        kv_len=row.min_kv_len,
-    )
-    picked = [pick_tile(asked, device, row.tile.num_ctas) for device in DEVICES.values()]
-    assert row.tile in picked
+    for name, row in ROWS.items():
+        asked = problem(
+            head_dim=row.padded_head_dim,
+            causal=row.causal,
+            dtype=torch.bfloat16 if row.element_bytes == 2 else E4M3,
+            kv_len=row.min_kv_len,
+        )
+        assert row.tile in [pick_tile(asked, device, row.tile.num_ctas) for device in DEVICES.values()], name
 
 
-@every_row
-def test_row_is_marked_as_not_measured(row):
+def test_rows_are_marked_as_not_measured():
     """There was no card to measure on: who has one names the result file, the card and the date."""
-    assert (row.result_file, row.card, row.date) == (None, None, None)
+    for name, row in ROWS.items():
+        assert (row.result_file, row.card, row.date) == (None, None, None), name
 
 
 def tile_bytes(tile: BlackwellTile, head_dim: int, element_bytes: int) -> int:
@@ -95,40 +99,38 @@ def tile_bytes(tile: BlackwellTile, head_dim: int, element_bytes: int) -> int:
     return queries_and_results + tile.kv_slots * tile.block_n // shares * head_dim * element_bytes
 
 
-@every_row
-def test_row_fits_shared_memory(row):
-    tiles = tile_bytes(row.tile, row.padded_head_dim, row.element_bytes)
-    assert tiles < row.tile.smem_bytes(row.padded_head_dim, row.element_bytes) <= SMEM_BYTES
-    assert row.tile.smem_bytes(row.padded_head_dim, row.element_bytes) <= tiles + 2048
+def test_rows_fit_shared_memory():
+    for name, row in ROWS.items():
+        tiles = tile_bytes(row.tile, row.padded_head_dim, row.element_bytes)
+        assert tiles < row.tile.smem_bytes(row.padded_head_dim, row.element_bytes) <= SMEM_BYTES, name
+        assert row.tile.smem_bytes(row.padded_head_dim, row.element_bytes) <= tiles + 2048, name
 
 
-@every_row
-def test_row_has_room_for_a_whole_step(row):
+def test_rows_have_room_for_a_whole_step():
     """K and V of one block, and the next K while V is in use; in a pair's ring a slot is half as large."""
-    assert row.tile.kv_slots >= 3
+    assert [name for name, row in ROWS.items() if row.tile.kv_slots < 3] == []
 
 
-@every_row
-def test_row_fits_the_registers(row):
-    tile = row.tile
-    # Two softmax warpgroups, correction, and one warpgroup in which load, mma and store have a warp each.
-    per_thread = [tile.softmax_registers] * 2 + [tile.correction_registers, tile.load_registers]
-    assert sum(WARPGROUP * registers for registers in per_thread) <= REGISTERS
-    assert all(24 <= registers <= MAX_REGISTERS_PER_THREAD and registers % 8 == 0 for registers in per_thread)
+def test_rows_fit_the_registers():
+    for name, row in ROWS.items():
+        tile = row.tile
+        # Two softmax warpgroups, correction, and one warpgroup in which load, mma and store have a warp each.
+        per_thread = [tile.softmax_registers] * 2 + [tile.correction_registers, tile.load_registers]
+        assert sum(WARPGROUP * registers for registers in per_thread) <= REGISTERS, name
+        assert all(24 <= each <= MAX_REGISTERS_PER_THREAD and each % 8 == 0 for each in per_thread), name
 
 
-@every_row
-def test_row_fits_the_threads(row):
-    assert WARPGROUP * row.tile.WARPGROUPS <= MAX_THREADS
+def test_rows_fit_the_threads():
+    assert [name for name, row in ROWS.items() if WARPGROUP * row.tile.WARPGROUPS > MAX_THREADS] == []
 
 
-@every_row
-def test_row_fits_tensor_memory(row):
-    tile = row.tile
-    # Scores and output of each of two query tiles: fp32, a row to a lane.
-    assert tile.tensor_memory_columns(row.padded_head_dim) == 2 * (tile.block_n + row.padded_head_dim)
-    assert tile.tensor_memory_columns(row.padded_head_dim) <= TENSOR_MEMORY_COLUMNS
-    assert tile.ROWS_PER_CTA == TENSOR_MEMORY_LANES
+def test_rows_fit_tensor_memory():
+    for name, row in ROWS.items():
+        tile = row.tile
+        # Scores and output of each of two query tiles: fp32, a row to a lane.
+        assert tile.tensor_memory_columns(row.padded_head_dim) == 2 * (tile.block_n + row.padded_head_dim), name
+        assert tile.tensor_memory_columns(row.padded_head_dim) <= TENSOR_MEMORY_COLUMNS, name
+        assert tile.ROWS_PER_CTA == TENSOR_MEMORY_LANES, name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,92 +182,3 @@ def test_picking_is_pure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", None)
     assert pick_tile(asked, Device.blackwell()) == first
     assert pick_tile(asked, dataclasses.replace(Device.blackwell(), name="NVIDIA GB200")) == first
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a tile refuses
-# ---------------------------------------------------------------------------------------------------------------------
-
-VALID: dict[str, Any] = {"block_n": 128, "kv_slots": 3, "softmax_registers": 192, "load_registers": 24}
-
-# What is wrong, and how the message starts and goes on.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "block_n 32": ({"block_n": 32}, "self.block_n=32 must be 64 or 128"),
-    "block_n 256": ({"block_n": 256}, "self.block_n=256 must be 64 or 128"),
-    "no K/V slot": ({"kv_slots": 0}, "self.kv_slots=0 must be at least 1"),
-    "one K/V slot": ({"kv_slots": 1}, "self.kv_slots=1 must be at least 2"),
-    "softmax registers 100": ({"softmax_registers": 100}, "self.softmax_registers=100 must be a multiple of 8"),
-    "softmax registers 264": ({"softmax_registers": 264}, "self.softmax_registers=264 must be a multiple of 8"),
-    "load registers 16": ({"load_registers": 16}, "self.load_registers=16 must be a multiple of 8"),
-    "sharded along D": ({"cga_layout": ((0, 1),)}, r"self.cga_layout=\(\(0, 1\),\) must be \(\) for one CTA"),
-    "not sharded": ({"cga_layout": ((0, 0),)}, r"self.cga_layout=\(\(0, 0\),\) must be .*along the rows"),
-    "pairs in another order": (
-        {"cga_layout": ((2, 0), (1, 0))},
-        r"self.cga_layout=\(\(2, 0\), \(1, 0\)\) must be .*\(\(1, 0\), \(2, 0\)\) for four",
-    ),
-    "eight CTAs": ({"cga_layout": ((1, 0), (2, 0), (4, 0))}, r"self.cga_layout=.* must be .* for four"),
-    "three load pieces": ({"load_pieces": 3}, "self.load_pieces=3 must be 1, 2 or 4"),
-    "no load piece": ({"load_pieces": 0}, "self.load_pieces=0 must be 1, 2 or 4"),
-    "eight exp pieces": ({"exp_pieces": 8}, "self.exp_pieces=8 must be 1, 2 or 4"),
-    "fewer exp pieces than loads": (
-        {"load_pieces": 4, "exp_pieces": 2},
-        "self.exp_pieces=2 must be a multiple of self.load_pieces=4",
-    ),
-    "early P in one piece": ({"early_p": True}, "self.exp_pieces=1 must be 4 with early_p"),
-    "early P in two pieces": ({"early_p": True, "exp_pieces": 2}, "self.exp_pieces=2 must be 4 with early_p"),
-    "odd polynomial columns": ({"polynomial_columns": 3}, "self.polynomial_columns=3 must be even, 0 to 16"),
-    "18 polynomial columns": ({"polynomial_columns": 18}, "self.polynomial_columns=18 must be even, 0 to 16"),
-    "negative polynomial columns": ({"polynomial_columns": -2}, "self.polynomial_columns=-2 must be even, 0 to 16"),
-    "negative threshold": ({"rescale_threshold": -1.0}, "self.rescale_threshold=-1.0 must be from 0 to 8"),
-    "threshold 9": ({"rescale_threshold": 9.0}, "self.rescale_threshold=9.0 must be from 0 to 8"),
-    "threshold NaN": ({"rescale_threshold": float("nan")}, "self.rescale_threshold=nan must be from 0 to 8"),
-    "no registers left": (
-        {"softmax_registers": 240},
-        "self.softmax_registers=240 and self.load_registers=24 must leave the correction role 24 to 256 .*leave 8$",
-    ),
-    "too many registers left": (
-        {"softmax_registers": 104},
-        "self.softmax_registers=104 and self.load_registers=24 must leave .*they leave 280$",
-    ),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_tile_checks_itself(change, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        BlackwellTile(**(VALID | change))
-
-
-def test_a_valid_tile_and_its_changed_copy():
-    tile = BlackwellTile(**VALID)
-    assert hash(tile) == hash(BlackwellTile(**VALID))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        tile.kv_slots = 4  # type: ignore[misc]
-    with pytest.raises(ValueError, match=r"self.kv_slots=0 must be at least 1"):
-        dataclasses.replace(tile, kv_slots=0)
-    with pytest.raises(TypeError, match="positional"):
-        BlackwellTile(*VALID.values())  # type: ignore[call-arg]
-
-
-CGA_LAYOUTS = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
-
-
-@pytest.mark.parametrize("num_ctas", [1, 2, 4])
-def test_rows_and_shards_of_a_tile(num_ctas):
-    tile = blackwell_tile(3, 192, num_ctas=num_ctas)
-    assert (tile.num_ctas, tile.block_m, tile.rows_per_lane) == (num_ctas, 256 * num_ctas, 128 * num_ctas)
-    assert tile.operand("q") == tile.operand("o") == (128 * num_ctas, CGA_LAYOUTS[num_ctas])
-    # Of K a pair's CTA has half of the rows, of V half of the columns; both pairs of four have the same.
-    shards: dict[int, tuple[Any, Any]] = {
-        1: ((), ()),
-        2: (((1, 0),), ((0, 1),)),
-        4: (((1, 0), (0, 0)), ((0, 1), (0, 0))),
-    }
-    assert (tile.operand("k"), tile.operand("v")) == tuple((128, layout) for layout in shards[num_ctas])
-
-
-def test_max_in_load_is_for_sm_103_alone():
-    assert blackwell_tile(3, 192).archs == (100, 103)
-    assert blackwell_tile(3, 192, max_in_load=True).archs == (103,)
-    tile: TileConfig = pick_tile(problem(head_dim=64), Device.hopper())
-    assert tile.archs == (90,)

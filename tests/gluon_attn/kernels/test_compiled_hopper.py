@@ -22,95 +22,95 @@ from tests.slow import slow_if
 
 def name_of(row: Row) -> str:
     assert isinstance(row.tile, HopperTile)
-    mask = "causal" if row.causal else "full"
-    return f"D={row.padded_head_dim}, {mask}, {row.tile.softmax_roles} roles, {row.tile.num_ctas} CTAs"
+    mask, bits = "causal" if row.causal else "full", 8 * row.element_bytes
+    return f"D={row.padded_head_dim}, {mask}, {bits} bits, {row.tile.softmax_roles} roles, {row.tile.num_ctas} CTAs"
 
 
-def on_two_ctas(row: Row) -> bool:
-    return row.tile.num_ctas == 2
+def first(**facts: Any) -> Row:
+    """Of the table's rows for one CTA the first with these facts."""
+    for row in HOPPER:
+        if row.tile.num_ctas == 1 and all(
+            getattr(row, name, getattr(row.tile, name, None)) == facts[name] for name in facts
+        ):
+            return row
+    raise LookupError(f"no row of the table has {facts}")
 
 
+# The assembler takes about ten seconds for each row, so a few kinds of loop stand for all in `make test`.
+QUICK = (
+    first(padded_head_dim=128, causal=True, element_bytes=2, integer_max=True, longest_first=True),
+    first(padded_head_dim=256, causal=False, element_bytes=2),
+    first(padded_head_dim=64, causal=True, element_bytes=1, transpose_registers=56),
+    first(padded_head_dim=256, causal=True, element_bytes=1, transpose_registers=0),
+)
+
+
+def rows_of(element_bytes: int) -> pytest.MarkDecorator:
+    rows = [row for row in HOPPER if row.element_bytes == element_bytes]
+    return pytest.mark.parametrize("row", slow_if(lambda row: row not in QUICK, rows), ids=map(name_of, rows))
+
+
+rows_of_16_bits, rows_of_fp8 = rows_of(2), rows_of(1)
 SIXTEEN_BITS = [row for row in HOPPER if row.element_bytes == 2]
-FP8 = [row for row in HOPPER if row.element_bytes == 1]  # some have a role more
-every_row = pytest.mark.parametrize("row", slow_if(on_two_ctas, SIXTEEN_BITS), ids=map(name_of, SIXTEEN_BITS))
-fp8_rows = pytest.mark.parametrize("row", slow_if(on_two_ctas, FP8), ids=map(name_of, FP8))
 WGMMA_DEPTH = 16  # columns of the left operand that one product instruction takes, at 16 bits
 
 
 @functools.cache
-def found(row) -> Resources:
-    return resources(compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile))
+def kernel(row: Row, dtype: torch.dtype | None = None) -> Any:
+    dtype = dtype or (torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn)
+    return compiled(dtype, row.padded_head_dim, row.causal, row.tile)
 
 
-@every_row
-def test_each_role_has_a_steady_loop_for_each_kind_of_block(row):
+@functools.cache
+def found(row: Row) -> Resources:
+    return resources(kernel(row))
+
+
+@rows_of_16_bits
+def test_steady_loops_of_16_bits(row):
+    """Each role has a loop for each kind of block, and in it what its speed rests on."""
+    tile, loops = row.tile, found(row).loops
     kinds = 2 if row.causal else 1  # masked and unmasked blocks
-    kinds += row.tile.integer_max  # unmasked ones twice
-    assert len(found(row).loops) == row.tile.softmax_roles * kinds
-
-
-INTEGER_MAX = [row for row in SIXTEEN_BITS if isinstance(row.tile, HopperTile) and row.tile.integer_max]
-assert len(INTEGER_MAX) == 6
-
-
-@pytest.mark.parametrize("row", INTEGER_MAX, ids=map(name_of, INTEGER_MAX))
-def test_maxima_as_integers_are_fewer_instructions(row):
-    # Three to an instruction, or nothing is gained: of 64 scores of a thread, in 128 keys, 30 fewer than as floats.
-    kinds = len(found(row).loops) // row.tile.softmax_roles
-    loops = found(row).loops
-    as_integers, as_floats = loops[kinds - 2 :: kinds], loops[kinds - 1 :: kinds]
-    for integers, floats in zip(as_integers, as_floats, strict=True):
-        assert abs(floats.instructions - integers.instructions - row.tile.block_n * 30 // 128) <= 2
-
-
-@every_row
-def test_products_are_not_serialised(row):
+    kinds += tile.integer_max  # unmasked ones twice
+    assert len(loops) == tile.softmax_roles * kinds
     # One wait for QKᵀ and one for PV. An assembler that serialises the products waits after each instruction of them.
-    per_step = (row.padded_head_dim + row.tile.block_n) // WGMMA_DEPTH
-    assert {(loop.products, loop.waits) for loop in found(row).loops} == {(per_step, 2)}
-
-
-@every_row
-def test_each_score_has_one_exponential(row):
+    per_step = (row.padded_head_dim + tile.block_n) // WGMMA_DEPTH
+    assert {(loop.products, loop.waits) for loop in loops} == {(per_step, 2)}, "products are serialised"
+    assert {loop.spills for loop in loops} == {0}
     # A thread has two rows, which a quad shares, and rescales each by one exponential more.
-    assert {loop.exp2 for loop in found(row).loops} == {row.tile.block_n // 2 + 2}
-
-
-@every_row
-def test_the_product_is_waited_for_between_the_exponentials(row):
-    # After all of them it cost 3 to 15 %. The assembler moves a few across, in a masked loop of a single role four; at
-    # D=256, many where nothing keeps it.
+    assert {loop.exp2 for loop in loops} == {tile.block_n // 2 + 2}, "each score has one exponential"
+    # The product is waited for between the exponentials: after all of them it cost 3 to 15 %. The assembler moves a few
+    # across, in a masked loop of a single role four; at D=256, many where nothing keeps it.
     if row.padded_head_dim < 256:
-        early = row.tile.early_exp * row.tile.block_n // 8  # a thread has two of a quad's rows
-        moved = 7 if row.tile.early_exp else 4
-        assert all(early <= loop.early_exp2 <= early + moved for loop in found(row).loops)
+        early = tile.early_exp * tile.block_n // 8  # a thread has two of a quad's rows
+        moved = 7 if tile.early_exp else 4
+        assert all(early <= loop.early_exp2 <= early + moved for loop in loops), "where the product is waited for"
+    if row.causal:
+        # A thread's two rows share the comparisons of the mask: of 64 scores of a thread, in 128 keys, 64 selections
+        # and 34 comparisons; not shared, there would be 30 more.
+        for masked, unmasked in zip(loops[::kinds], loops[kinds - 1 :: kinds], strict=True):
+            assert masked.instructions - unmasked.instructions <= tile.block_n * 9 // 10, "the mask's comparisons"
+    if tile.integer_max:
+        # Three to an instruction, or nothing is gained: of 64 scores of a thread, in 128 keys, 30 fewer than as floats.
+        as_integers, as_floats = loops[kinds - 2 :: kinds], loops[kinds - 1 :: kinds]
+        for integers, floats in zip(as_integers, as_floats, strict=True):
+            fewer = floats.instructions - integers.instructions
+            assert abs(fewer - tile.block_n * 30 // 128) <= 2, "maxima as integers"
 
 
-CAUSAL = [row for row in SIXTEEN_BITS if row.causal and isinstance(row.tile, HopperTile)]
-
-
-@pytest.mark.parametrize("row", slow_if(on_two_ctas, CAUSAL), ids=map(name_of, CAUSAL))
-def test_two_rows_of_a_thread_share_the_comparisons_of_the_mask(row):
-    # Of 64 scores of a thread, in 128 keys, 64 selections and 34 comparisons; not shared, there would be 30 more.
-    kinds = len(found(row).loops) // row.tile.softmax_roles
-    loops = found(row).loops
-    for masked, unmasked in zip(loops[::kinds], loops[kinds - 1 :: kinds], strict=True):
-        assert masked.instructions - unmasked.instructions <= row.tile.block_n * 9 // 10
-
-
-@every_row
-def test_steady_loops_do_not_spill(row):
-    assert [loop.spills for loop in found(row).loops] == [0] * len(found(row).loops)
-
-
-@every_row
-def test_the_tile_says_what_the_kernel_takes(row):
-    smem, registers = found(row).smem_bytes, row.tile.softmax_registers
+@rows_of_16_bits
+def test_resources_of_16_bits(row):
+    """Shared memory and registers are what the tile says, arrivals what channels/arrivals.py does."""
     estimate = row.tile.smem_bytes(row.padded_head_dim, 2)
-    assert smem <= estimate <= smem + 2048
+    assert found(row).smem_bytes <= estimate <= found(row).smem_bytes + 2048
+    registers = row.tile.softmax_registers
     assert found(row).first_role_registers >= registers
     rest = (row.tile.softmax_roles - 1) * registers + row.tile.load_registers
     assert 128 * (found(row).first_role_registers + rest) <= REGISTERS_PER_SM
+    assert barrier_counts(kernel(row).asm["ptx"]) == expected_counts(row)
+    # It starts after what is before in the stream.
+    assert not kernel(row).metadata.launch_pdl
+    assert "griddepcontrol" not in kernel(row).asm["ptx"]
 
 
 # fp16 differs from bf16 by one instruction: the loops of some rows stand for all.
@@ -120,7 +120,7 @@ MUCH_WORK = [row for row in SIXTEEN_BITS if row.tile.num_ctas == 1 and not row.o
 @pytest.mark.slow
 @pytest.mark.parametrize("row", MUCH_WORK, ids=map(name_of, MUCH_WORK))
 def test_fp16_compiles_to_the_same_loops(row):
-    fp16 = resources(compiled(torch.float16, row.padded_head_dim, row.causal, row.tile))
+    fp16 = resources(kernel(row, torch.float16))
     assert [loop.products for loop in fp16.loops] == [loop.products for loop in found(row).loops]
 
 
@@ -168,53 +168,38 @@ def expected_counts(row: Row) -> collections.Counter[int]:
     return expected
 
 
-@every_row
-def test_barriers_are_initialised_with_the_derived_counts(row):
-    """What channels/arrivals.py says of each channel is what the compiled kernel counts, barrier by barrier."""
-    ptx = compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile).asm["ptx"]
-    assert barrier_counts(ptx) == expected_counts(row)
-
-
-@functools.cache
-def in_fp8(row: Row) -> Any:
-    return compiled(torch.float8_e4m3fn, row.padded_head_dim, row.causal, row.tile)
-
-
-@fp8_rows
-def test_fp8_has_what_the_tile_and_the_channels_say(row):
-    kernel = in_fp8(row)
+@rows_of_fp8
+def test_resources_of_fp8(row):
+    compiled_row, ptx = kernel(row), kernel(row).asm["ptx"]
     estimate = row.tile.smem_bytes(row.padded_head_dim, 1)
-    assert kernel.metadata.shared <= estimate <= kernel.metadata.shared + 2048
-    assert barrier_counts(kernel.asm["ptx"]) == expected_counts(row)
-    asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\S*\s+(\d+)", kernel.asm["ptx"])}
+    assert compiled_row.metadata.shared <= estimate <= compiled_row.metadata.shared + 2048
+    assert barrier_counts(ptx) == expected_counts(row)
+    asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\S*\s+(\d+)", ptx)}
     assert {row.tile.load_registers, row.tile.transpose_registers} - {0} <= asked
     # A launch of 384 threads begins with 168 registers each, 512 short of all there are: the first role pays, if all
     # are asked for.
-    short = 8 if kernel.metadata.num_warps == 12 else 0
-    assert first_role_registers(kernel.asm["ptx"]) >= row.tile.softmax_registers - short
-    assert kernel.metadata.num_warps <= 32
+    short = 8 if compiled_row.metadata.num_warps == 12 else 0
+    assert first_role_registers(ptx) >= row.tile.softmax_registers - short
+    assert compiled_row.metadata.num_warps <= 32
+    # It starts before the kernel that transposes values has ended, and waits for it.
+    before = row.tile.transposes_before(1)
+    assert compiled_row.metadata.launch_pdl == before
+    assert ("griddepcontrol.wait" in ptx) == before
 
 
-@fp8_rows
-def test_fp8_steps_are_neither_serialised_nor_spilled(row):
-    loops = resources(in_fp8(row)).loops
+@rows_of_fp8
+def test_steady_loops_of_fp8(row):
+    loops = found(row).loops
     assert len(loops) == row.tile.softmax_roles * (2 if row.causal else 1)
     per_step = (row.padded_head_dim + row.tile.block_n) // (2 * WGMMA_DEPTH)
     assert {(loop.products, loop.waits, loop.spills) for loop in loops} == {(per_step, 2, 0)}
 
 
-@fp8_rows
-def test_fp8_starts_before_values_are_transposed_and_waits_for_them(row):
-    kernel, before = in_fp8(row), row.tile.transposes_before(1)
-    assert kernel.metadata.launch_pdl == before
-    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == before
-
-
-@every_row
-def test_16_bits_start_after_what_is_before(row):
-    kernel = compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile)
-    assert not kernel.metadata.launch_pdl
-    assert "griddepcontrol" not in kernel.asm["ptx"]
+def test_there_are_rows_of_each_kind():
+    """What only some rows are asked above is asked of some."""
+    tiles = [row.tile for row in SIXTEEN_BITS if isinstance(row.tile, HopperTile)]
+    assert sum(tile.integer_max for tile in tiles) == 6
+    assert {row.causal for row in SIXTEEN_BITS} == {row.tile.transposes_before(1) for row in HOPPER} == {False, True}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

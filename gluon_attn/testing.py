@@ -1,0 +1,244 @@
+"""Checking attention: inputs, outputs that start as NaN, and an error budget against float64.
+
+For tests and benchmarks, of this project and of who changes its kernels. A result is `check`ed against
+`reference_attention` in float64; how far off it may be is taken from plain PyTorch in the same dtype.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device import Device
+from .forward.configs import TileConfig
+from .forward.table import pick_tile
+from .problem import Problem
+from .reference import reference_attention
+
+__all__ = [
+    "FP8",
+    "Surrounded",
+    "check",
+    "last_place",
+    "normal",
+    "normal_qkv",
+    "poison_free_memory",
+    "tile_for_reuse",
+    "tile_for_rounds",
+]
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs and outputs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Normal numbers on the card, the same ones for the same seed."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def normal_qkv(
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    q_len: int,
+    kv_len: int | None = None,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of normal numbers on the card.
+
+    q is (batch, heads, q_len, head_dim), or with layout "bshd" (batch, q_len, heads, head_dim); k and v likewise.
+    kv_heads and kv_len are those of q unless they are given.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    kv_len = q_len if kv_len is None else kv_len
+    sizes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    shapes = [(batch, h, s, head_dim) if layout == "bhsd" else (batch, s, h, head_dim) for h, s in sizes]
+    q, k, v = (normal(*shape, dtype=dtype, seed=3 * seed + i) for i, shape in enumerate(shapes))
+    return q, k, v
+
+
+class Surrounded:
+    """A view of the given shape in the middle of a larger tensor of NaN: around every head, row and column.
+
+    As an input it shows whether anything outside of it is read, as an output whether anything outside is written.
+    """
+
+    def __init__(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device | str = "cuda") -> None:
+        """shape: of four dimensions. The buffer has one index more on either side of the first three, and 16 bytes of
+        columns on either side of the last."""
+        batch, outer, inner, columns = shape
+        around = 2 * self.margin(dtype)
+        self.buffer = torch.full(
+            (batch + 2, outer + 2, inner + 2, columns + around), float("nan"), dtype=dtype, device=device
+        )
+        self.view = self.inside(self.buffer)
+
+    @staticmethod
+    def margin(dtype: torch.dtype) -> int:
+        """Columns on either side: 16 bytes, as much as the alignment of a TMA tensor asks for."""
+        return 16 // dtype.itemsize
+
+    @classmethod
+    def inside(cls, buffer: Tensor) -> Tensor:
+        """The view of a buffer."""
+        margin = cls.margin(buffer.dtype)
+        return buffer[1:-1, 1:-1, 1:-1, margin:-margin]
+
+    @classmethod
+    def copy_of(cls, t: Tensor) -> Tensor:
+        """A copy of t, surrounded by NaN."""
+        surrounded = cls(t.shape, t.dtype, t.device)
+        return surrounded.view.copy_(t)
+
+    def check_outside_untouched(self) -> None:
+        """Raises AssertionError, with their number, if elements around the view were written."""
+        outside = self.buffer.clone()
+        self.inside(outside).fill_(float("nan"))
+        written = int((~outside.isnan()).sum())
+        assert written == 0, f"{written} elements outside of the output were written"
+
+
+def tile_for_rounds(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
+    """What the table has where programs have several items each, so that small problems test that tile too."""
+    return pick_tile(problem, dataclasses.replace(device, sm_count=num_ctas), num_ctas)
+
+
+def tile_for_reuse(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
+    """What the table has where very many queries use each key: in fp8 on Hopper, one with V transposed before."""
+    return tile_for_rounds(dataclasses.replace(problem, q_len=2**14), device, num_ctas)
+
+
+def poison_free_memory(*like: tuple[Iterable[int], torch.dtype]) -> None:
+    """Fill memory of these shapes with NaN and free it: what is allocated next is likely to get it."""
+    poisoned = [torch.full(tuple(shape), float("nan"), dtype=dtype, device="cuda") for shape, dtype in like]
+    del poisoned
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The error budget
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def last_place(dtype: torch.dtype, at: float) -> float:
+    """One unit in the last place of `dtype` at a number of that magnitude."""
+    info = torch.finfo(dtype)
+    return info.eps * 2.0 ** math.floor(math.log2(max(abs(at), info.tiny)))
+
+
+def largest(x: Tensor) -> float:
+    """The largest magnitude; 0 of nothing."""
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    scales: Sequence[Tensor | None] = (),
+    what: str = "",
+) -> None:
+    """O and LSE against float64; raises AssertionError with what is wrong, after `what`.
+
+    q and out are (B, H, Sq, D), k and v (B, Hkv, Sk, D); with layout "bshd" heads and lengths change places. lse is
+    (B, H, Sq) in fp32, or None where there is none to check. causal, scale, layout: as attention() was given them.
+    scales: of q, k and v, (B, Hkv), if they are in fp8; None is 1.
+
+    O may be off by twice what plain PyTorch in the same dtype is, plus one unit in the last place at the largest |O|.
+    Of fp8 inputs the products are those of the numbers they stand for, times their scales, and plain PyTorch is
+    attention in fp32 with nothing but the probabilities rounded to e4m3: see `plain_fp8`.
+
+    LSE is fp32, whatever the inputs' dtype, so twice the error of plain PyTorch in fp32, plus 2^-16 of the largest
+    |LSE| (at least 1): products on the tensor cores are summed with truncation, up to 16 steps for D = 256, each off
+    by 2^-23 of partial sums that can be several times the score; exp2 and log2 are approximations to 2^-22.
+    The products of fp8 are summed on Hopper's tensor cores 32 at a time to about 13 bits: there, for each step 2^-12 of
+    the largest score more. Up to 0.45 of that were seen, with normal numbers and scores up to 100.
+    """
+    q_len = q.shape[2] if layout == "bhsd" else q.shape[1]
+    heads = q.shape[1] if layout == "bhsd" else q.shape[2]
+    wanted_dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
+    got_kind = (out.shape, out.dtype, out.device)
+    assert got_kind == (q.shape, wanted_dtype, q.device), f"{what}: O is {out.shape}, {out.dtype}"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout}
+    fp8 = q.dtype in FP8
+    if fp8:
+        kv_heads = k.shape[1] if layout == "bhsd" else k.shape[2]
+        by = [*scales, None, None, None][:3]
+        q, k, v = (stands_for(t, s, kv_heads, layout) for t, s in zip((q, k, v), by, strict=True))
+        plain = plain_fp8(q, k, v, **options)
+    else:
+        plain, _ = reference_attention(q, k, v, **options)
+    want, want_lse = reference_attention(q.double(), k.double(), v.double(), **options)
+    _, single_lse = reference_attention(q.float(), k.float(), v.float(), **options)
+
+    bad = int((~out.isfinite()).sum())
+    assert bad == 0, f"{what}: {bad} of {out.numel()} elements of O are not finite"
+    error, plain_error = largest(out.double() - want), largest(plain.double() - want)
+    budget = 2 * plain_error + last_place(out.dtype, largest(want))
+    assert error <= budget, f"{what}: O is off by {error:.3e}, budget {budget:.3e} (plain PyTorch: {plain_error:.3e})"
+
+    sees_nothing = want_lse == float("-inf")  # (B, H, Sq)
+    rows = out if layout == "bhsd" else out.transpose(1, 2)
+    assert bool((rows[sees_nothing] == 0).all()), f"{what}: O is not 0 in a row that sees no key"
+    if lse is None:
+        return
+    assert (lse.shape, lse.dtype) == ((q.shape[0], heads, q_len), torch.float32), f"{what}: LSE {lse.shape} {lse.dtype}"
+    assert torch.equal(lse == float("-inf"), sees_nothing), f"{what}: LSE is -inf in other rows than see no key"
+    lse, want_lse, single_lse = (t.double()[~sees_nothing] for t in (lse, want_lse, single_lse))
+    bad = int((~lse.isfinite()).sum())
+    assert bad == 0, f"{what}: {bad} elements of LSE are not finite"
+    error, single_error = largest(lse - want_lse), largest(single_lse - want_lse)
+    budget = 2 * single_error + 2.0**-16 * max(1.0, largest(want_lse))
+    if fp8 and out.is_cuda and torch.cuda.get_device_capability(out.device) == (9, 0):
+        budget += math.ceil(q.shape[-1] / 32) * 2.0**-12 * largest_score(q, k, scale, layout)
+    assert error <= budget, f"{what}: LSE is off by {error:.3e}, budget {budget:.3e} (plain fp32: {single_error:.3e})"
+
+
+def largest_score(q: Tensor, k: Tensor, scale: float | None, layout: str) -> float:
+    """Of the scaled scores, masked or not, the largest magnitude."""
+    q, k = (t if layout == "bhsd" else t.transpose(1, 2) for t in (q, k))
+    k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
+    return largest(q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else abs(scale))
+
+
+def stands_for(t: Tensor, scale: Tensor | None, kv_heads: int, layout: str) -> Tensor:
+    """What an fp8 tensor stands for, exactly: each head times the number in `scale` (B, kv_heads) of its KV head."""
+    t = t.double() if layout == "bhsd" else t.double().transpose(1, 2)
+    if scale is not None:
+        t = t.unflatten(1, (kv_heads, t.shape[1] // kv_heads)) * scale.double()[:, :, None, None, None]
+        t = t.flatten(1, 2)
+    return t if layout == "bhsd" else t.transpose(1, 2)
+
+
+def plain_fp8(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, layout: str) -> Tensor:
+    """Attention in fp32 of what fp8 inputs stand for, the probabilities rounded to e4m3, O rounded to bf16.
+
+    They are rounded times 2^8, as any kernel with fp8 products must: e4m3 has no normal number below 2^-6.
+    """
+    q, k, v = (t.float() if layout == "bhsd" else t.float().transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // max(t.shape[1], 1), dim=1) for t in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
+        scores = scores.masked_fill(hidden, float("-inf"))
+    largest_scores = scores.amax(-1, keepdim=True)
+    p = (scores - largest_scores.masked_fill(largest_scores == float("-inf"), 0.0)).exp() * 2.0**8
+    out = p.to(torch.float8_e4m3fn).float() @ v / p.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return (out if layout == "bhsd" else out.transpose(1, 2)).to(torch.bfloat16)
