@@ -19,10 +19,11 @@ from triton import knobs
 from bench.compat import builtin, set_profile_allocator
 from channels.compat import mbarrier, tma
 from gluon_attn.forward.configs import HopperTile
-from gluon_attn.forward.launch import Launch, Transpose, compiled
+from gluon_attn.forward.launch import compiled, launches_on_card, temporaries_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.kernels.hopper.forward import softmax
-from gluon_attn.problem import FP8_DTYPES, output_dtype
+from gluon_attn.problem import SCALES, output_dtype
+from gluon_attn.runtime.kernel import Tensors
 
 WAITS = ((mbarrier, "wait"), (tma, "store_wait"), (softmax, "warpgroup_mma_wait"))  # as the kernel's files call them
 ROLE_FILES = "kernels/hopper/forward/"
@@ -133,27 +134,31 @@ def mode_of(warps: dict[str, int], ctas: int) -> Any:
     )
 
 
-def values_of(plan: Plan, v: Tensor) -> Tensor:
-    """V as the attention kernel takes it. What transposes it before is not looked at, nor timed."""
-    return Transpose(plan, v)(v) if plan.tile.transposes_before(v.itemsize) else v
-
-
-def attention_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
-    """v: as `values_of` has it."""
+def tensors_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    """What the attention kernel is given. What transposes V before it has run: it is not looked at, nor timed."""
     out = torch.empty_like(q, dtype=output_dtype(q.dtype))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    scales = [None, None, None] if q.dtype in FP8_DTYPES else []
-    return functools.partial(Launch(plan, q, k, v, out), q, k, v, out, lse, *scales)
+    tensors: Tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **dict.fromkeys(SCALES)}
+    tensors |= {name: make(tensors) for name, make in temporaries_of(plan).items()}
+    for step in launches_on_card(plan, q, k, v, out).steps[:-1]:
+        step(tensors)
+    return tensors
 
 
-def profile(plan: Plan, warps: dict[str, int], tensors: list[Tensor], path: str) -> Callable[[], None]:
+def attention_of(plan: Plan, tensors: Tensors) -> Callable[[], None]:
+    """tensors: as `tensors_of` makes them."""
+    call = launches_on_card(plan, *(tensors[name] for name in ("q", "k", "v", "out")))
+    return functools.partial(call.steps[-1], tensors)
+
+
+def profile(plan: Plan, warps: dict[str, int], tensors: Tensors, path: str) -> Callable[[], None]:
     """Launch the variant twice and write a trace of the second time to `path`.chrome_trace. Returns the launch."""
     from triton import profiler
 
     with scoped_waits():
         mode = mode_of(warps, plan.programs * plan.tile.num_ctas)
         session = profiler.start(path, data="trace", backend="instrumentation", mode=mode)
-        launch = attention_of(plan, *tensors)
+        launch = attention_of(plan, tensors)
         launch()
         torch.cuda.synchronize()
         profiler.data.clear(session)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench import ceilings, sustained
-from bench.candidates import CANDIDATES, label
+from bench.candidates import CANDIDATES, label, orders_heads
 from bench.ceilings import MATRIX, Ceilings
 from bench.peers import backend_chosen, calls_of
 from bench.points import DTYPES, SETS, Point
@@ -28,6 +28,7 @@ from gluon_attn import TileConfig
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import TABLE
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
 
@@ -44,7 +45,7 @@ def tiles_of_table(device: Device, head_dim: int, causal: bool, element_bytes: i
 def candidates(point: Point, ctas: Sequence[int]) -> list[TileConfig]:
     """Those of bench/candidates.py for the point. Without a mask no order is the longest first."""
     tiles = CANDIDATES[Problem.padded(point.head_dim), DTYPES[point.dtype].itemsize]
-    return [tile for tile in tiles if tile.num_ctas in ctas and (point.causal or not tile.longest_first)]
+    return [tile for tile in tiles if tile.num_ctas in ctas and (point.causal or not orders_heads(tile))]
 
 
 def measure(
@@ -124,7 +125,7 @@ def jobs_of(points: list[Point], tiles: dict[Point, list[TileConfig]], device: D
         dtype = DTYPES[p.dtype]
         padded = Problem.padded(p.head_dim)
         for t in tiles[p] or tiles_of_table(device, padded, p.causal, dtype.itemsize):
-            jobs[dtype, padded, p.causal, t] = None
+            jobs[dtype, padded, Mask(causal=p.causal), t] = None
     return list(jobs)
 
 
@@ -181,11 +182,11 @@ def run(points: list[Point], args: argparse.Namespace) -> None:
         {
             "dtype": str(dtype),
             "head_dim": d,
-            "causal": causal,
+            "causal": mask.causal,
             "tile": label(t),
-            **asdict(resources(compiled(dtype, d, causal, t, arch=device.arch))),
+            **asdict(resources(compiled(dtype, d, mask, t, arch=device.arch))),
         }
-        for dtype, d, causal, t in jobs
+        for dtype, d, mask, t in jobs
     ]
     start = time.time()
     for i, point in enumerate(points, start=1):

@@ -20,6 +20,7 @@ from .device import Device
 from .forward.configs import HopperTile, TileConfig
 from .forward.launch import compiled
 from .forward.table import BLACKWELL, HOPPER, pick_tile
+from .kernels.common.mask import Mask
 from .problem import Problem
 from .reference import reference_attention
 from .resources import resources
@@ -186,7 +187,7 @@ def told_apart(tile: TileConfig, others: Sequence[TileConfig]) -> str:
 def describe(kernel: Kernel) -> str:
     """Compile a kernel: a row under KERNEL_COLUMNS."""
     tile, arch = kernel.tile, kernel.arch
-    found = resources(compiled(torch.bfloat16, kernel.padded_head_dim, kernel.causal, tile, arch=arch))
+    found = resources(compiled(torch.bfloat16, kernel.padded_head_dim, Mask(causal=kernel.causal), tile, arch=arch))
     in_loops = sum(loop.spills for loop in found.loops)
     further = tile.softmax_roles - 1 if isinstance(tile, HopperTile) else 2  # besides the first role, correction there
     registers = [found.first_role_registers, *[tile.softmax_registers] * further, tile.load_registers]

@@ -9,17 +9,13 @@ from gluon_attn.forward.configs import HopperTile
 Change = dict[str, Any]  # values of fields; more than one where a lever asks for another
 
 HOPPER_CHANGES: tuple[Change, ...] = (
-    {"turns": "none"},
-    {"turns": "issue"},
-    {"turns": "scores"},
+    {"turns": False},
+    {"turns": True},
     {"early_exp": 0},
     {"early_exp": 1},
     {"early_exp": 2},
     {"integer_max": False},
     {"integer_max": True},
-    {"epilogue": "tma"},
-    {"epilogue": "rows"},
-    {"epilogue": "registers", "stage_in_queries": False},
 )
 BLACKWELL_CHANGES: tuple[Change, ...] = (
     {"early_p": False},
@@ -49,7 +45,7 @@ BLACKWELL_CHANGES: tuple[Change, ...] = (
 )
 
 # Every lever off.
-HOPPER_PLAIN: Change = {"turns": "none", "early_exp": 0, "integer_max": False, "epilogue": "tma"}
+HOPPER_PLAIN: Change = {"turns": False, "early_exp": 0, "integer_max": False}
 BLACKWELL_PLAIN: Change = {
     "load_pieces": 1,
     "exp_pieces": 1,

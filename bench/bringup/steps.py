@@ -18,6 +18,7 @@ import triton
 from bench.provenance import output_of, provenance
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import TABLE, Row
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
 from gluon_attn.runtime.assembler import assembler_version
 from gluon_attn.runtime.compiler import check_triton_version
@@ -87,7 +88,7 @@ def describe(row: Row) -> str:
 def compile_row(name: str) -> None:
     row, arch = table_rows()[name]
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
-    kernel = compiled(dtype, row.padded_head_dim, row.causal, row.tile, arch=arch)
+    kernel = compiled(dtype, row.padded_head_dim, row.mask, row.tile, arch=arch)
     try:
         found = dataclasses.asdict(resources(kernel))
     except UNAVAILABLE as error:
@@ -173,7 +174,7 @@ def sanitize(num_ctas: int, causal: bool, notes: Notes) -> None:
     here.require_card()
     here.require_ctas(num_ctas)
     tile = cases.table_tile(torch.bfloat16, 64, causal, num_ctas)
-    kernel = compiled(torch.bfloat16, 64, causal, tile, arch=here.device().arch, device_index=0)
+    kernel = compiled(torch.bfloat16, 64, Mask(causal=causal), tile, arch=here.device().arch, device_index=0)
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
     assert kernel.metadata.profile_scratch_size > 0, "the kernel is not instrumented"
     notes.say("compiled")

@@ -83,8 +83,8 @@ class HopperTile(TileConfig):
 
     softmax_roles: softmax warpgroups, 1 to 4, each with 64 query rows per CTA.
     query_slots: depth of the queries channel; kv_slots: of the keys and of the values channel, each.
-    turns: whether the softmax roles issue their products in turn, so that one's softmax runs beside another's, and
-        when a role passes its turn on: "issue", when it has issued its products; "scores", when it has its scores too.
+    turns: the softmax roles issue their products in turn, each when the one before has its scores, so that one's
+        softmax runs beside another's products.
     integer_max: find the row maxima of unmasked blocks by comparing scores as integers, unless some row of a role has
         seen only scores far below 0. For 16 bits and one CTA.
     early_exp: quarters of a block's exponentials that are computed before the product P V of the block before is
@@ -99,7 +99,7 @@ class HopperTile(TileConfig):
 
     softmax_roles: int
     query_slots: int
-    turns: Literal["none", "issue", "scores"]
+    turns: bool
     stage_in_queries: bool
     early_exp: int = 0
     integer_max: bool = False
@@ -117,8 +117,6 @@ class HopperTile(TileConfig):
             raise ValueError(f"{self.softmax_roles=} must be 1, 2, 3 or 4")
         if self.query_slots < 1:
             raise ValueError(f"{self.query_slots=} must be at least 1")
-        if self.turns not in ("none", "issue", "scores"):
-            raise ValueError(f'{self.turns=} must be "none", "issue" or "scores"')
         if self.integer_max and self.num_ctas > 1:
             raise ValueError(
                 f"{self.integer_max=} must be False with {self.num_ctas} CTAs, over which a role's rows are spread"

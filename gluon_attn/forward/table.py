@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from ..device import Device
 from ..kernels.common.mask import Mask
@@ -12,7 +12,7 @@ from ..runtime.descriptors import Bases
 from .configs import BlackwellTile, HopperTile, TileConfig
 from .plan import Plan
 
-LONG = 1280  # keys, from where on it pays to compute the longest row blocks first
+LONG = 1280  # keys, from where on it pays to compute the last heads' row blocks in turn
 
 CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 
@@ -67,7 +67,7 @@ def hopper_tile(
     kv_slots: int,
     softmax_registers: int,
     *,
-    turns: Literal["none", "issue", "scores"],
+    turns: bool = False,
     early_exp: int = 0,
     integer_max: bool = False,
     stage_in_queries: bool = False,
@@ -107,73 +107,75 @@ def blackwell_tile(kv_slots: int, softmax_registers: int, *, num_ctas: int = 1, 
 
 
 def measured(head_dim: int, causal: bool, tile: TileConfig, **fields: Any) -> Row:
-    file = f"h200_candidates_d{head_dim}.json"
-    return Row(head_dim, causal, tile, result_file=file, card="NVIDIA H200", date="2026-11-22", **fields)
+    return Row(
+        head_dim, causal, tile, result_file="h200_candidates.json", card="NVIDIA H200", date="2026-11-22", **fields
+    )
 
 
 def hopper_rows() -> Iterator[Row]:
-    # One batch of 1024 queries: every program one item, on one CTA with single roles some would have two.
-    alone = hopper_tile(1, 128, 2, 2, 232, turns="none", num_ctas=2)
-    yield measured(64, True, alone, one_round=True, min_kv_len=1024)
-    for causal in (False, True):
-        for head_dim in (64, 128):
-            yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 232, turns="none"), one_round=True)
-        pair = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2)
-        yield measured(64, causal, pair, one_round=True)
-    # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used. The longest
-    # first likewise: up to 1024 keys what it costs in every tile is more than it gains. (With few queries to many keys
-    # it gains nothing, and what it costs is little beside so many blocks.) At D=256 in 16 bits the kernel would spill
-    # for it, on two CTAs it gains nothing.
-    three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, integer_max=True)
+    """Those of 16 bits, then those of fp8; first those of one CTA: those of two are chosen on request only."""
+    # With little work, small tiles, of which more processors have some.
+    for head_dim, causal in itertools.product((64, 128), (False, True)):
+        yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 232), one_round=True)
+    yield measured(64, False, hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2), one_round=True)
+    # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used. The last
+    # heads in turn likewise: up to 1024 keys what it costs in every row block is more than it gains. At D=256 in 16
+    # bits the kernel would spill for it.
+    three = hopper_tile(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
     yield measured(64, False, three, min_kv_len=2048)
-    four = hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True, last_heads_in_turn=True)
+    yield measured(64, False, hopper_tile(4, 64, 2, 4, 112))
+    three = replace(three, last_heads_in_turn=True)
+    yield measured(64, True, three, min_kv_len=12288)
+    four = hopper_tile(4, 64, 2, 4, 112, integer_max=True, last_heads_in_turn=True)
     yield measured(64, True, four, min_kv_len=LONG)
-    three = hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, num_ctas=2)
-    yield measured(64, True, three, min_kv_len=8192)
-    two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True, last_heads_in_turn=True)
-    yield measured(128, True, two, min_kv_len=LONG)
-    two = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True)
-    yield measured(128, True, two, min_kv_len=768)
+    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112))
+    two = hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
     yield measured(128, False, two)
+    yield measured(128, True, replace(two, last_heads_in_turn=True), min_kv_len=LONG)
+    yield measured(128, True, two, min_kv_len=768)
     # Half of a large block on the diagonal is not seen, which counts where a row block has few. (768: timed were 512
     # and 1024.)
-    two = hopper_tile(2, 64, 2, 4, 232, turns="none", early_exp=1, integer_max=True)
+    yield measured(128, True, hopper_tile(2, 64, 2, 4, 232, early_exp=1, integer_max=True))
+    for num_ctas, causal in itertools.product((1, 2), (False, True)):
+        yield measured(256, causal, hopper_tile(2, 64, 1, 2, 232, stage_in_queries=True, num_ctas=num_ctas))
+
+    three = hopper_tile(3, 128, 2, 2, 160, turns=True, early_exp=1, num_ctas=2)
+    yield measured(64, False, three, min_kv_len=2048)
+    yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, early_exp=1, num_ctas=2))
+    yield measured(64, True, replace(three, last_heads_in_turn=True), min_kv_len=2560)
+    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, num_ctas=2))
+    two = hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2)
+    yield measured(128, False, two)
+    yield measured(128, True, replace(two, last_heads_in_turn=True), min_kv_len=LONG)
     yield measured(128, True, two)
-    for n in (1, 2):
-        yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=n))
-        yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n))
-        for causal in (False, True):
-            turns: Literal["none", "issue"] = "none" if causal else "issue"
-            wide = hopper_tile(2, 64, 1, 2, 232, turns=turns, stage_in_queries=True, num_ctas=n)
-            yield measured(256, causal, wide)
-    for causal in (False, True):
-        yield measured(128, causal, hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=2))
 
     # In fp8 a role of the kernel transposes V where keys are used so seldom that a kernel of its own does not pay; but
     # not at D=256, where with four warps more the assembler has too few registers for the products.
     fp8 = {"element_bytes": 1}
     often = {"min_reuse": 2048, **fp8}
-    three = hopper_tile(3, 128, 2, 2, 160, turns="none", last_heads_in_turn=True)
+    yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns=True), min_kv_len=2048, **often)
+    yield measured(64, False, hopper_tile(4, 64, 2, 4, 112), min_reuse=1024, **fp8)
+    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, last_heads_in_turn=True), min_kv_len=4096, **often)
+    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112), min_reuse=512, **fp8)
+    yield measured(128, False, hopper_tile(2, 128, 2, 4, 240, early_exp=1), min_reuse=1024, **fp8)
+    two = hopper_tile(2, 128, 2, 4, 240, turns=True, early_exp=1, num_ctas=2)
+    yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns=True, num_ctas=2), min_kv_len=4096, **often)
+    yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, early_exp=1, num_ctas=2), min_reuse=1024, **fp8)
+    three = hopper_tile(3, 128, 2, 2, 160, last_heads_in_turn=True, num_ctas=2)
     yield measured(64, True, three, min_kv_len=8192, **often)
-    four = hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, last_heads_in_turn=True)
-    yield measured(64, True, four, min_kv_len=LONG, **often)
-    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="none"), min_reuse=512, **fp8)
-    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, turns="issue", early_exp=1, num_ctas=2), **often)
+    four = hopper_tile(4, 64, 2, 4, 112, early_exp=1, last_heads_in_turn=True, num_ctas=2)
+    yield measured(64, True, four, min_kv_len=4096, **often)
+    yield measured(128, False, two, min_reuse=1024, **fp8)
     for n in (1, 2):
-        causal_order: dict[str, Any] = {"num_ctas": n, "last_heads_in_turn": n == 1}
-        three = hopper_tile(3, 128, 2, 2, 160, turns="scores", num_ctas=n)
-        yield measured(64, False, three, min_kv_len=2048, **often)
-        yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, turns="none", num_ctas=n), min_reuse=1024, **fp8)
-        two = hopper_tile(2, 128, 2, 3, 240, turns="none", early_exp=1, num_ctas=n)
-        yield measured(128, False, two, min_reuse=1024, **fp8)
-        two = hopper_tile(2, 128, 2, 4, 240, turns="scores", early_exp=1, **causal_order)
+        two = hopper_tile(2, 128, 2, 4, 240, turns=True, early_exp=1, last_heads_in_turn=True, num_ctas=n)
         yield measured(128, True, two, min_reuse=4096, **fp8)
-        yield measured(256, False, hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, num_ctas=n), **fp8)
-        yield measured(256, True, hopper_tile(2, 64, 1, 4, 240, turns="none", early_exp=1, **causal_order), **fp8)
+        wide = hopper_tile(2, 64, 1, 4, 240, early_exp=1, num_ctas=n)
+        yield measured(256, False, wide, **fp8)
+        yield measured(256, True, replace(wide, last_heads_in_turn=True), **fp8)
         for causal in (False, True):
-            tile = hopper_tile(2, 128, 2, 2, 216, turns="none", early_exp=1, transpose_registers=56, num_ctas=n)
+            tile = hopper_tile(2, 128, 2, 2, 216, early_exp=1, transpose_registers=56, num_ctas=n)
             yield measured(128, causal, tile, **fp8)
-            tile = hopper_tile(2, 128, 2, 4, 216, turns="none", transpose_registers=56, num_ctas=n)
+            tile = hopper_tile(2, 128, 2, 4, 216, transpose_registers=56, num_ctas=n)
             yield measured(64, causal, tile, **fp8)
 
 

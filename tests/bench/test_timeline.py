@@ -82,7 +82,7 @@ FIRST_WARPS = [
 
 @pytest.mark.parametrize(("softmax_roles", "transpose_registers", "expected"), FIRST_WARPS)
 def test_first_warps(softmax_roles, transpose_registers, expected):
-    tile = hopper_tile(softmax_roles, 128, 2, 2, 152, turns="none", transpose_registers=transpose_registers)
+    tile = hopper_tile(softmax_roles, 128, 2, 2, 152, transpose_registers=transpose_registers)
     assert scopes.first_warps(tile) == expected
 
 
@@ -98,9 +98,9 @@ def test_all_ctas_fit_into_what_the_profiler_copies():
 
 
 KERNELS = {
-    "turns, pairs of CTAs": (torch.bfloat16, hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, num_ctas=2)),
-    "fp8": (torch.float8_e4m3fn, hopper_tile(2, 128, 2, 2, 152, turns="none", transpose_registers=56)),
-    "fp8, V transposed before": (torch.float8_e4m3fn, hopper_tile(3, 128, 2, 2, 160, turns="none")),
+    "turns, pairs of CTAs": (torch.bfloat16, hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2)),
+    "fp8": (torch.float8_e4m3fn, hopper_tile(2, 128, 2, 2, 152, transpose_registers=56)),
+    "fp8, V transposed before": (torch.float8_e4m3fn, hopper_tile(3, 128, 2, 2, 160)),
 }
 ALWAYS = {"queries", "keys", "values", "products: scores", "products: acc", "stores", "freed queries", "freed keys"}
 EXPECTED = {

@@ -347,13 +347,13 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
     ),
     "O staged in Q on Hopper in fp8": (
         HOPPER,
-        {"tile": hopper_tile(2, 64, 1, 2, 232, turns="none", stage_in_queries=True), "dtype": E5M2},
+        {"tile": hopper_tile(2, 64, 1, 2, 232, stage_in_queries=True), "dtype": E5M2},
         ValueError,
         r"^tile: expected stage_in_queries=False for torch.float8_e5m2, .*larger than .*Q, got True",
     ),
     "maxima as integers on Hopper in fp8": (
         HOPPER,
-        {"tile": hopper_tile(2, 128, 2, 2, 232, turns="none", integer_max=True), "dtype": E4M3},
+        {"tile": hopper_tile(2, 128, 2, 2, 232, integer_max=True), "dtype": E4M3},
         ValueError,
         r"^tile: expected integer_max=False for torch.float8_e4m3fn, .*, got True",
     ),
@@ -366,7 +366,7 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
     "a role to transpose too small a V on Hopper": (
         HOPPER,
         {
-            "tile": hopper_tile(2, 64, 2, 2, 200, turns="none", transpose_registers=56),
+            "tile": hopper_tile(2, 64, 2, 2, 200, transpose_registers=56),
             "dtype": E4M3,
         },
         ValueError,

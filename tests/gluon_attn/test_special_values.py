@@ -35,7 +35,7 @@ integers = {"integer_max": True, "turns": "scores", "early_exp": 1}
 CASES = {
     "H200, bf16, maxima as integers": Case(device=H200, dtype=BF16, tile=hopper_tile(3, 128, 2, 2, 160, **integers)),
     "H200, fp16, causal, maxima as integers": Case(
-        device=H200, dtype=FP16, causal=True, tile=hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True)
+        device=H200, dtype=FP16, causal=True, tile=hopper_tile(4, 64, 2, 4, 112, integer_max=True)
     ),
     "H200, bf16, D=128, 2 CTAs": Case(device=H200, dtype=BF16, head_dim=128, num_ctas=2, slow=True),
     "H200, bf16, D=256, causal": Case(device=H200, dtype=BF16, head_dim=256, causal=True, slow=True),

@@ -75,7 +75,7 @@ def run_hand_over(wait: bool) -> None:
 def run_attention(row: Row) -> None:
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
-    kernel = compiled(dtype, row.padded_head_dim, row.causal, row.tile, device_index=0)
+    kernel = compiled(dtype, row.padded_head_dim, row.mask, row.tile, device_index=0)
     assert kernel.metadata.profile_scratch_size > 0
     if row.tile.transposes_before(row.element_bytes):
         assert compiled_transpose(dtype, row.padded_head_dim, device_index=0).metadata.profile_scratch_size > 0

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.timeout(600)
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 AS_INTEGERS: dict[str, tuple[bool, TileConfig]] = {
-    "three roles": (False, hopper_tile(3, 128, 2, 2, 160, turns="scores", early_exp=1, integer_max=True)),
-    "four roles, causal": (True, hopper_tile(4, 64, 2, 4, 112, turns="none", integer_max=True)),
+    "three roles": (False, hopper_tile(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)),
+    "four roles, causal": (True, hopper_tile(4, 64, 2, 4, 112, integer_max=True)),
 }
 # Name: dtype, head dim and further arguments of attention().
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -12,8 +12,8 @@ from gluon_attn.forward.table import blackwell_tile, hopper_tile
 from gluon_attn.problem import Problem
 
 H200, B200 = Device.hopper(), Device.blackwell()
-TILE = hopper_tile(2, 128, 2, 2, 232, turns="none")  # 128 rows
-PAIR_TILE = hopper_tile(2, 128, 2, 2, 232, turns="none", num_ctas=2)  # 256 rows
+TILE = hopper_tile(2, 128, 2, 2, 232)  # 128 rows
+PAIR_TILE = hopper_tile(2, 128, 2, 2, 232, num_ctas=2)  # 256 rows
 PREFILL = Problem(
     dtype=torch.bfloat16, batch=1, heads=32, kv_heads=8, q_len=4096, kv_len=4096, head_dim=128,
     causal=True, scale=0.1, layout="bhsd",

@@ -40,7 +40,7 @@ Job = tuple[torch.dtype, int, bool, Any]
 
 def job(row: Row) -> Job:
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
-    return dtype, row.padded_head_dim, row.causal, row.tile
+    return dtype, row.padded_head_dim, row.mask, row.tile
 
 
 def name_of(row: Row) -> str:

@@ -15,7 +15,7 @@ from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals
 from gluon_attn.forward.configs import REGISTERS_PER_SM, HopperTile
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
-from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources, steady_loops
+from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources
 from gluon_attn.runtime.assembler import disassemble
 from tests.slow import slow_if
 
@@ -58,7 +58,7 @@ WGMMA_DEPTH = 16  # columns of the left operand that one product instruction tak
 @functools.cache
 def kernel(row: Row, dtype: torch.dtype | None = None) -> Any:
     dtype = dtype or (torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn)
-    return compiled(dtype, row.padded_head_dim, row.causal, row.tile)
+    return compiled(dtype, row.padded_head_dim, row.mask, row.tile)
 
 
 @functools.cache
@@ -122,22 +122,6 @@ MUCH_WORK = [row for row in SIXTEEN_BITS if row.tile.num_ctas == 1 and not row.o
 def test_fp16_compiles_to_the_same_loops(row):
     fp16 = resources(kernel(row, torch.float16))
     assert [loop.products for loop in fp16.loops] == [loop.products for loop in found(row).loops]
-
-
-def test_a_serialised_loop_is_seen():
-    listing = """
-    .L_x_1:
-        /*0000*/ HGMMA.64x128x16.F32.BF16 R24, gdesc[UR40], R24, gsb0 ;
-        /*0010*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*0020*/ HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24, gsb0 ;
-        /*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*0040*/ MUFU.EX2 R3, R3 ;
-        /*0050*/ STL [R1], R3 ;
-        /*0060*/ @P1 BRA `(.L_x_1) ;
-        /*0070*/ BRA `(.L_x_1) ;
-    """
-    (loop,) = steady_loops(*instructions(listing))
-    assert (loop.products, loop.waits, loop.spills, loop.exp2, loop.early_exp2) == (2, 2, 1, 1, 0)
 
 
 def barrier_counts(ptx: str) -> collections.Counter[int]:
@@ -220,7 +204,7 @@ import torch
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import HOPPER
 row = HOPPER[0]
-print("scratch", compiled(torch.bfloat16, row.padded_head_dim, row.causal, row.tile).metadata.profile_scratch_size)
+print("scratch", compiled(torch.bfloat16, row.padded_head_dim, row.mask, row.tile).metadata.profile_scratch_size)
 """
 
 

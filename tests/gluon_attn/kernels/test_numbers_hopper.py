@@ -209,7 +209,7 @@ def test_pairs_and_then_single_row_blocks(row):
     checked(run, "longest first")
 
 
-INTEGER_MAX = hopper_tile(2, 128, 2, 2, 232, turns="scores", early_exp=2, integer_max=True)
+INTEGER_MAX = hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
 
 # Largest scores of key blocks in the order in which they are walked, in log2 units.
 BLOCK_MAXIMA = {

@@ -97,13 +97,10 @@ def next_block(
     v, values = blocks.values.acquire()
     left = to_left_operand(p, q.dtype, acc.type.layout)
     acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, q.shape[1]), acc, is_async=True)
-    if CONFIG.turns != "scores":
-        turn.pass_on()
 
     scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     k.release()
-    if CONFIG.turns == "scores":
-        turn.pass_on()
+    turn.pass_on()
     scores = rows.modified(scores, block)
     if MASKED:
         scores = rows.mask(scores, block)
@@ -163,7 +160,7 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
     queries = wires.queries.consumer()
-    turn = turn_of(wires.turns, ROLE, CONFIG.turns != "none")
+    turn = turn_of(wires.turns, ROLE, CONFIG.turns)
     blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn)
 
     work = first_work(order)

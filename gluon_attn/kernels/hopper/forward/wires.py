@@ -17,9 +17,8 @@ class Wires:
     values:  as keys, but of V, in fp8 of [D, BLOCK_N]; freed by each role when PV is done.
     loaded_values: the same channel, unless a role transposes V. Then it is as keys, load -> transpose; and values are
              transpose -> every softmax role, in each CTA its own.
-    turns:   softmax role i -> role i + 1, around; role 0 has the first turn. One signal per key block: who has issued
-             its products, or has its scores too, lets the next role issue, so that one role's softmax runs beside
-             another's products.
+    turns:   softmax role i -> role i + 1, around; role 0 has the first turn (if turns). One signal per key block: who
+             has its scores lets the next role issue its products, so that one role's softmax runs beside them.
     output:  no channel but memory: one tile per softmax role, in which it alone stages O for its store; the queries'
              own if O is staged there.
     """
