@@ -12,6 +12,7 @@ An end is immutable and holds its own position in the ring: `slot, keys = keys.a
 so a role touches neither an index, nor a phase, nor a barrier. `check_ends` finds an end that is dropped or used twice.
 """
 
+from . import tma
 from .barriers import close_all, cluster_fence, init_all
 from .ends import Misuse, check_ends
 from .shared_memory import SharedMemoryChannel, SharedMemoryConsumer, SharedMemoryProducer, Slot
@@ -41,5 +42,6 @@ __all__ = [
     "close_all",
     "cluster_fence",
     "init_all",
+    "tma",
     "turn_of",
 ]
