@@ -24,7 +24,7 @@ import torch
 from bench.candidates import label
 from bench.points import DTYPES, Point
 from bench.provenance import provenance
-from bench.scopes import WAIT_BYTES, attention_of, bytes_per_role, first_warps, profile, values_of
+from bench.scopes import WAIT_BYTES, attention_of, bytes_per_role, first_warps, profile, tensors_of
 from bench.timing import time_interleaved
 from bench.waits import cta_of, spread, summarise, waits_of
 from gluon_attn.device import Device
@@ -119,10 +119,10 @@ def measure(point: Point, num_ctas: int | None, cta: int, folder: Path, commit: 
         sys.exit(f"timeline: needs a Hopper card, found {device.name}; nothing was run")
     plan = Plan.of(problem, tile, device)
     warps = first_warps(tile)
-    tensors[2] = values_of(plan, tensors[2])
-    as_it_is = attention_of(plan, *tensors)
+    given = tensors_of(plan, *tensors)
+    as_it_is = attention_of(plan, given)
     with tempfile.TemporaryDirectory() as scratch:
-        instrumented = profile(plan, warps, tensors, f"{scratch}/trace")
+        instrumented = profile(plan, warps, given, f"{scratch}/trace")
         trace = json.loads(Path(f"{scratch}/trace.chrome_trace").read_text())
     times = time_interleaved({"as it is": as_it_is, "instrumented": instrumented}, rounds=3)
     slower = times["instrumented"].median / times["as it is"].median

@@ -151,7 +151,9 @@ def compare_levers(head_dim: int, causal: bool, notes: Notes) -> None:
         return time_interleaved(calls, rounds=ROUNDS)
 
     try:
-        for _ in precompile({(q.dtype, head_dim, causal, tile) for tile in tiles.values()}, here.device().arch):
+        for _ in precompile(
+            {(q.dtype, head_dim, Mask(causal=causal), tile) for tile in tiles.values()}, here.device().arch
+        ):
             pass
     except Exception as error:  # it only saves time: what does not compile is found below, by name
         notes.say(f"compiling ahead failed: {error}")

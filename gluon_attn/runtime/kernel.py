@@ -56,7 +56,7 @@ class Kernel:
         self.pointers = tuple(p for p in parameters if isinstance(p, Pointer))
         self.scalars = tuple(p for p in parameters if isinstance(p, Scalar))
         self.names: tuple[str, ...] = tuple(fn.arg_names)
-        listed = tuple(p.name for p in (*self.tma, *self.pointers, *self.scalars))
+        listed = tuple(p.name for kind in (self.tma, self.pointers, self.scalars) for p in kind)
         if listed != tuple(p.name for p in parameters) or listed != self.names[: len(listed)]:
             raise ValueError(
                 f"parameters: expected those of {fn.__name__} from {self.names} without the compile-time ones, got "
