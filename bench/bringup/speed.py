@@ -15,6 +15,7 @@ from bench.precompile import precompile
 from bench.provenance import clocks
 from bench.timing import Timing, time_interleaved
 from gluon_attn import TileConfig, attention
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.testing import check
 
 from . import cases, here, levers
