@@ -3,6 +3,7 @@
 from gluon_attn.runtime.compat import add2, fma2, gl, jit, mul2
 
 from ..common.row_stats import PROPAGATE_NAN
+from ..common.thread_view import halves
 
 # 2^f on [-1/2, 1/2] to a relative error of 7.5e-5, by Remez' exchange: P is rounded to 4.9e-4 (fp16) or 3.9e-3 (bf16).
 EXP2_C0 = gl.constexpr(0.99992806)
@@ -31,13 +32,6 @@ def scale_rows(x, factors, PACKED: gl.constexpr):
         return mul2(x, column)
     else:
         return x * column
-
-
-@jit
-def halves(x):
-    """The left and the right half of the columns of x [M, N]."""
-    left, right = gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
-    return left, right
 
 
 @jit

@@ -24,6 +24,12 @@ def thread_view(x):
 
 
 @jit
+def halves(x):
+    """The left and the right half of the columns of x [M, N]. No thread gives anything away."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@jit
 def keep_first_columns(x, columns, other, DIAGONAL: gl.constexpr):
     """`other` where the column is not below `columns`, a scalar; if DIAGONAL, in row m not below `columns` + m.
 

@@ -5,6 +5,7 @@ Carried as elements of their own type, they would cost more instructions a step.
 
 from gluon_attn.runtime.compat import gl, jit
 
+from ..common.thread_view import halves
 from .inline_asm import round_four, round_pair
 
 
@@ -44,11 +45,6 @@ def quarters(x):
     """[M, N] as four [M, N / 4], columns in order. No thread gives anything away."""
     low, high = halves(x)
     return halves(low) + halves(high)
-
-
-@jit
-def halves(x):
-    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
 
 
 @jit
