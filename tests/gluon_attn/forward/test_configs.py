@@ -34,11 +34,6 @@ HOPPER_REFUSED = {
         {"integer_max": True, "cga_layout": ((1, 0),)},
         "self.integer_max=True must be False with 2 CTAs",
     ),
-    "unknown epilogue": ({"epilogue": "fast"}, "self.epilogue='fast' must be .*tma.*rows.*registers"),
-    "nothing to stage": (
-        {"epilogue": "registers", "stage_in_queries": True},
-        "self.stage_in_queries=True must be False with self.epilogue='registers'",
-    ),
     "block_n 32": ({"block_n": 32}, "self.block_n=32 must be 64 or 128"),
     "block_n 96": ({"block_n": 96}, "self.block_n=96 must be 64 or 128"),
     "block_n 256": ({"block_n": 256}, "self.block_n=256 must be 64 or 128"),
