@@ -9,13 +9,13 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-# What pip is asked for as torch; empty: chosen by whether the machine has an NVIDIA GPU.
+# What pip is asked for as torch; empty: tools/install_torch.py chooses.
 TORCH ?=
 # Passed on to the command, as in `make test ARGS="-k causal"`.
 ARGS ?=
 
-# The plain torch wheel brings gigabytes of CUDA, which a machine without a GPU has no use for.
-TORCH_CPU := torch==2.13.0+cpu
+# Where the CPU build of torch is looked for if the indexes that pip is configured with have none; empty: PyTorch's own.
+TORCH_CPU_INDEX ?=
 
 ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
@@ -24,7 +24,8 @@ PARALLEL :=
 else
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip -qq --disable-pip-version-check
+# -q, not -qq: warnings are shown, as pip gives what ails the network as those.
+PIP := $(PY) -m pip -q --disable-pip-version-check
 TEST_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
 BENCH_READY := $(VENV)/.ready-bench
@@ -39,10 +40,14 @@ help: ## List every command
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo 'PYTHON=python3    use this interpreter as it is, install nothing (GPU hosts with their own torch and Triton)'
-	@echo 'TORCH=torch       the torch that set-up installs; default: a CPU build where there is no NVIDIA GPU'
+	@echo 'TORCH=torch       the torch that set-up installs; default: a CPU build, if there is one, where there is no NVIDIA GPU'
 	@echo 'ARGS="..."        passed on to the command, as in: make test ARGS="-k causal"'
+	@echo
+	@echo 'Systems: Linux on x86_64 (tested) and aarch64 (not tested), with Python 3.11 or newer;'
+	@echo 'not macOS and not Windows (WSL 2 is Linux), for which there is no Triton'
 
 run: $(TEST_READY) ## Run attention here and now and print what it saw
+	@echo 'Loading torch and Triton: some seconds'
 	@$(PY) -m gluon_attn $(ARGS)
 
 test: $(TEST_READY) ## Run the tests but for the slow ones; without a Hopper card those that need one are skipped, with the reason
@@ -87,23 +92,12 @@ clean: ## Remove caches, builds and what runs left behind; .venv stays
 
 ifdef VENV
 $(TEST_READY): pyproject.toml
+	@$(PYTHON) tools/install_torch.py --check
 	@if [[ ! -x $(PY) ]]; then \
 	    echo 'set-up: making $(VENV) with $(PYTHON)'; \
 	    $(PYTHON) -m venv --clear $(VENV); \
 	fi
-	@torch='$(TORCH)'; \
-	if [[ -z $$torch ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
-	    torch='$(TORCH_CPU)'; \
-	fi; \
-	if [[ -n $$torch ]] && ! $(PIP) show torch >/dev/null; then \
-	    echo "set-up: installing $$torch (a minute or two)"; \
-	    $(PIP) install "$$torch" || { \
-	        echo "set-up: pip could not install $$torch; its reason is above."; \
-	        echo "If it found no such version: point pip at PyTorch's CPU wheel index through PIP_EXTRA_INDEX_URL,"; \
-	        echo "or accept the CUDA build, several gigabytes, with: make TORCH=torch $(MAKECMDGOALS)"; \
-	        exit 1; \
-	    } >&2; \
-	fi
+	@$(PY) tools/install_torch.py --torch '$(TORCH)' --cpu-index '$(TORCH_CPU_INDEX)'
 	@echo 'set-up: installing gluon-attn and what its tests need (a minute or two)'
 	@$(PIP) install -e '.[test]'
 	@touch $@

@@ -15,6 +15,7 @@ from bench import report, sweep
 from bench.points import DTYPES, LENGTHS, SETS, Point
 
 RESULT = Path("bench/results/latest.json")
+COMMITTED = Path("bench/results/h200_forward.json")  # what is shown where nothing was timed yet
 
 # What can be chosen of the sets' points: the option, and what it is of a point.
 FILTERS: dict[str, Callable[[Point], Any]] = {
@@ -49,11 +50,16 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--commit", help="commit of the measured tree, where git cannot tell")
     shown = top.add_subparsers(dest="show", metavar="tables, plot", help="of result files, instead of timing anything")
-    for name, description in (("tables", "Markdown"), ("plot", "TFLOP/s by length, PNG and SVG")):
-        command = shown.add_parser(name, help=description, description=report.__doc__)
-        command.add_argument("files", type=Path, nargs="*", default=[RESULT], help="default: that of the last run")
+    for name, description in (("tables", "Markdown"), ("plot", "TFLOP/s by length, a picture")):
+        command = shown.add_parser(
+            name, help=description, description=report.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_argument(
+            "files", type=Path, nargs="*", help=f"default: that of the last run, {RESULT}, or else {COMMITTED}"
+        )
         if name == "plot":
-            command.add_argument("--to", type=Path, default=Path("speed"), help="without the suffix")
+            command.add_argument("--to", type=Path, default=Path("speed.png"), help="the picture, .png or .svg")
+            command.add_argument("--all", action="store_true", help="every kind of problem, not the README's four")
     return top
 
 
@@ -79,10 +85,12 @@ def main() -> None:
     args = command.parse_args()
     if args.show and sys.argv[1] != args.show:
         command.error(f"expected {args.show} as the first word, without options of what is timed, got {sys.argv[1]}")
+    if args.show:
+        read = report.read_all(args.files or [RESULT if RESULT.exists() else COMMITTED])
     if args.show == "tables":
-        print(report.tables(report.read_all(args.files)))
+        print(report.tables(read))
     elif args.show == "plot":
-        print("written:", *report.plot(report.read_all(args.files), args.to))
+        print("written:", report.plot(read, args.to, args.all))
     else:
         points = chosen(args, command.error)
         if args.rounds < 1:

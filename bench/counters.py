@@ -1,27 +1,25 @@
-"""`python -m bench.counters`: what the profiler counts when O is stored in each of the three ways of docs/epilogues.md.
+"""`python -m bench.counters`: time and profiler's counts of the three ways to store O that docs/epilogues.md explains.
 
-It runs itself under ncu (Nsight Compute), which reads the counters of one launch of each kernel.
+The kernel is that of bench/epilogues.py. Counting runs this command again, under ncu (Nsight Compute).
 """
 
 import argparse
 import csv
-import dataclasses
+import functools
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.candidates import label
-from bench.peers import ours
-from bench.points import DTYPES, Point
-from bench.precompile import precompile
-from bench.provenance import output_of, provenance
-from gluon_attn.forward.configs import HopperTile
-from gluon_attn.forward.table import HOPPER
+from bench.epilogues import HEAD_DIMS, PROGRAMS, WAYS, Way, machine_counts, run
+from bench.provenance import SEED, output_of, provenance
+from bench.timing import time_interleaved
 
 METRICS = {
     # Cycles lost at the data banks that shared memory and L1 have in common. `arbitration`: those of all that others
@@ -42,32 +40,72 @@ METRICS = {
     "l2_sectors_from_sm": "lts__t_sectors_srcunit_tex_op_write.sum",
     "l2_sectors": "lts__t_sectors_op_write.sum",
     "l2_requests": "lts__t_requests_op_write.sum",
+    # Instructions of warps, of every role.
+    "instructions": "smsp__inst_executed.sum",
 }
 CHOICE = ["--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join(METRICS.values())]
 FORMAT = ["--csv", "--page", "raw", "--print-units", "base"]
+NCU_SECONDS = 120
+OUTPUT_BYTES = 2**26
+HEADS = 32
 
 
-def tiles_of(head_dim: int) -> list[HopperTile]:
-    """The table's tile for every length, no mask, 16 bits and one CTA; that, and O stored in the other ways."""
-    kind = (head_dim, False, 2, 1, False)
-    rows = (r for r in HOPPER if (r.padded_head_dim, r.causal, r.element_bytes, r.min_kv_len, r.one_round) == kind)
-    tma = next(r.tile for r in rows if isinstance(r.tile, HopperTile) and r.tile.num_ctas == 1)
-    registers = dataclasses.replace(tma, epilogue="registers", stage_in_queries=False)
-    return [tma, dataclasses.replace(tma, epilogue="rows"), registers]
+@dataclass(frozen=True)
+class Variant:
+    """A launch that is counted: O of 64 MiB in bf16, in HEADS heads, stored in that way."""
+
+    head_dim: int
+    way: Way
+
+    @property
+    def length(self) -> int:
+        return OUTPUT_BYTES // (2 * self.head_dim * HEADS)
+
+    def call(self) -> Callable[[], None]:
+        """The launch, its tensors made."""
+        torch.manual_seed(SEED)
+        x = torch.randn(self.length, self.head_dim, dtype=torch.bfloat16, device="cuda")
+        w = torch.randn(HEADS, self.head_dim, self.head_dim, dtype=torch.bfloat16, device="cuda")
+        o = x.new_empty(HEADS, self.length, self.head_dim)
+        return lambda: run(x, w, o, self.way)
 
 
-POINTS = [Point(head_dim=head_dim, causal=False, length=2048) for head_dim in (64, 128, 256)]
-VARIANTS = [(point, tile) for point in POINTS for tile in tiles_of(point.head_dim)]
+VARIANTS = [Variant(head_dim, way) for head_dim in HEAD_DIMS for way in reversed(WAYS)]
 
 
 def launch_all() -> None:
-    for point, tile in VARIANTS:
-        call = ours(point, point.tensors(), tile=tile)
+    for variant in VARIANTS:
+        call = variant.call()
         call()  # loads the kernel; only the next one is counted
         torch.cuda.synchronize()
         with torch.cuda.profiler.profile():
             call()
             torch.cuda.synchronize()
+
+
+def recorded(call: Callable[[], None]) -> Callable[[], None]:
+    """The call as a CUDA graph: the host's share of a launch is longer than these kernels run."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return functools.partial(replay, graph, call)
+
+
+def replay(graph: torch.cuda.CUDAGraph, call: Callable[[], None]) -> None:
+    """call: what the graph was recorded from. A graph keeps addresses only; the call holds the tensors."""
+    graph.replay()
+
+
+def timed() -> list[float]:
+    """Median microseconds of each variant, the three ways of a head dim in turn, the L2 cache cold."""
+    found = []
+    for head_dim in HEAD_DIMS:
+        calls: dict[str, Callable[[], object]] = {v.way: recorded(v.call()) for v in VARIANTS if v.head_dim == head_dim}
+        times = time_interleaved(calls)
+        found += [times[v.way].median * 1e6 for v in VARIANTS if v.head_dim == head_dim]
+    return found
 
 
 def profiled() -> str:
@@ -76,7 +114,10 @@ def profiled() -> str:
     if ncu is None:
         sys.exit("bench.counters: needs ncu (Nsight Compute, of the CUDA toolkit), found none in PATH")
     command = [ncu, *CHOICE, *FORMAT, sys.executable, "-m", "bench.counters", "--child"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NCU_SECONDS)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"bench.counters: ncu was not done after {NCU_SECONDS} s; nothing was written")
     printed = done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in printed:
         fix = "run it as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
@@ -103,14 +144,14 @@ def parse(printed: str, launches: int) -> list[dict[str, int]]:
     return found
 
 
-def entry(point: Point, tile: HopperTile, counts: dict[str, int]) -> dict[str, Any]:
-    row_bytes = point.head_dim * DTYPES[point.dtype].itemsize + 4  # of O and LSE
-    sectors = point.batch * point.heads * point.length * row_bytes // 32
-    ratios = {
-        "sectors_per_output_sector": round(counts["sectors_to_l2"] / sectors, 3),
+def entry(variant: Variant, microseconds: float, counts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "head_dim": variant.head_dim,
+        "way": variant.way,
+        "microseconds": round(microseconds, 2),
+        "sectors_per_output_sector": round(counts["sectors_to_l2"] / (OUTPUT_BYTES // 32), 3),
         "sectors_per_l2_request": round(counts["l2_sectors"] / counts["l2_requests"], 3),
-    }
-    return {"name": point.name, "epilogue": tile.epilogue, "tile": label(tile)} | ratios | counts
+    } | counts
 
 
 def main() -> None:
@@ -124,14 +165,21 @@ def main() -> None:
         sys.exit(f"bench.counters: needs a Hopper card, found {found}; nothing was counted")
     if args.child:
         return launch_all()
-    jobs = [(DTYPES[point.dtype], point.head_dim, point.causal, tile) for point, tile in VARIANTS]
-    print(f"compiled {len(list(precompile(jobs, arch=90)))} kernels", flush=True)
-    counted = parse(profiled(), len(VARIANTS))
-    entries = [entry(point, tile, counts) for (point, tile), counts in zip(VARIANTS, counted, strict=True)]
+    # Timed first: what it compiles, ncu's run finds in the cache.
+    times, counted = timed(), parse(profiled(), len(VARIANTS))
+    entries = [entry(*row) for row in zip(VARIANTS, times, counted, strict=True)]
     for key in entries[0]:
-        print(f"{key:26}" + "".join(f"{e[key]:>23,}" if key in METRICS else f"{e[key]:>23}" for e in entries))
-    made = provenance(args.commit) | {"ncu": output_of("ncu", "--version").rpartition("\n")[2]}
-    args.out.write_text(json.dumps({"provenance": made, "metrics": METRICS, "variants": entries}, indent=1) + "\n")
+        print(f"{key:26}" + "".join(f"{e[key]:>16,}" if key in METRICS else f"{e[key]:>16}" for e in entries))
+    report = {
+        "provenance": provenance(args.commit) | {"ncu": output_of("ncu", "--version").rpartition("\n")[2]},
+        "kernel": "the kernel of this page",
+        "output_bytes": OUTPUT_BYTES,
+        "programs": PROGRAMS * HEADS,
+        "metrics": METRICS,
+        "machine_code": [{"head_dim": v.head_dim, "way": v.way} | machine_counts(v.head_dim, v.way) for v in VARIANTS],
+        "variants": entries,
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {args.out}")
 
 

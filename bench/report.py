@@ -1,7 +1,8 @@
 """What result files say: tables in Markdown, and plots of TFLOP/s by length.
 
 python -m bench tables bench/results/h200_forward.json
-python -m bench plot bench/results/h200_forward.json --to docs/speed    writes docs/speed.svg and .png
+python -m bench plot bench/results/h200_forward.json --to docs/speed.png    the four panels of the README
+python -m bench plot bench/results/h200_forward.json --to all.svg --all     every kind of problem, every peer
 
 Of several files, a point that more than one has is the last one's.
 """
@@ -10,7 +11,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from bench.points import LENGTHS, MODEL_DIM, TOKENS
 Found = dict[str, Any]  # a point of a result file
 OURS = "ours"
 LABELS = {"ours": "gluon-attn", "cudnn": "cuDNN", "fa2": "FlashAttention-2", "flex": "FlexAttention"}
+COLOURS = {"ours": "#d1495b", "cudnn": "#2e6f95", "fa2": "#7a7a7a", "flex": "#e0a030"}
+FRONT = {"dtype": ("bf16",), "head_dim": (64, 128), "layout": ("bhsd",)}  # what the README's picture shows
+FRONT_PEERS = ("ours", "cudnn", "fa2")
+SUFFIXES = (".png", ".svg")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -67,14 +72,21 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def rates(report: dict[str, Any]) -> Iterator[str]:
-    """TFLOP/s of ours, and how many times cuDNN's that is, in bf16 if ours is fp8."""
-    yield f"| TFLOP/s (× cuDNN) | {' | '.join(map(str, LENGTHS))} |"
+    """TFLOP/s of ours."""
+    yield from by_length(report, "TFLOP/s", lambda r: f"{r['tflops']:.0f}")
+
+
+def ratios(report: dict[str, Any]) -> Iterator[str]:
+    """How many times cuDNN's rate that is; cuDNN's in bf16 if ours is fp8."""
+    yield from by_length(report, "× cuDNN", lambda r: f"{r['ratio_to_cudnn']:.2f}")
+
+
+def by_length(report: dict[str, Any], what: str, cell: Callable[[dict[str, float]], str]) -> Iterator[str]:
+    """A table with a row for each kind of problem and a column for each length."""
+    yield f"| {what} | {' | '.join(map(str, LENGTHS))} |"
     yield "|---" * (len(LENGTHS) + 1) + "|"
-    for title, by_length in series(report):
-        cells = (
-            f"{r['tflops']:.0f} ({r['ratio_to_cudnn']:.2f})" if (r := result(by_length.get(n), OURS)) else "–"
-            for n in LENGTHS
-        )
+    for title, points in series(report):
+        cells = (cell(r) if (r := result(points.get(n), OURS)) else "–" for n in LENGTHS)
         yield f"| {title} | {' | '.join(cells)} |"
 
 
@@ -85,8 +97,8 @@ def result(found: Found | None, name: str) -> dict[str, float] | None:
 def by_cta_count(report: dict[str, Any]) -> Iterator[str]:
     yield "| case | 1 CTA | 2 CTA | speedup |"
     yield "|---|---|---|---|"
-    for title, by_length in series(report):
-        for length, found in by_length.items():
+    for title, points in series(report):
+        for length, found in points.items():
             one, two = (result(found, f"ours {n}cta") for n in (1, 2))
             if one and two:
                 rate_1, rate_2 = one["tflops"], two["tflops"]
@@ -130,12 +142,17 @@ def tables(report: dict[str, Any]) -> str:
         f"{p['card']}, {p['date']}, torch {p['torch']}, Triton {p['triton']}, cuDNN {p['cudnn']}, commit {p['commit']}"
         for p in (report["provenance"], *report.get("further", ()))
     ]
-    parts = (rates(report), means(report), plainer(report), by_cta_count(report))
+    parts = (rates(report), ratios(report), means(report), plainer(report), by_cta_count(report))
     return "\n\n".join("\n".join(part) for part in (heads, *parts))
 
 
-def plot(report: dict[str, Any], out: Path) -> list[Path]:
-    """One panel for each dtype, head dim, mask and layout. Raises SystemExit, with what to do, if it cannot draw."""
+def plot(report: dict[str, Any], out: Path, every: bool = False) -> Path:
+    """Draw TFLOP/s by length into `out`, a panel for each kind of problem: those of FRONT, or every one.
+
+    Raises SystemExit, with what to do, if it cannot draw.
+    """
+    if out.suffix not in SUFFIXES:
+        sys.exit(f"plot: --to: expected a file name that ends in {' or '.join(SUFFIXES)}, got {out}")
     try:
         import matplotlib
     except ImportError:
@@ -145,31 +162,52 @@ def plot(report: dict[str, Any], out: Path) -> list[Path]:
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
-    kinds = list(series(report))
+    shown = report if every else report | {"points": [found for found in report["points"] if is_front(found)]}
+    kinds = list(series(shown))
     if not kinds:
-        sys.exit("plot: expected points of a sweep, got none; time some with: python -m bench --sets sweep")
-    columns = 4
+        kind = "" if every else " in bf16 with D = 64 or 128 (--all: of every kind)"
+        sys.exit(f"plot: expected points of a sweep{kind}, got none; time some with: python -m bench --sets sweep")
+    peers = tuple(LABELS) if every else FRONT_PEERS
+    columns = 4 if every else min(2, len(kinds))
     rows = -(-len(kinds) // columns)
-    size = 4 * columns, 3 * rows
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
-    for axis, (title, by_length) in zip(axes.flat, kinds, strict=False):
-        for name, label in LABELS.items():
-            line = [(n, r["tflops"]) for n, found in by_length.items() if (r := result(found, name))]
+    size = 4 * columns, 2.6 * rows + 0.5
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=size, squeeze=False, sharex=True, sharey=True, layout="constrained", facecolor="white"
+    )
+    for axis, (title, points) in zip(axes.flat, kinds, strict=False):
+        for name in peers:
+            line = [(n, r["tflops"]) for n, found in points.items() if (r := result(found, name))]
             if line:
-                axis.plot(*zip(*line, strict=True), marker="o", markersize=4, label=label)
-        axis.set_title(title)
+                width = 2.2 if name == OURS else 1.4
+                axis.plot(
+                    *zip(*line, strict=True),
+                    marker="o",
+                    markersize=4,
+                    linewidth=width,
+                    color=COLOURS[name],
+                    label=LABELS[name],
+                )
+        axis.set_title(title, fontsize="medium")
         axis.set_xscale("log", base=2)
-        axis.set_xticks(LENGTHS, [f"{n / 1024:g}k" for n in LENGTHS])
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("TFLOP/s")
+        axis.set_xticks(LENGTHS, [str(n) for n in LENGTHS], fontsize="small")
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
+    axes.flat[0].set_ylim(bottom=0)  # after all lines: the panels share it
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("sequence length")
     for axis in axes.flat[len(kinds) :]:
         axis.set_visible(False)
     axes.flat[0].legend(loc="lower right", fontsize="small")
     p = report["provenance"]
     dates = " and ".join(dict.fromkeys([p["date"], *(q["date"] for q in report.get("further", ()))]))
-    figure.suptitle(f"Attention forward, {TOKENS // 1024}k tokens, {p['card']}, {dates} (peers of fp8: in bf16)")
-    written = [out.with_suffix(suffix) for suffix in (".svg", ".png")]
-    for path in written:
-        figure.savefig(path, dpi=80)
-    return written
+    note = " (peers of fp8: in bf16)" if every else ""
+    figure.suptitle(f"Attention forward, {TOKENS // 1024}k tokens, {p['card']}, {dates}{note}", fontsize="medium")
+    figure.savefig(out, dpi=100)
+    pyplot.close(figure)
+    return out
+
+
+def is_front(found: Found) -> bool:
+    return all(found["point"][field] in values for field, values in FRONT.items())

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from .device import Device
 from .forward.configs import TileConfig
@@ -24,6 +25,7 @@ from .problem import (
     refuse_address,
     type_name,
 )
+from .refusals import refuse_compiling, refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 
@@ -129,6 +131,8 @@ def attention(
         refuse(**unsupported)
     if return_lse is not False and return_lse is not True:
         check_bool("return_lse", return_lse)  # type: ignore[unreachable]  # by its annotation
+    if is_compiling():
+        refuse_compiling()
     scales = (q_scale, k_scale, v_scale)
     try:
         key = (
@@ -184,7 +188,13 @@ def identity(t: Tensor) -> tuple[Any, ...]:
 def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
     """What may differ from call to call with the same shapes: addresses, shared memory, gradients. Of fp8 scales what
     `check_scales` does is left out."""
-    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if not type(q) is type(k) is type(v) is Tensor:  # a Parameter is fine, a FakeTensor has the address 0
+        refuse_unusual(q=q, k=k, v=v, out=out)
+    try:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    except RuntimeError:  # there is none
+        refuse_unusual(q=q, k=k, v=v, out=out)
+        raise
     addresses = at_q | at_k | at_v
     suspect = (
         (at_q < LOWEST_ADDRESS or at_k < LOWEST_ADDRESS or at_v < LOWEST_ADDRESS)
@@ -247,6 +257,7 @@ def prepare(
 ) -> Launches | None:
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
+    refuse_unusual(q=q, k=k, v=v, out=out)
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
     if num_ctas is not None and not isinstance(num_ctas, int):
         raise TypeError(

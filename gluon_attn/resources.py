@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from .runtime.assembler import disassemble
 from .runtime.compat import CompiledKernel
-from .runtime.compiler import disassemble
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;")
 LABEL = re.compile(r"^\s*(\.L_x_\d+):")

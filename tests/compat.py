@@ -1,5 +1,6 @@
 """The names of Gluon that the kernels of these tests use. Experimental, they move with every release: imported here."""
 
+from triton.compiler.errors import CompilationError
 from triton.experimental.gluon.language.extra import libdevice
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor, TensorDescriptorIm2Col
 
@@ -31,6 +32,7 @@ tcgen05_mma_barrier_count = gl.nvidia.blackwell.tcgen05_mma_barrier_count
 tcgen05_mma_scaled = gl.nvidia.blackwell.tcgen05_mma_scaled
 
 __all__ = [
+    "CompilationError",
     "TensorDescriptor",
     "TensorDescriptorIm2Col",
     "TensorMemoryLayout",

@@ -98,7 +98,8 @@ def run_apart(step: Step, reference: str) -> Result:
         noted.touch()
         with printed.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "bench.bringup.child", reference, step.name, str(noted)],
+                # -u: a step that is killed writes nothing more.
+                [sys.executable, "-u", "-m", "bench.bringup.child", reference, step.name, str(noted)],
                 cwd=ROOT,
                 env={**os.environ, **step.env},
                 stdin=subprocess.DEVNULL,

@@ -19,7 +19,8 @@ from bench.provenance import output_of, provenance
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import TABLE, Row
 from gluon_attn.resources import resources
-from gluon_attn.runtime.compiler import assembler_version, check_triton_version
+from gluon_attn.runtime.assembler import assembler_version
+from gluon_attn.runtime.compiler import check_triton_version
 from tests.gpu.checks import Apart, Outcome
 
 from . import cases, here, speed

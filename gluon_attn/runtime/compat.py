@@ -1,6 +1,7 @@
 """The names of Triton that attention uses and that are experimental, private or moving: imported here only."""
 
 import triton
+import triton.backends.nvidia.compiler as nvidia_compiler
 import triton.knobs as knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
@@ -42,6 +43,7 @@ __all__ = [
     "jit",
     "knobs",
     "mul2",
+    "nvidia_compiler",
     "tcgen05_mma",
     "tensor_memory_descriptor",
     "tma_descriptor",

@@ -1,9 +1,8 @@
-"""Compiling a Gluon kernel for an architecture, with or without the card, and looking at what came out."""
+"""Compiling a Gluon kernel for an architecture, with or without the card."""
 
-import subprocess
-import tempfile
 from typing import Any
 
+from .assembler import newest_assembler, warn_if_serialised
 from .compat import CompiledKernel, GluonASTSource, GPUTarget, knobs, triton
 
 
@@ -44,21 +43,7 @@ def compile_gluon(
         "enable_fp_fusion": True,
         "instrumentation_mode": knobs.compilation.instrumentation_mode,
     }
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def disassemble(kernel: CompiledKernel) -> str:
-    """The machine code of a kernel (SASS) as text, by the disassembler that comes with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def assembler_version() -> str:
-    """The release of the assembler (ptxas) that Triton assembles kernels with."""
-    version = subprocess.run(
-        [knobs.nvidia.ptxas_blackwell.path, "--version"], capture_output=True, text=True, check=True
-    )
-    return version.stdout.split("release ")[1].split(",")[0]
+    with newest_assembler():
+        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    warn_if_serialised(kernel)
+    return kernel

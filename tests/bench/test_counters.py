@@ -1,6 +1,6 @@
 """What `python -m bench.counters` makes of the profiler's table, and what it says when there is none."""
 
-import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -9,11 +9,8 @@ import pytest
 import torch
 
 import bench.counters as command
-from bench.counters import METRICS, VARIANTS, entry, parse, profiled, tiles_of
-from bench.points import Point
-from gluon_attn.device import Device
-from gluon_attn.forward.table import HOPPER, require_fits
-from gluon_attn.problem import Problem
+from bench.counters import HEADS, METRICS, VARIANTS, Variant, entry, parse, profiled
+from bench.timing import Timing
 
 # Of two launches on an H200, with commas, columns that nobody asked for, and other programs' lines in between.
 BYTES, SECTORS = METRICS["bytes_to_l2"], METRICS["sectors_to_l2"]
@@ -30,7 +27,7 @@ def printed(*launches: dict[str, str]) -> str:
     names = [name for name in METRICS if name in launches[0]]
     first = line("ID", "Kernel Name", "Block Size", f"{SECTORS[:-4]}.max", *(METRICS[name] for name in names))
     rows = [
-        line(str(i), "attention_forward", "(640, 1, 1)", "17,000", *(launch[name] for name in names))
+        line(str(i), "project", "(256, 1, 1)", "17,000", *(launch[name] for name in names))
         for i, launch in enumerate(launches)
     ]
     talk = "==PROF== Connected to process 502 (/usr/bin/python3)\nnothing to see"
@@ -59,30 +56,49 @@ def test_a_metric_without_a_count_is_an_error(cell):
 
 
 def test_sectors_are_compared_with_those_of_the_output():
-    point = Point(head_dim=64, causal=False, length=2048)
-    counts = dict.fromkeys(METRICS, 0) | {"sectors_to_l2": 2162688, "l2_sectors": 400, "l2_requests": 100}
-    found = entry(point, tiles_of(64)[0], counts)
-    assert found["sectors_per_output_sector"] == 1.0  # 128 bytes of O and 4 of LSE for each of 2^19 rows
+    counts = dict.fromkeys(METRICS, 0) | {"sectors_to_l2": 2**22, "l2_sectors": 400, "l2_requests": 100}
+    found = entry(Variant(64, "registers"), 31.4159, counts)
+    assert found["sectors_per_output_sector"] == 2.0  # O has 64 MiB, so 2^21 sectors
     assert found["sectors_per_l2_request"] == 4.0
-    assert (found["epilogue"], found["l2_requests"]) == ("tma", 100)
+    assert (found["head_dim"], found["way"], found["microseconds"]) == (64, "registers", 31.42)
+    assert found["l2_requests"] == 100
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_tiles_are_one_of_the_table_stored_in_three_ways(head_dim):
-    tma, rows, registers = tiles_of(head_dim)
-    assert tma in [row.tile for row in HOPPER if (row.padded_head_dim, row.causal) == (head_dim, False)]
-    assert [t.epilogue for t in (tma, rows, registers)] == ["tma", "rows", "registers"]
-    for tile in (rows, registers):
-        assert dataclasses.replace(tile, epilogue="tma", stage_in_queries=tma.stage_in_queries) == tma
-    q = torch.empty((8, 2048 // head_dim, 2048, head_dim), dtype=torch.bfloat16, device="meta")
-    for tile in (tma, rows, registers):
-        require_fits(tile, Problem.of(q, q, q), Device.hopper())
+def test_every_head_dim_and_way_is_counted_on_as_large_an_output():
+    assert [(v.head_dim, v.way) for v in VARIANTS] == [(d, w) for d in (64, 128) for w in ("tma", "rows", "registers")]
+    assert {HEADS * v.length * v.head_dim * 2 for v in VARIANTS} == {2**26}
 
 
-def test_every_head_dim_and_epilogue_is_counted():
-    named = [(point.head_dim, tile.epilogue) for point, tile in VARIANTS]
-    assert named == [(d, epilogue) for d in (64, 128, 256) for epilogue in ("tma", "rows", "registers")]
-    assert all(point.batch * point.length == 16384 and not point.causal for point, _ in VARIANTS)
+def test_the_ways_of_a_head_dim_are_timed_in_turn(monkeypatch):
+    """Each time comes back to its own variant, though they are timed in another order."""
+    seconds = {"registers": 3e-5, "rows": 2e-5, "tma": 1e-5}
+    asked = []
+
+    def in_turn(calls):
+        asked.append(sorted(calls))
+        return {way: Timing(seconds[way], ()) for way in sorted(calls)}
+
+    monkeypatch.setattr(Variant, "call", lambda self: self)
+    monkeypatch.setattr(command, "recorded", lambda call: call)
+    monkeypatch.setattr(command, "time_interleaved", in_turn)
+    assert command.timed() == pytest.approx([10, 20, 30] * 2)
+    assert asked == [["registers", "rows", "tma"]] * 2
+
+
+def test_a_variant_makes_tensors_that_the_kernel_takes(monkeypatch):
+    """On the CPU, with shorter heads."""
+    monkeypatch.setattr(command, "HEADS", 2)
+    monkeypatch.setattr(command, "OUTPUT_BYTES", 2 * 2 * 64 * 100)
+    monkeypatch.setattr(torch, "randn", functools.partial(without_device, torch.randn))
+    taken = []
+    monkeypatch.setattr(command, "run", lambda x, w, o, way: taken.append((x.shape, w.shape, o.shape, o.dtype, way)))
+    Variant(64, "rows").call()()
+    assert taken == [((100, 64), (2, 64, 64), (2, 100, 64), torch.bfloat16, "rows")]
+
+
+def without_device(make, *shape, device, **options):
+    assert device == "cuda"
+    return make(*shape, **options)
 
 
 @pytest.fixture
@@ -126,6 +142,13 @@ def test_a_profiler_that_fails_is_quoted(ncu):
         profiled()
 
 
+def test_a_profiler_that_hangs_is_ended(ncu, monkeypatch):
+    ncu("import time; time.sleep(60)")
+    monkeypatch.setattr(command, "NCU_SECONDS", 0.2)
+    with pytest.raises(SystemExit, match=r"ncu was not done after 0.2 s; nothing was written"):
+        profiled()
+
+
 @pytest.mark.parametrize(
     ("capability", "found"), [(None, "no CUDA device"), ((8, 0), "a card"), ((10, 0), "a card")], ids=str
 )
@@ -145,7 +168,8 @@ def test_the_result_file_has_every_variant(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(command, "precompile", lambda jobs, arch: iter(jobs))
+    monkeypatch.setattr(command, "timed", lambda: [10.0 + i for i in range(len(VARIANTS))])
+    monkeypatch.setattr(command, "machine_counts", lambda head_dim, way: {"copies": int(way == "tma")})
     monkeypatch.setattr(command, "profiled", lambda: printed(*launches))
     monkeypatch.setattr(command, "provenance", lambda commit: {"commit": commit})
     monkeypatch.setattr(sys, "argv", ["counters", "--out", str(out), "--commit", "abc"])
@@ -153,7 +177,8 @@ def test_the_result_file_has_every_variant(monkeypatch, tmp_path, capsys):
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["provenance"]["commit"] == "abc"
     assert report["metrics"] == METRICS
-    kinds = [(v["name"], v["epilogue"]) for v in report["variants"]]
-    assert kinds == [(point.name, tile.epilogue) for point, tile in VARIANTS]
+    assert [(v["head_dim"], v["way"]) for v in report["variants"]] == [(v.head_dim, v.way) for v in VARIANTS]
+    assert [v["microseconds"] for v in report["variants"]] == [10.0 + i for i in range(len(VARIANTS))]
+    assert [(m["way"], m["copies"]) for m in report["machine_code"]][:3] == [("tma", 1), ("rows", 0), ("registers", 0)]
     assert [v["sectors_per_l2_request"] for v in report["variants"]] == [3 + i / 100 for i in range(len(VARIANTS))]
-    assert "compiled 9 kernels" in capsys.readouterr().out
+    assert f"written: {out}" in capsys.readouterr().out

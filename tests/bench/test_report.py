@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import __main__ as command
 from bench import report
 from bench.points import LENGTHS, Point
 
@@ -31,10 +32,14 @@ NOT_OF_THE_SWEEP = [
 ]
 
 
-def test_rates_by_length():
-    lines = list(report.rates({"provenance": PROVENANCE, "points": [*TWO, *NOT_OF_THE_SWEEP]}))
-    assert lines[0] == "| TFLOP/s (× cuDNN) | 512 | 1024 | 2048 | 4096 | 8192 | 16384 |"
-    assert lines[2:] == ["| bf16 D=64 full | 200 (0.50) | – | – | – | – | 800 (2.00) |"]
+@pytest.mark.parametrize(
+    ("table", "title", "first", "last"),
+    [(report.rates, "TFLOP/s", "200", "800"), (report.ratios, "× cuDNN", "0.50", "2.00")],
+)
+def test_tables_by_length(table, title, first, last):
+    lines = list(table({"provenance": PROVENANCE, "points": [*TWO, *NOT_OF_THE_SWEEP]}))
+    assert lines[0] == f"| {title} | 512 | 1024 | 2048 | 4096 | 8192 | 16384 |"
+    assert lines[2:] == [f"| bf16 D=64 full | {first} | – | – | – | – | {last} |"]
 
 
 def test_means_leave_out_what_is_not_of_the_sweep():
@@ -57,8 +62,8 @@ def test_another_layout_is_a_row_of_its_own():
         "bf16 bshd, D=64: 0.750 times cuDNN over 1 points, at least 0.750",
     ]
     assert lines[2:] == [
-        "| bf16 D=64 full | 200 (0.50) | – | – | – | – | 800 (2.00) |",
-        "| bf16 D=64 full bshd | 300 (0.75) | – | – | – | – | – |",
+        "| bf16 D=64 full | 200 | – | – | – | – | 800 |",
+        "| bf16 D=64 full bshd | 300 | – | – | – | – | – |",
     ]
 
 
@@ -94,25 +99,59 @@ def test_of_a_point_in_two_files_the_last_counts(tmp_path):
     assert (merged["provenance"]["date"], [p["date"] for p in merged["further"]]) == ("first", ["second"])
 
 
-def test_plots(tmp_path):
+FP8 = found(200.0, dtype="e4m3")
+
+
+@pytest.mark.parametrize(
+    ("every", "titles"), [(False, ["bf16 D=64 full"]), (True, ["bf16 D=64 full", "e4m3 D=64 full"])]
+)
+def test_plot(tmp_path, every, titles):
     pytest.importorskip("matplotlib")
-    written = report.plot({"provenance": PROVENANCE, "points": TWO}, tmp_path / "speed")
-    assert [path.name for path in written] == ["speed.svg", "speed.png"]
-    assert "bf16 D=64 full" in written[0].read_text(encoding="utf-8")
+    written = report.plot({"provenance": PROVENANCE, "points": [*TWO, FP8]}, tmp_path / "speed.svg", every)
+    text = written.read_text(encoding="utf-8")
+    assert [title for title in ("bf16 D=64 full", "e4m3 D=64 full") if title in text] == titles
 
 
-def test_nothing_to_plot(tmp_path):
+def test_plot_of_another_suffix(tmp_path):
+    with pytest.raises(SystemExit, match=r"plot: --to: expected a file name that ends in \.png or \.svg, got .*speed$"):
+        report.plot({"provenance": PROVENANCE, "points": TWO}, tmp_path / "speed")
+
+
+@pytest.mark.parametrize("points", [[found(1.0, batch=1, heads=16)], [FP8]], ids=["no sweep", "not of the front"])
+def test_nothing_to_plot(tmp_path, points):
     pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit, match="plot: expected points of a sweep, got none"):
-        report.plot({"provenance": PROVENANCE, "points": [found(1.0, batch=1, heads=16)]}, tmp_path / "speed")
+    with pytest.raises(SystemExit, match="plot: expected points of a sweep in bf16 with D = 64 or 128"):
+        report.plot({"provenance": PROVENANCE, "points": points}, tmp_path / "speed.png")
 
 
-def test_the_readme_has_the_committed_figures():
-    readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+def test_the_page_has_the_committed_figures():
+    page = (RESULTS.parents[1] / "docs" / "speed.md").read_text(encoding="utf-8")
     committed = report.read_all([RESULTS / "h200_forward.json"])
-    bf16 = [line for line in report.rates(committed) if line.startswith(("| TFLOP", "| bf16", "| e4m3"))]
-    assert len(bf16) > len(LENGTHS)
-    assert [line for line in bf16 if line not in readme] == []
+    heads = ("| TFLOP", "| × cuDNN", "| bf16", "| e4m3")
+    lines = [row for table in (report.rates, report.ratios) for row in table(committed) if row.startswith(heads)]
+    assert len(lines) > 2 * len(LENGTHS)
+    assert [line for line in lines if line not in page] == []
+
+
+def test_what_is_shown_where_nothing_was_timed(tmp_path):
+    """On a fresh clone `python -m bench tables` shows the committed file."""
+    for name in ("bench", "channels", "gluon_attn"):
+        (tmp_path / name).symlink_to(RESULTS.parents[1] / name)
+    run = subprocess.run(
+        [sys.executable, "-m", "bench", "tables"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert "| bf16 D=128 causal |" in run.stdout
+
+
+def test_the_readme_picture_is_made_by_its_command(tmp_path):
+    pytest.importorskip("matplotlib")
+    to = tmp_path / "speed.png"
+    command = [sys.executable, "-m", "bench", "plot", str(RESULTS / "h200_forward.json"), "--to", str(to)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"written: {to}\n"
+    assert to.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command():
@@ -122,3 +161,18 @@ def test_the_command():
     assert run.returncode == 0, run.stderr
     assert "| bf16 D=128 causal |" in run.stdout
     assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()[:2]] == ["0b57c71", "0bc6e4d"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_tables_without_a_file_shows_the_last_run_or_what_is_shipped(monkeypatch, capsys, tmp_path, there):
+    last = tmp_path / "latest.json"
+    if there:
+        named = [point | {"name": str(i)} for i, point in enumerate(TWO)]
+        last.write_text(json.dumps({"provenance": PROVENANCE, "points": named}))
+    monkeypatch.setattr(command, "RESULT", last)
+    monkeypatch.setattr(sys, "argv", ["bench", "tables"])
+    command.main()
+    said = capsys.readouterr()
+    assert ("h200_forward.json" in said.err) != there
+    shown = json.loads((RESULTS / "h200_forward.json").read_text()) if not there else {"provenance": PROVENANCE}
+    assert shown["provenance"]["commit"] in said.out.splitlines()[0]

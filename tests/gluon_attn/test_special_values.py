@@ -10,15 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from gluon_attn import TileConfig, attention, reference_attention
 from gluon_attn.cpu import CpuLaunch
 from gluon_attn.device import Device
-<<<<<<< HEAD
-from gluon_attn.forward.table import blackwell_tile, hopper_tile
-from tests.gluon_attn.special_values import E4M3, E5M2, check_special, special_tensors
-=======
-from gluon_attn.plan import Plan
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import blackwell_tile, hopper_tile, pick_tile
 from gluon_attn.problem import Problem
-from gluon_attn.tuning import blackwell_tile, hopper_tile, pick_tile
 from tests.gluon_attn.special_values import E4M3, E5M2, INF, NAN, Tensors, check_special, special_tensors
->>>>>>> values
 from tests.slow import slow_if
 
 H200, B200, B300 = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()

@@ -116,7 +116,8 @@ def run_item(name: str) -> None:
 ITEMS = ("first", "fails", "hangs", "second", "crashes", "skips", "last")
 
 
-def test_a_hang_stops_nothing_else():
+def test_a_hang_stops_nothing_else(monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # or nothing that is printed could get lost
     apart = Apart(
         function="tests.gluon_attn.test_testing:run_item",
         group=lambda name: "all",

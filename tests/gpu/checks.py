@@ -80,7 +80,10 @@ class Apart:
             results.touch()
             with wanted.open() as stdin, printed.open("w") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.gpu.checks", self.function, str(results), str(self.item_seconds)],
+                    # -u: what an item printed is written at once, as a process that is ended for a hang, or that
+                    # crashes, writes nothing more.
+                    [sys.executable, "-u", "-m", "tests.gpu.checks", self.function, str(results)]
+                    + [str(self.item_seconds)],
                     cwd=ROOT,
                     env={**os.environ, **self.env},
                     stdin=stdin,

@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tools.install_torch import CPU_BUILD
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -36,8 +38,8 @@ def test_requirements_resolve_to_what_is_installed(name):
     assert REQUIREMENTS[name].specifier.contains(installed, prereleases=True), f"{REQUIREMENTS[name]}: got {installed}"
 
 
-def test_makefile_sets_up_a_torch_that_the_requirements_allow():
-    name, version = re.findall(r"^TORCH_CPU := (\w+)==(\S+)$", MAKEFILE, re.MULTILINE)[0]
+def test_set_up_installs_a_torch_that_the_requirements_allow():
+    name, _, version = CPU_BUILD.partition("==")
     assert REQUIREMENTS[name].specifier.contains(version)
 
 

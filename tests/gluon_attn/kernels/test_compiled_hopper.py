@@ -15,8 +15,8 @@ from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals
 from gluon_attn.forward.configs import REGISTERS_PER_SM, HopperTile
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
-from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources
-from gluon_attn.runtime.compiler import disassemble
+from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources, steady_loops
+from gluon_attn.runtime.assembler import disassemble
 from tests.slow import slow_if
 
 
@@ -124,25 +124,20 @@ def test_fp16_compiles_to_the_same_loops(row):
     assert [loop.products for loop in fp16.loops] == [loop.products for loop in found(row).loops]
 
 
-@pytest.mark.slow
-def test_the_main_command_says_what_it_did():
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a card: the command runs attention on it, as tests/gpu does")
-    run = subprocess.run([sys.executable, "-m", "gluon_attn"], capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    assert "Nothing ran on a card." in lines
-    table = [line.split() for line in lines if line.startswith("sm_")]
-    executed = [row for row in table if row[1] in ("bf16", "e4m3")]
-    assert {tuple(row[:4]) for row in executed} == {
-        *(("sm_90a", "bf16", *case) for case in (("full", "1"), ("causal", "2"))),
-        *(("sm_100a", "bf16", mask, ctas) for mask in ("full", "causal") for ctas in "12"),
-        *(("sm_100a", dtype, "causal", ctas) for dtype, ctas in (("bf16", "4"), ("e4m3", "1"))),
-    }
-    assert {row[8] for row in executed} == {"0"}, "no finding"
-    compiled_for = collections.Counter(row[0] for row in table if row not in executed)
-    assert compiled_for == {"sm_90a": len(SIXTEEN_BITS), "sm_100a": 2}
-    assert not run.stderr
+def test_a_serialised_loop_is_seen():
+    listing = """
+    .L_x_1:
+        /*0000*/ HGMMA.64x128x16.F32.BF16 R24, gdesc[UR40], R24, gsb0 ;
+        /*0010*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0020*/ HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24, gsb0 ;
+        /*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0040*/ MUFU.EX2 R3, R3 ;
+        /*0050*/ STL [R1], R3 ;
+        /*0060*/ @P1 BRA `(.L_x_1) ;
+        /*0070*/ BRA `(.L_x_1) ;
+    """
+    (loop,) = steady_loops(*instructions(listing))
+    assert (loop.products, loop.waits, loop.spills, loop.exp2, loop.early_exp2) == (2, 2, 1, 1, 0)
 
 
 def barrier_counts(ptx: str) -> collections.Counter[int]:

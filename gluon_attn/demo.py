@@ -1,0 +1,335 @@
+"""What `python -m gluon_attn` does: run attention here, on a card or else on the CPU, and print what it saw."""
+
+import atexit
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import TypeVar
+
+import torch
+
+from .api import attention
+from .cpu import find_race
+from .device import Device
+from .forward.configs import HopperTile, TileConfig
+from .forward.launch import compiled
+from .forward.table import BLACKWELL, HOPPER, pick_tile
+from .problem import Problem
+from .reference import reference_attention
+from .resources import resources
+from .runtime.assembler import assembler_version
+from .runtime.compiler import check_triton_version
+
+# The attention of one layer of Llama-3-8B over a prompt of 4096 tokens.
+PREFILL = Problem(
+    dtype=torch.bfloat16,
+    batch=1,
+    heads=32,
+    kv_heads=8,
+    q_len=4096,
+    kv_len=4096,
+    head_dim=128,
+    causal=True,
+    scale=128**-0.5,
+    layout="bhsd",
+)
+LSE_TOLERANCE = 1e-3  # LSE is fp32, near 10 here, of products that the tensor cores sum with truncation
+SCHEDULES = 10
+DTYPE_LABELS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
+FP8_SHIFT = 2.0**8  # what the kernels multiply P with, where it is in e4m3
+EXECUTION_COLUMNS = "for      dtype  mask    CTAs  error of O  plain torch  of LSE   schedules  findings  seconds"
+KERNEL_COLUMNS = (
+    "for      head dim  mask    CTAs  tile        registers           smem KB  instr  products  TMA ld/st  "
+    "spills: loop  other  unlike its neighbours"
+)
+T = TypeVar("T")
+QUIET_SECONDS = 10.0  # longest time without a word
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """Attention on gluon_cpu, for a card with few processors, so that each program has several tiles to compute."""
+
+    device: Device
+    causal: bool
+    num_ctas: int
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+
+
+HOPPER_CARD = replace(Device.hopper(), sm_count=4)
+BLACKWELL_CARD = replace(Device.blackwell(), sm_count=4)
+EXECUTIONS = (
+    Execution(device=HOPPER_CARD, causal=False, num_ctas=1),
+    Execution(device=HOPPER_CARD, causal=True, num_ctas=2),
+    Execution(device=BLACKWELL_CARD, causal=False, num_ctas=1),
+    Execution(device=BLACKWELL_CARD, causal=True, num_ctas=1),
+    Execution(device=BLACKWELL_CARD, causal=False, num_ctas=2),
+    Execution(device=BLACKWELL_CARD, causal=True, num_ctas=2),
+    Execution(device=BLACKWELL_CARD, causal=True, num_ctas=4),
+    Execution(device=BLACKWELL_CARD, causal=True, num_ctas=1, dtype=torch.float8_e4m3fn),
+)
+
+
+def architecture(arch: int) -> str:
+    return f"sm_{arch}a"
+
+
+def mask(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
+def name_of(job: Execution) -> str:
+    ctas = "1 CTA" if job.num_ctas == 1 else f"{job.num_ctas} CTAs"
+    return f"{architecture(job.device.arch)} {DTYPE_LABELS[job.dtype]} {mask(job.causal)}, {ctas}"
+
+
+def execute(job: Execution, schedules: int) -> tuple[str, str | None]:
+    """(A row under EXECUTION_COLUMNS, what is wrong or None.)"""
+    start = time.monotonic()
+    torch.manual_seed(0)
+    # Of the largest tile, that of four CTAs, a whole one and a part.
+    q = torch.randn(1, 2, 300 * job.num_ctas, job.head_dim).to(job.dtype)
+    k, v = (torch.randn(1, 1, 500, job.head_dim).to(job.dtype) for _ in range(2))
+    call = partial(attention, q, k, v, causal=job.causal, num_ctas=job.num_ctas, device=job.device, return_lse=True)
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    finding = find_race(lambda: results.append(call()), schedules)  # type: ignore[arg-type]  # with LSE, it is two
+    case = f"{architecture(job.device.arch):<8} {DTYPE_LABELS[job.dtype]:<6} {mask(job.causal):<7} {job.num_ctas:<5} "
+    if finding is not None:
+        return f"{case}{'-':<11} {'-':<12} {'-':<8} {len(results) + 1:<10} 1", finding
+    want, want_lse = reference_attention(q.double(), k.double(), v.double(), causal=job.causal)
+    plain_error = largest(plain_attention(q, k, v, job.causal) - want)
+    seen = want_lse > float("-inf")
+    errors = [[largest(out - want), largest(lse[seen] - want_lse[seen])] for out, lse in results]
+    out_error, lse_error = torch.tensor(errors).amax(0).tolist()  # NaN, if there is one
+    row = (
+        f"{case}{out_error:<11.1e} {plain_error:<12.1e} {lse_error:<8.1e} {schedules:<10} 0         "
+        f"{time.monotonic() - start:.1f}"
+    )
+    return row, wrong(out_error, plain_error, lse_error)
+
+
+def largest(x: torch.Tensor) -> float:
+    return x.abs().max().item()
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Plain PyTorch in the inputs' dtype; of fp8 inputs in fp32, but for P, which fp8 products need in e4m3."""
+    if q.dtype != torch.float8_e4m3fn:
+        return reference_attention(q, k, v, causal=causal)[0]
+    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+        scores = scores.masked_fill(hidden, float("-inf"))
+    p = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e30)).exp() * FP8_SHIFT
+    out = p.to(q.dtype).float() @ v.float() / p.sum(-1, keepdim=True).clamp(min=1e-30)
+    return out.to(torch.bfloat16)
+
+
+def wrong(out_error: float, plain_error: float, lse_error: float) -> str | None:
+    """None if the errors are those of rounding."""
+    if out_error <= 2 * plain_error and lse_error <= LSE_TOLERANCE:  # false of NaN
+        return None
+    return f"wrong: expected errors of at most {2 * plain_error:.1e} (O) and {LSE_TOLERANCE:.0e} (LSE)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One to compile (bf16) and describe. unlike: what tells it from others of its kind and tile size."""
+
+    arch: int
+    padded_head_dim: int
+    causal: bool
+    tile: TileConfig
+    unlike: str = ""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        tile = self.tile
+        return self.arch, self.padded_head_dim, self.causal, tile.num_ctas, tile.block_m, tile.block_n
+
+
+def listed() -> list[Kernel]:
+    """Those of the tuning table, each once: Hopper's for 16 bits; of Blackwell's, which take the compiler ten seconds
+    each, those for sm_100 of D=128 without a mask on one and two CTAs."""
+    blackwell = [
+        row
+        for row in BLACKWELL
+        if (row.padded_head_dim, row.causal) == (128, False) and 100 in row.tile.archs and row.tile.num_ctas < 4
+    ]
+    chosen = [(row, 90) for row in HOPPER] + [(row, 100) for row in blackwell]
+    kernels = dict.fromkeys(
+        Kernel(arch=arch, padded_head_dim=row.padded_head_dim, causal=row.causal, tile=row.tile)
+        for row, arch in chosen
+        if row.element_bytes == 2
+    )
+    return [replace(k, unlike=told_apart(k.tile, [o.tile for o in kernels if o.kind == k.kind])) for k in kernels]
+
+
+def told_apart(tile: TileConfig, others: Sequence[TileConfig]) -> str:
+    """The fields that `others`, the tile itself among them, do not all have alike, with the tile's values. Without the
+    registers, which a column shows."""
+    names = [field.name for field in fields(tile) if not field.name.endswith("_registers")]
+    return ", ".join(
+        f"{name}={getattr(tile, name)}"
+        for name in names
+        if any(getattr(o, name) != getattr(tile, name) for o in others)
+    )
+
+
+def describe(kernel: Kernel) -> str:
+    """Compile a kernel: a row under KERNEL_COLUMNS."""
+    tile, arch = kernel.tile, kernel.arch
+    found = resources(compiled(torch.bfloat16, kernel.padded_head_dim, kernel.causal, tile, arch=arch))
+    in_loops = sum(loop.spills for loop in found.loops)
+    further = tile.softmax_roles - 1 if isinstance(tile, HopperTile) else 2  # besides the first role, correction there
+    registers = [found.first_role_registers, *[tile.softmax_registers] * further, tile.load_registers]
+    size, tma = f"{tile.block_m:>4} x {tile.block_n}", f"{found.tma_loads}/{found.tma_stores}"
+    return (
+        f"{architecture(arch):<8} {kernel.padded_head_dim:<9} {mask(kernel.causal):<7} {tile.num_ctas:<5} {size:<11} "
+        f"{'+'.join(map(str, registers)):<19} {found.smem_bytes / 1024:<8.1f} {found.instructions:<6} "
+        f"{found.products:<9} {tma:<10} {in_loops:<13} {found.spills - in_loops:<6} {kernel.unlike}"
+    ).rstrip()
+
+
+def quiet_exit() -> None:
+    """Triton 3.9's bindings leak a few objects, and say so on exit in thirty lines."""
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
+
+
+def prepare_process() -> None:
+    quiet_exit()
+    torch.set_num_threads(1)  # each core has a process already
+
+
+def say(line: str = "") -> None:
+    print(line, flush=True)
+
+
+def result_of(future: Future[T], doing: str, start: float) -> T:
+    """Wait for it, and say what is being done when there was nothing to print for long."""
+    while not wait([future], QUIET_SECONDS).done:
+        say(f"  ... {time.monotonic() - start:.0f} s: {doing}")
+    return future.result()
+
+
+def run_without_a_card(schedules: int, kernels: bool) -> str | None:
+    """Execute attention on the CPU and look for races; compile kernels and print what they take. On all cores.
+
+    Returns what was wrong, or None."""
+    check_triton_version()
+    start = time.monotonic()
+    to_describe = listed() if kernels else []
+    say("No Hopper or Blackwell card is used: kernels are executed on the CPU, role by role, and watched for races.")
+    say(f"{len(EXECUTIONS)} cases, {schedules} schedules each: 2 query heads, 1 KV head, 300 queries a CTA, 500 keys,")
+    say("D=64. Errors are the largest, against float64; plain torch is attention in the inputs' dtype.")
+    if schedules == SCHEDULES and kernels:
+        say("It takes about 90 s on two idle cores, half of that once its kernels are in Triton's cache.")
+    say(f"\n{EXECUTION_COLUMNS}")
+    # Not forked: torch has threads.
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=prepare_process) as pool:
+        executed = [pool.submit(execute, job, schedules) for job in EXECUTIONS]
+        described = [pool.submit(describe, kernel) for kernel in to_describe]
+        for i, (job, done) in enumerate(zip(EXECUTIONS, executed, strict=True), 1):
+            row, problem = result_of(done, f"executing {name_of(job)} (case {i} of {len(EXECUTIONS)})", start)
+            say(row)
+            if problem is not None:
+                pool.shutdown(cancel_futures=True)
+                return f"{name_of(job)}: {problem}"
+        if to_describe:
+            say_what_is_listed(to_describe)
+        for i, line in enumerate(described, 1):
+            say(result_of(line, f"compiling kernel {i} of {len(described)}", start))
+    compiled_too = f"; {len(to_describe)} kernels were compiled" if to_describe else ""
+    say(f"\nNothing ran on a card{compiled_too}; {time.monotonic() - start:.0f} s.")
+    say(
+        f"All {len(EXECUTIONS)} cases agree with float64, and no race was found under "
+        f"{schedules} {'schedule' if schedules == 1 else 'schedules'} each."
+    )
+    return None
+
+
+def say_what_is_listed(kernels: Sequence[Kernel]) -> None:
+    count = {arch: sum(kernel.arch == arch for kernel in kernels) for arch in (90, 100)}
+    say(f"\nThe {count[90]} Hopper kernels of the tuning table for 16 bits and {count[100]} of the Blackwell ones,")
+    say(f"compiled (bf16), assembler {assembler_version()}. Registers are those of the first role, + the further")
+    say("softmax roles', + those of the load role's warpgroup.\n")
+    say(KERNEL_COLUMNS)
+
+
+def milliseconds(call, runs: int = 30) -> float:  # type: ignore[no-untyped-def]  # any call without arguments
+    """Median over `runs`, by CUDA events, after a warm-up."""
+    for _ in range(5):
+        call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def run_prefill(device: Device, kernels: bool) -> str | None:
+    """Run PREFILL on the card, check it against the reference, time it against torch's SDPA through cuDNN.
+
+    Returns what was wrong, or None."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    check_triton_version()
+    p = PREFILL
+    say(f"{device.name}: Llama-3-8B prefill, {p.heads} query heads, {p.kv_heads} KV heads, D={p.head_dim}, S={p.q_len}")
+    say("Compiling the kernel, unless it is in Triton's cache, and comparing with float64: some seconds")
+    torch.manual_seed(0)
+    q = torch.randn(p.batch, p.heads, p.q_len, p.head_dim, dtype=p.dtype, device="cuda")
+    k, v = (torch.randn(p.batch, p.kv_heads, p.kv_len, p.head_dim, dtype=p.dtype, device="cuda") for _ in range(2))
+
+    out, lse = attention(q, k, v, causal=p.causal, return_lse=True)
+    # A KV head at a time: the reference materialises all scores, in float64.
+    group = p.heads // p.kv_heads
+    errors = []
+    for head in range(p.kv_heads):
+        rows = slice(head * group, (head + 1) * group)
+        one = (q[:, rows], k[:, head : head + 1], v[:, head : head + 1])
+        want, want_lse = reference_attention(*(t.double() for t in one), causal=p.causal)
+        plain, _ = reference_attention(*one, causal=p.causal)
+        found = (out[:, rows] - want, plain - want, lse[:, rows] - want_lse)
+        errors.append(torch.stack([difference.abs().max() for difference in found]))
+    out_error, plain_error, lse_error = torch.stack(errors).amax(dim=0).tolist()  # NaN, if there is one
+    say(f"largest error against float64: O {out_error:.1e} (plain bf16: {plain_error:.1e}), LSE {lse_error:.1e}")
+    if problem := wrong(out_error, plain_error, lse_error):
+        return problem
+
+    def cudnn() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=p.causal, enable_gqa=True)
+
+    flops = 4 * p.batch * p.heads * p.q_len * p.kv_len * p.head_dim / 2
+    ours, theirs = milliseconds(lambda: attention(q, k, v, causal=p.causal)), milliseconds(cudnn)
+    say(f"ours:  {ours:.3f} ms, {flops / ours / 1e9:.0f} TFLOP/s")
+    say(f"cuDNN: {theirs:.3f} ms, {flops / theirs / 1e9:.0f} TFLOP/s (torch SDPA, same run)")
+    if kernels:
+        say(f"\nThe kernel, assembler {assembler_version()}:\n{KERNEL_COLUMNS}")
+        tile = pick_tile(p, device)
+        say(describe(Kernel(arch=device.arch, padded_head_dim=p.padded_head_dim, causal=p.causal, tile=tile)))
+    say(f"\nThe result agrees with float64. Ours runs at {theirs / ours:.2f} times cuDNN's speed.")
+    return None
+
+
+def card() -> Device | None:
+    """The card here, if the kernels are for it."""
+    if not torch.cuda.is_available():
+        return None
+    found = Device.of(torch.device("cuda", torch.cuda.current_device()))
+    try:
+        found.require_supported()
+    except RuntimeError as error:
+        say(str(error))
+        return None
+    return found

@@ -1,0 +1,37 @@
+"""Tensors that are not what they seem: traced, batched, differentiated or fake ones, which a kernel cannot be given."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+INSTEAD = "call it outside, on plain tensors"
+
+
+def refuse_compiling() -> None:
+    """NotImplementedError: attention() is being traced."""
+    raise NotImplementedError(
+        "attention: torch.compile, torch.export and torch.jit.trace are not supported; in a compiled model keep the "
+        "call out of the graph by a function of your own under @torch.compiler.disable"
+    )
+
+
+def refuse_unusual(**tensors: Any) -> None:
+    """NotImplementedError, by name, for the first tensor that has no memory of its own to launch a kernel on."""
+    if torch.jit.is_tracing():
+        refuse_compiling()
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and (kind := unusual(t)):
+            raise NotImplementedError(f"{name}: expected a plain tensor, got {kind}; {INSTEAD}")
+
+
+def unusual(t: Tensor) -> str | None:
+    """What it is, if it is not plain."""
+    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"a {type(t).__name__}, a tensor subclass that stands for other tensors or for none"
+    if _functorch.is_batchedtensor(t):
+        return "one that torch.vmap has batched (put its dimension into the batch of q, k and v instead)"
+    if _functorch.is_gradtrackingtensor(t):
+        return "one that torch.func differentiates, as only the forward pass is supported so far"
+    return None

@@ -1,0 +1,73 @@
+"""Traced, batched, differentiated and fake tensors are refused by name: on the first call of a shape and later."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gluon_attn import api, attention
+from gluon_attn.device import Device
+from gluon_attn.refusals import refuse_unusual
+
+Q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+
+
+def attend(q):
+    return attention(q, q, q, device=Device.hopper())
+
+
+@pytest.fixture(params=["first call", "later call"])
+def _calls(request, monkeypatch):
+    """A launch that does nothing, remembered or not for the key that all the tensors below share."""
+
+    class Launch:
+        needs_all_pointers = False
+
+        def __call__(self, *tensors):
+            pass
+
+    monkeypatch.setattr(api, "_launches", {})
+    if request.param == "later call":
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "prepare", lambda *args: Launch())
+            attend(Q)
+        assert len(api._launches) == 1
+
+
+def fake():
+    with FakeTensorMode() as mode:
+        attend(mode.from_tensor(Q))
+
+
+CASES = {
+    "vmap": (lambda: torch.vmap(attend)(Q.expand(2, *Q.shape)), "q: .* torch.vmap has batched"),
+    "grad": (lambda: torch.func.grad(lambda q: attend(q).sum())(Q), "q: .* torch.func differentiates"),
+    "jvp": (lambda: torch.func.jvp(attend, (Q,), (Q,)), "q: .* torch.func differentiates"),
+    "fake": (fake, "q: .* FakeTensor"),
+    "trace": (lambda: torch.jit.trace(attend, (Q,)), "torch.jit.trace are not supported"),
+}
+
+
+@pytest.mark.usefixtures("_calls")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize(("call", "message"), CASES.values(), ids=CASES)
+def test_refused_by_name(call, message):
+    with pytest.raises(NotImplementedError, match=message):
+        call()
+
+
+class Attend(torch.nn.Module):
+    def forward(self, q):
+        return attend(q)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_is_refused(strict):
+    with pytest.raises(Exception, match=r"torch\.export and torch\.jit\.trace are not supported"):
+        torch.export.export(Attend(), (Q,), strict=strict)
+
+
+def test_plain_ones_are_not():
+    class Named(torch.Tensor):
+        pass
+
+    refuse_unusual(q=Q, k=torch.nn.Parameter(Q), v=Q.as_subclass(Named), out=None)

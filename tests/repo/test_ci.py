@@ -1,0 +1,47 @@
+"""`.ci/run` runs every command in a bare environment, but for what says where packages come from."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CI = ROOT / ".ci" / "run"
+
+# Prints what it was called with and its environment.
+FAKE_MAKE = """#!/usr/bin/env bash
+echo "make $*"
+env
+"""
+
+
+def test_commands_run_in_a_bare_environment(tmp_path):
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    (tmp_path / "make").write_text(FAKE_MAKE)
+    (tmp_path / "make").chmod(0o755)
+    environment = {
+        "HOME": "/home/somebody",
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_ADDOPTS": "-x",
+        "TRITON_CACHE_DIR": "/somewhere",
+        "PIP_INDEX_URL": "https://a.mirror/simple with spaces",
+        "https_proxy": "http://a.proxy:3128",
+    }
+    printed = subprocess.run(["bash", CI], env=environment, capture_output=True, text=True, check=True).stdout
+    of_each = re.split(r"^make (.*)\n", printed, flags=re.MULTILINE)[1:]
+    assert of_each[::2] == ["test", "test-slow", "check"]
+    kept = environment.keys() - {"PYTHONUNBUFFERED", "PYTEST_ADDOPTS", "TRITON_CACHE_DIR"}
+    for lines in of_each[1::2]:
+        seen = dict(line.split("=", 1) for line in lines.splitlines())
+        assert {name: seen[name] for name in kept} == {name: environment[name] for name in kept}
+        assert seen.keys() - kept <= {"PWD", "SHLVL", "_"}, "bash itself sets these three"
+
+
+def test_the_workflow_runs_what_ci_runs():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"^      - run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
