@@ -164,8 +164,8 @@ CGA_LAYOUTS = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 @pytest.mark.parametrize("num_ctas", [1, 2, 4])
 def test_rows_and_shards_of_a_blackwell_tile(num_ctas):
     tile = blackwell_tile(3, 192, num_ctas=num_ctas)
-    assert (tile.num_ctas, tile.block_m, tile.rows_per_lane) == (num_ctas, 256 * num_ctas, 128 * num_ctas)
-    assert tile.operand("q") == tile.operand("o") == (128 * num_ctas, CGA_LAYOUTS[num_ctas])
+    assert (tile.num_ctas, tile.block_m, tile.rows_per_query_tile) == (num_ctas, 256 * num_ctas, 128 * num_ctas)
+    assert tile.operand("q") == tile.operand("out") == (128 * num_ctas, CGA_LAYOUTS[num_ctas])
     # Of K a pair's CTA has half of the rows, of V half of the columns; both pairs of four have the same.
     shards: dict[int, tuple[Any, Any]] = {
         1: ((), ()),
