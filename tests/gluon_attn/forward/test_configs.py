@@ -34,11 +34,6 @@ HOPPER_REFUSED = {
         {"integer_max": True, "cga_layout": ((1, 0),)},
         "self.integer_max=True must be False with 2 CTAs",
     ),
-    "unknown epilogue": ({"epilogue": "fast"}, "self.epilogue='fast' must be .*tma.*rows.*registers"),
-    "nothing to stage": (
-        {"epilogue": "registers", "stage_in_queries": True},
-        "self.stage_in_queries=True must be False with self.epilogue='registers'",
-    ),
     "block_n 32": ({"block_n": 32}, "self.block_n=32 must be 64 or 128"),
     "block_n 96": ({"block_n": 96}, "self.block_n=96 must be 64 or 128"),
     "block_n 256": ({"block_n": 256}, "self.block_n=256 must be 64 or 128"),
@@ -169,8 +164,8 @@ CGA_LAYOUTS = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 @pytest.mark.parametrize("num_ctas", [1, 2, 4])
 def test_rows_and_shards_of_a_blackwell_tile(num_ctas):
     tile = blackwell_tile(3, 192, num_ctas=num_ctas)
-    assert (tile.num_ctas, tile.block_m, tile.rows_per_lane) == (num_ctas, 256 * num_ctas, 128 * num_ctas)
-    assert tile.operand("q") == tile.operand("o") == (128 * num_ctas, CGA_LAYOUTS[num_ctas])
+    assert (tile.num_ctas, tile.block_m, tile.rows_per_query_tile) == (num_ctas, 256 * num_ctas, 128 * num_ctas)
+    assert tile.operand("q") == tile.operand("out") == (128 * num_ctas, CGA_LAYOUTS[num_ctas])
     # Of K a pair's CTA has half of the rows, of V half of the columns; both pairs of four have the same.
     shards: dict[int, tuple[Any, Any]] = {
         1: ((), ()),

@@ -54,7 +54,7 @@ def test_pairs_only_where_they_even_something_out(blocks_per_item, changes):
     assert plan(**changes).blocks_per_item == blocks_per_item
 
 
-LONGEST_FIRST = dataclasses.replace(TILE, longest_first=True)
+LONGEST_FIRST = dataclasses.replace(TILE, last_heads_in_turn=True)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ LONGEST_FIRST = dataclasses.replace(TILE, longest_first=True)
     ],
 )
 def test_the_last_heads_on_hopper(heads, changes):
-    assert plan(LONGEST_FIRST, **changes).heads_per_group == heads
+    assert plan(LONGEST_FIRST, **changes).heads_in_turn == heads
     assert plan(LONGEST_FIRST, **changes).blocks_per_item == plan(TILE, **changes).blocks_per_item
 
 
@@ -112,7 +112,7 @@ def test_no_pairs_where_the_longest_come_first():
     ],
 )
 def test_heads_whose_keys_and_values_are_in_l2_together(heads_per_group, changes):
-    assert plan(BLACKWELL, device=B200, **changes).heads_per_group == heads_per_group
+    assert plan(BLACKWELL, device=B200, **changes).heads_in_turn == heads_per_group
 
 
 def test_compiled_for_the_device():

@@ -198,8 +198,8 @@ def test_long_causal_problems_end_with_the_lightest_row_blocks(kv_len, dtype, he
     kind = {"dtype": dtype, "head_dim": head_dim, "kv_len": kv_len, "q_len": 4096}
     for num_ctas in (None, 1, 2):
         tile = pick_tile(problem(**kind, causal=True), Device.hopper(), num_ctas)
-        assert tile.longest_first == (longest_first and num_ctas != 2)
-        assert not pick_tile(problem(**kind, causal=False), Device.hopper(), num_ctas).longest_first
+        assert tile.last_heads_in_turn == (longest_first and num_ctas != 2)
+        assert not pick_tile(problem(**kind, causal=False), Device.hopper(), num_ctas).last_heads_in_turn
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def checked(run: Run, what: str, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 # A kernel takes three seconds to compile, one of a CTA pair a dozen: in `make test` few, and each for several cases.
-QUICK_KINDS = {(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float16), (64, E4M3), (64, E5M2)}
+QUICK_KINDS = {(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float16), (64, E4M3)}
 
 
 def is_slow(name: str) -> bool:
@@ -206,7 +206,7 @@ def test_each_scale_is_of_its_own_tensor_and_head(i):
     assert same.tolist() == [[True] * 4, [False, False, True, True]]
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", slow_if(lambda dtype: dtype == E5M2, [E4M3, E5M2]), ids=str)
 def test_scales_make_up_for_small_and_large_inputs(dtype):
     """K in the least numbers of the type and Q in large ones, with scales that undo it."""
     q, k, v = normal_qkv(q_len=100, kv_len=200, dtype=torch.float32)

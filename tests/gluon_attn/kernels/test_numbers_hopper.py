@@ -1,6 +1,5 @@
 """The project's Hopper kernel: the numbers of float64 within rounding, and no finding under any policy."""
 
-import dataclasses
 import itertools
 import math
 import zlib
@@ -14,7 +13,7 @@ import gluon_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperTile
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import HOPPER, Row, hopper_tile
+from gluon_attn.forward.table import HOPPER, hopper_tile
 from gluon_attn.problem import Problem
 from gluon_attn.testing import tile_for_reuse
 from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
@@ -139,31 +138,6 @@ def test_against_float64_in_small_tiles(name, roles, num_ctas):
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ctas", [1, 2])
-@pytest.mark.parametrize("staged_in", ["a buffer", "queries", "nothing"])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, torch.bfloat16), (40, torch.float16), (128, torch.bfloat16), (64, torch.float8_e4m3fn)]
-)
-def test_stores_without_tma(head_dim, dtype, staged_in, num_ctas):
-    """No row of the table has these epilogues. Lengths with a tail, several tiles to a program."""
-    if dtype in FP8 and staged_in == "queries":
-        pytest.skip("O is larger than Q in fp8")
-    tile = hopper_tile(
-        2,
-        64,
-        1,
-        2,
-        208,
-        turns="none",
-        epilogue="registers" if staged_in == "nothing" else "rows",
-        stage_in_queries=staged_in == "queries",
-        num_ctas=num_ctas,
-    )
-    inputs = hopper_inputs(q_len=333, kv_len=300, heads=3, head_dim=head_dim, dtype=dtype)
-    checked(Run(*inputs, causal=True, tile=tile, programs=2), f"{tile.epilogue}, staged in {staged_in}")
-
-
 @pytest.mark.parametrize("num_ctas", [1, 2])
 def test_rows_that_see_no_key(num_ctas):
     """Causal with more queries than keys: the first rows have O = 0 and LSE = -inf."""
@@ -184,20 +158,13 @@ def test_persistent_programs(num_ctas, causal):
     checked(run, "persistent")
 
 
-LONGEST_FIRST = [row for row in HOPPER if row.tile.longest_first]
-
-
-def in_128_columns_of_16_bits(row: Row) -> bool:
-    return (row.padded_head_dim, row.element_bytes) == (128, 2)
-
-
-assert any(map(in_128_columns_of_16_bits, LONGEST_FIRST))
+LAST_HEADS_IN_TURN = [row for row in HOPPER if row.tile.last_heads_in_turn]
 
 
 @pytest.mark.parametrize(
     "row",
-    slow_if(lambda row: not in_128_columns_of_16_bits(row), LONGEST_FIRST),
-    ids=[f"D={row.padded_head_dim}, {8 * row.element_bytes} bits" for row in LONGEST_FIRST],
+    slow_if(lambda row: row is not LAST_HEADS_IN_TURN[0], LAST_HEADS_IN_TURN),
+    ids=[f"D={row.padded_head_dim}, {8 * row.element_bytes} bits" for row in LAST_HEADS_IN_TURN],
 )
 def test_pairs_and_then_single_row_blocks(row):
     """Two programs: two pairs and a single row block of each of two heads, and then those of the third one by one."""
@@ -205,7 +172,7 @@ def test_pairs_and_then_single_row_blocks(row):
     q_len = 5 * row.tile.block_m - 15
     inputs = hopper_inputs(heads=3, q_len=q_len, kv_len=333, head_dim=row.padded_head_dim, dtype=dtype)
     run = Run(*inputs, causal=True, tile=row.tile, programs=2)
-    assert (run.plan.blocks_per_item, run.plan.heads_per_group) == (2, 1)
+    assert (run.plan.blocks_per_item, run.plan.heads_in_turn) == (2, 1)
     checked(run, "longest first")
 
 
@@ -303,7 +270,7 @@ def test_a_race_on_global_memory_is_caught():
     """O over K: what one tile has stored, the next one loads, in whichever order."""
     run = Run(*normal_qkv(q_len=512), causal=False, programs=1)
     run()
-    run.arguments[3] = dataclasses.replace(run.arguments[3], base=run.k)
+    run.tensors["out"] = run.k
     for policy in POLICIES:
         with pytest.raises(gluon_cpu.DataRace) as caught:
             run(schedule=gluon_cpu.Schedule(policy, seed=0))
