@@ -4,11 +4,14 @@ from typing import TYPE_CHECKING, TypeVar, dataclass_transform
 
 from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as gl
+
+# As a module: a jitted function that has its builtin tcgen05_commit by name is not freed when Python ends, and
+# Triton's bindings then print thirty lines about leaks.
+from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     clc,
-    tcgen05_commit,
     tensor_memory_descriptor,
 )
 from triton.experimental.gluon.language.nvidia.hopper import cluster, fence_async_shared, mbarrier, tma
@@ -31,6 +34,7 @@ __all__ = [
     "TensorMemoryLayout",
     "aggregate",
     "allocate_tensor_memory",
+    "blackwell",
     "clc",
     "cluster",
     "constexpr_function",
@@ -38,7 +42,6 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
-    "tcgen05_commit",
     "tensor_memory_descriptor",
     "tma",
 ]

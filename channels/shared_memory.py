@@ -2,7 +2,7 @@
 
 from .arrivals import commit_arrivals, filled_arrivals, freed_arrivals, handover_arrivals
 from .barriers import close_barriers, init_barriers
-from .compat import aggregate, constexpr_function, fence_async_shared, gl, jit, mbarrier, tcgen05_commit
+from .compat import aggregate, blackwell, constexpr_function, fence_async_shared, gl, jit, mbarrier
 from .ring import Ring, ring_start
 
 
@@ -198,9 +198,9 @@ class Slot:
             parts = ()
             for i in gl.static_range(PARTS):
                 parts = parts + (self.part(i),)
-            tcgen05_commit(self.freed, descs=parts)
+            blackwell.tcgen05_commit(self.freed, descs=parts)
         else:
-            tcgen05_commit(self.freed)
+            blackwell.tcgen05_commit(self.freed)
 
 
 @aggregate

@@ -5,10 +5,10 @@ from .barriers import close_barriers, init_barriers
 from .compat import (
     aggregate,
     allocate_tensor_memory,
+    blackwell,
     gl,
     jit,
     mbarrier,
-    tcgen05_commit,
     tensor_memory_descriptor,
 )
 from .ring import Ring, ring_start
@@ -88,7 +88,7 @@ class TensorMemorySlot:
     @jit
     def publish_after_products(self):
         """Hand the slot over once every product issued so far by this role is done."""
-        tcgen05_commit(self.filled)
+        blackwell.tcgen05_commit(self.filled)
 
     @jit
     def release(self):
