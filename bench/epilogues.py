@@ -10,6 +10,7 @@ from torch import Tensor
 
 from channels import SharedMemoryChannel, cluster_fence, tma
 from gluon_attn.resources import INSTRUCTION
+from gluon_attn.runtime.assembler import disassemble
 from gluon_attn.runtime.compat import (
     CompiledKernel,
     TensorDescriptor,
@@ -20,7 +21,7 @@ from gluon_attn.runtime.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from gluon_attn.runtime.compiler import compile_gluon, disassemble
+from gluon_attn.runtime.compiler import compile_gluon
 
 Way = Literal["registers", "rows", "tma"]
 WAYS: tuple[Way, ...] = get_args(Way)

@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import channels
 import gluon_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellTile, HopperTile, TileConfig
+from gluon_attn.forward.launch import launches_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_tile, hopper_tile
 from gluon_attn.kernels.blackwell.forward import kernel as blackwell_kernel
 from gluon_attn.kernels.hopper.forward import kernel as hopper_kernel
+from gluon_attn.kernels.hopper.transpose import kernel as transpose_kernel
 from gluon_attn.problem import Problem
 from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
@@ -62,9 +65,14 @@ class Kernel:
         scales = kv_scales(1, 1) if self.dtype.itemsize == 1 else ()
         inputs = [normal_qkv(q_len=q, kv_len=kv, **kind) for q, kv in self.lengths]
         if self.tile.transposes_before(self.dtype.itemsize):
-            plans = [Plan.of(Problem.of(*qkv), self.tile, device) for qkv in inputs]
-            return [TransposeRun(plan, v) for plan, (_, _, v) in zip(plans, inputs, strict=True)]
+            return [transpose_run(*qkv, self.tile, device) for qkv in inputs]
         return [Run(*qkv, *scales, **options, tile=self.tile, programs=1) for qkv in inputs]
+
+
+def transpose_run(q: Tensor, k: Tensor, v: Tensor, tile: TileConfig, device: Device) -> TransposeRun:
+    plan = Plan.of(Problem.of(q, k, v), tile, device)
+    before, _ = launches_of(plan, q, k, v, q)
+    return TransposeRun(plan, v, before)
 
 
 # Lengths such that, under a causal mask, every role has a second masked block in some tile, and skips one in another;
@@ -98,12 +106,6 @@ KERNELS: dict[str, Kernel] = {
         causal=False,
         lengths=((500, 330), (800, 60), (800, 100)),
         tile=hopper_tile(2, 64, 1, 2, 232, stage_in_queries=True, num_ctas=2),
-    ),
-    "one CTA, rows of O staged in Q": Kernel(
-        head_dim=64,
-        causal=False,
-        lengths=((500, 330), (800, 60), (800, 100)),
-        tile=hopper_tile(2, 64, 1, 2, 232, stage_in_queries=True, epilogue="rows"),
     ),
     "one CTA, one role": Kernel(
         head_dim=64,
@@ -154,6 +156,7 @@ class Explanation:
 
 
 HOPPER = Path(str(hopper_kernel.__file__)).parent
+HOPPER_TRANSPOSE = Path(str(transpose_kernel.__file__)).parent
 BLACKWELL = Path(str(blackwell_kernel.__file__)).parent
 CHANNELS = Path(str(channels.__file__)).parent
 
@@ -170,34 +173,44 @@ FIRST, LAST = slice(1), slice(-1, None)
 ON_HOPPER, ON_BLACKWELL = r"(?!Blackwell)[^|]*", r"Blackwell[^|]*"
 
 
-def in_hopper_roles(text: str, which: slice = slice(None)) -> str:
-    return line_of(HOPPER, "roles.py", text, which)
+def in_load(text: str, which: slice = slice(None)) -> str:
+    return line_of(HOPPER, "load.py", text, which)
+
+
+def in_softmax(text: str, which: slice = slice(None)) -> str:
+    return line_of(HOPPER, "softmax.py", text, which)
 
 
 FREED = line_of(CHANNELS, "shared_memory.py", "mbarrier.wait(self.freed.index(at.slot()), at.previous_lap())")
 ACQUIRED = line_of(CHANNELS, "shared_memory.py", "self.channel.wait_until_free(at)", FIRST)
 WITHOUT_TURNS = "|".join(
-    name for name, kernel in KERNELS.items() if isinstance(kernel.tile, HopperTile) and kernel.tile.turns == "none"
+    name for name, kernel in KERNELS.items() if isinstance(kernel.tile, HopperTile) and not kernel.tile.turns
 )
 TURNS_INIT = line_of(CHANNELS, "signals.py", "init_barriers(self.sent, signal_arrivals(sending_roles=1))")
 LAST_FENCE = line_of(CHANNELS, "barriers.py", "cluster_fence()", LAST)
-LAST_STORE_WAIT = line_of(HOPPER, "epilogue.py", "tma.wait_stores_read()", LAST)
+LAST_STORE_WAIT = in_softmax(
+    "tma.wait_stores_read()  # before the role ends: what its stores still read must not go away"
+)
 ORDERED_BY_TURNS = "|".join(
     (
-        in_hopper_roles("q_slot, queries = queries.acquire()"),
-        in_hopper_roles("k, keys = blocks.keys.acquire()"),
-        in_hopper_roles("v, values = blocks.values.acquire()", FIRST),
+        in_softmax("q_slot, queries = queries.acquire()"),
+        in_softmax("k, keys = blocks.keys.acquire()"),
+        in_softmax("v, values = blocks.values.acquire()", FIRST),
     )
+)
+
+WAITED_AGAIN = in_softmax(
+    "blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch"
 )
 
 SKIPS = "|".join(
     line_of(HOPPER, "wires.py", text) for text in ("k, keys = self.keys.acquire()", "v, values = self.values.acquire()")
 )
 
-LOADED_ONCE = line_of(HOPPER, "transpose.py", "slot, _ = loaded.producer().acquire()")
+LOADED_ONCE = line_of(HOPPER_TRANSPOSE, "kernel.py", "slot, _ = loaded.producer().acquire()")
 FREED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.freed, freed_arrivals(self.CONSUMERS))")
 
-HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(LANE).acquire()")
+HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(QUERY_TILE).acquire()")
 FIRST_TURN = line_of(BLACKWELL, "softmax.py", "ends = ends.take_turn()", FIRST)
 
 FIRST_KEY = line_of(BLACKWELL, "copies.py", "k, keys_values = keys_values.acquire()", FIRST)
@@ -221,7 +234,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         rf".*O staged in Q \| delete: wait_barrier .* {FREED} < {ACQUIRED} < "
-        rf"{in_hopper_roles('k, keys = keys.acquire()', FIRST)}",
+        rf"{in_load('k, keys = keys.acquire()', FIRST)}",
         "with one slot of queries, the tile's Q has been waited for, which every role frees after its last key block",
     ),
     Explanation(
@@ -229,7 +242,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "where O is staged in the tile of Q, each store has been waited for already",
     ),
     Explanation(
-        rf"{ON_HOPPER} \| delete: wait_barrier .* {in_hopper_roles('blocks.values.wait_again()')}",
+        rf"{ON_HOPPER} \| delete: wait_barrier .* {WAITED_AGAIN}",
         "the slot has been waited for already: this wait is there for its branch",
     ),
     Explanation(
@@ -242,7 +255,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
     ),
     Explanation(
-        rf"{ON_HOPPER}, fp8[^|]* \| delete: wait_barrier .* {in_hopper_roles('v, values = values.acquire()', FIRST)}",
+        rf"{ON_HOPPER}, fp8[^|]* \| delete: wait_barrier .* {in_load('v, values = values.acquire()', FIRST)}",
         "the last V in the slot was transposed before any role freed the keys after it, which have been waited for",
     ),
     Explanation(

@@ -4,10 +4,6 @@ ConSan watches the one schedule that runs, buffer by buffer. A finding is a devi
 check has a process of its own.
 """
 
-import dataclasses
-import itertools
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,16 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 FINDING = "Buffer being accessed has outstanding"
 
-# Every row of the table, and what stores O otherwise than the table does.
-EPILOGUES: dict[str, dict[str, Any]] = {
-    "rows": {"epilogue": "rows"},
-    "registers": {"epilogue": "registers", "stage_in_queries": False},
-}
 CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)}
-for (i, row), epilogue in itertools.product(enumerate(HOPPER), EPILOGUES):
-    if (row.element_bytes, row.causal, row.min_kv_len, row.one_round) == (2, True, 1, False):
-        changed = dataclasses.replace(row.tile, **EPILOGUES[epilogue])
-        CASES[f"table row {i}, {epilogue}"] = dataclasses.replace(row, tile=changed)
 # (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
 
