@@ -2,6 +2,7 @@
 
 from triton.compiler.errors import CompilationError
 from triton.experimental.gluon.language.extra import libdevice
+from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_commit
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor, TensorDescriptorIm2Col
 
 from channels.compat import (
@@ -15,7 +16,6 @@ from channels.compat import (
     gl,
     jit,
     mbarrier,
-    tcgen05_commit,
     tma,
 )
 
