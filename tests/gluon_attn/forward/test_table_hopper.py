@@ -178,7 +178,7 @@ def test_values_are_transposed_before_where_many_queries_use_each_key(head_dim, 
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "dtype", "head_dim", "longest_first"),
+    ("kv_len", "dtype", "head_dim", "in_turn"),
     [
         (1279, torch.bfloat16, 64, False),
         (1280, torch.bfloat16, 64, True),
@@ -193,12 +193,12 @@ def test_values_are_transposed_before_where_many_queries_use_each_key(head_dim, 
         (1024, torch.float8_e4m3fn, 256, True),
     ],
 )
-def test_long_causal_problems_end_with_the_lightest_row_blocks(kv_len, dtype, head_dim, longest_first):
+def test_long_causal_problems_end_with_the_lightest_row_blocks(kv_len, dtype, head_dim, in_turn):
     """On one CTA; and never without a mask."""
     kind = {"dtype": dtype, "head_dim": head_dim, "kv_len": kv_len, "q_len": 4096}
     for num_ctas in (None, 1, 2):
         tile = pick_tile(problem(**kind, causal=True), Device.hopper(), num_ctas)
-        assert tile.last_heads_in_turn == (longest_first and num_ctas != 2)
+        assert tile.last_heads_in_turn == (in_turn and num_ctas != 2)
         assert not pick_tile(problem(**kind, causal=False), Device.hopper(), num_ctas).last_heads_in_turn
 
 
