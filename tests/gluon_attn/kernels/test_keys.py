@@ -35,7 +35,7 @@ def describe_rows(found, batch, head, index, q_len, kv_len, MASK: gl.constexpr):
     rows = Lengths(q_len, kv_len, 128, 64, MASK, None).rows(batch, head, index)
     for half in gl.static_range(2):
         share = rows.share(half * 64, 64)
-        at = found + half * 32
+        at = found + half * 24
         store_range(at, share.keys(), 1)
         gl.store(at + 9, share.first)
         gl.store(at + 10, share.visible(0))
@@ -43,8 +43,8 @@ def describe_rows(found, batch, head, index, q_len, kv_len, MASK: gl.constexpr):
         gl.store(at + 12, share.block.batch)
         gl.store(at + 13, share.block.head)
         gl.store(at + 14, share.block.first_row)
-        store_range(at + 16, rows.keys().masked_as(share.keys()), 1)
-    store_range(found + 64, rows.keys(), 1)
+        store_range(at + 15, rows.keys().masked_as(share.keys()), 1)
+    store_range(found + 48, rows.keys(), 1)
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ def test_of_rows(causal):
     with gluon_cpu.machine():
         for q_len, kv_len in itertools.product(LENGTHS, LENGTHS):
             for index, first in enumerate(range(0, q_len, BLOCK_M)):
-                found = torch.full((80,), -(10**6), dtype=torch.int32)
+                found = torch.full((48 + NUMBERS,), -(10**6), dtype=torch.int32)
                 describe_rows[(1,)](found, 5, 7, index, q_len, kv_len, Mask(causal=causal), num_warps=1)
                 where = (q_len, kv_len, first)
                 block = range_of(seen_by(first, BLOCK_M, q_len, kv_len, causal))
-                assert found[64 : 64 + NUMBERS].tolist() == block.numbers(), where
+                assert found[48:].tolist() == block.numbers(), where
                 for half in (0, 1):
-                    got = found[32 * half : 32 * half + 32].tolist()
+                    got = found[24 * half : 24 * half + 24].tolist()
                     begin = first + SHARE * half
                     seen = seen_by(begin, SHARE, q_len, kv_len, causal)
                     share = range_of(seen)
@@ -107,7 +107,7 @@ def test_of_rows(causal):
                     assert got[12:15] == [5, 7, first]
                     # It walks the block's steps, of which its own mask says which are unmasked.
                     walked = Range(block.first, block.end, share.unmasked_first, share.unmasked_end)
-                    assert got[16 : 16 + NUMBERS] == walked.numbers(), where
+                    assert got[15:] == walked.numbers(), where
     assert (nothing_seen > 0) == causal
 
 
@@ -116,7 +116,7 @@ def describe_range(found, first, end, unmasked_first, unmasked_end):
     keys = KeyRange(first, end, unmasked_first, unmasked_end)
     store_range(found, keys, 1)
     for step in range(keys.steps()):
-        gl.store(found + 16 + step, keys.block(step))
+        gl.store(found + 9 + step, keys.block(step))
 
 
 RANGES = {
@@ -132,13 +132,13 @@ RANGES = {
 @pytest.mark.parametrize("keys", RANGES.values(), ids=RANGES.keys())
 def test_from_its_four_numbers(keys):
     """Also from a first block on that is not 0, as a window has it."""
-    found = torch.full((32,), -1, dtype=torch.int32)
+    walk = list(reversed(range(keys.first, keys.end)))
+    found = torch.full((NUMBERS + len(walk),), -1, dtype=torch.int32)
     with gluon_cpu.machine():
         fields = (keys.first, keys.end, keys.unmasked_first, keys.unmasked_end)
         describe_range[(1,)](found, *fields, num_warps=1)
     assert found[:NUMBERS].tolist() == keys.numbers()
-    walk = list(reversed(range(keys.first, keys.end)))
-    assert found[16 : 16 + len(walk) + 1].tolist() == [*walk, -1]
+    assert found[NUMBERS:].tolist() == walk
     # The steps are masked ones, unmasked ones, masked ones again.
     _, _, _, _, steps, masked, unmasked_end_step, *_ = found.tolist()
     kinds = [keys.unmasked_first <= block < keys.unmasked_end for block in walk]
