@@ -6,6 +6,7 @@ and on a card share it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +129,8 @@ def check_special(given: Tensors, out: Tensor, lse: Tensor, *, causal: bool) -> 
     with V's scale infinite, O is not finite, but may be infinite where PyTorch has NaN;
     with a negative scale of Q or K, LSE and O are NaN.
     """
-    want, want_lse = reference_attention(given.q, given.k, given.v, causal=causal, **given.scales)
+    scales: dict[str, Any] = dict(given.scales)
+    want, want_lse = reference_attention(given.q, given.k, given.v, causal=causal, **scales)
     tolerance = O_TOLERANCE[given.q.dtype]
     out, want = out.float().cpu().clone(), want.float()
     for h, name in enumerate(given.names):

@@ -168,12 +168,10 @@ def no_launch(monkeypatch):
     """attention() on the CPU as far as the launch, which does nothing."""
 
     class NoLaunch:
-        needs_all_pointers = False
-
-        def __init__(self, plan):
+        def __init__(self, launch, arch):
             pass
 
-        def __call__(self, *tensors):
+        def __call__(self, tensors):
             pass
 
     monkeypatch.setattr("gluon_attn.cpu.CpuLaunch", NoLaunch)
@@ -204,7 +202,7 @@ def test_a_negated_scale_is_refused(no_launch):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_forward_mode_is_refused(name, calls_before, no_launch):
     """A tangent would be dropped; without one the call is none of forward mode's."""
-    tensors = dict(zip("qkv", qkv(), strict=True))
+    tensors: dict[str, Any] = dict(zip("qkv", qkv(), strict=True))
     with forward_ad.dual_level():
         for _ in range(calls_before):
             attention(**tensors, device=HOPPER)

@@ -279,6 +279,7 @@ def test_both_layouts_pose_the_same_problem(layout):
         "causal": True,
         "scale": 0.25,
         "layout": layout,
+        "score_mod": None,
     }
 
 

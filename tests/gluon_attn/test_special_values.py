@@ -8,11 +8,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from gluon_attn import TileConfig, attention, reference_attention
-from gluon_attn.cpu import CpuLaunch
+from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_tile, hopper_tile, pick_tile
-from gluon_attn.problem import Problem
+from gluon_attn.problem import SCALES, Problem
 from tests.gluon_attn.special_values import E4M3, E5M2, INF, NAN, Tensors, check_special, special_tensors
 from tests.slow import slow_if
 
@@ -31,9 +31,12 @@ class Case:
     slow: bool = False
 
 
-integers = {"integer_max": True, "turns": "scores", "early_exp": 1}
 CASES = {
-    "H200, bf16, maxima as integers": Case(device=H200, dtype=BF16, tile=hopper_tile(3, 128, 2, 2, 160, **integers)),
+    "H200, bf16, maxima as integers": Case(
+        device=H200,
+        dtype=BF16,
+        tile=hopper_tile(3, 128, 2, 2, 160, integer_max=True, turns=True, early_exp=1),
+    ),
     "H200, fp16, causal, maxima as integers": Case(
         device=H200, dtype=FP16, causal=True, tile=hopper_tile(4, 64, 2, 4, 112, integer_max=True)
     ),
@@ -70,7 +73,9 @@ def test_as_in_plain_pytorch(name):
         num_ctas=case.num_ctas if case.tile is None else None,
         tile=case.tile,
         device=case.device,
-        **given.scales,
+        q_scale=given.scales.get("q_scale"),
+        k_scale=given.scales.get("k_scale"),
+        v_scale=given.scales.get("v_scale"),
     )
     check_special(given, out, lse, causal=case.causal)
 
@@ -88,9 +93,10 @@ def test_a_negative_scale_gives_nan(device):
         scales={name: scale[:, heads] for name, scale in given.scales.items()},
     )
     problem = Problem.of(given.q, given.k, given.v, scales=tuple(given.scales.values()))
-    launch = CpuLaunch(Plan.of(problem, pick_tile(problem, device), device))
     out, lse = torch.empty(given.q.shape, dtype=BF16), torch.empty(given.q.shape[:3])
-    launch(given.q, given.k, given.v, out, lse, *given.scales.values())
+    launches = launches_on_cpu(Plan.of(problem, pick_tile(problem, device), device), given.q, given.k, given.v, out)
+    tensors = {"q": given.q, "k": given.k, "v": given.v, "out": out, "lse": lse}
+    launches(tensors | {name: given.scales[name] for name in SCALES})
     assert given.names == ("v_scale, negative", "q_scale, negative", "k_scale, negative")
     check_special(given, out, lse, causal=False)
 

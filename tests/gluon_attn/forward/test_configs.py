@@ -17,7 +17,7 @@ HOPPER_VALID: dict[str, Any] = {
     "block_n": 128,
     "query_slots": 1,
     "kv_slots": 2,
-    "turns": "issue",
+    "turns": True,
     "stage_in_queries": False,
     "softmax_registers": 240,
     "load_registers": 24,
@@ -28,7 +28,6 @@ HOPPER_VALID: dict[str, Any] = {
 HOPPER_REFUSED = {
     "no softmax role": ({"softmax_roles": 0}, "self.softmax_roles=0 must be .*1.*4"),
     "five softmax roles": ({"softmax_roles": 5, "softmax_registers": 24}, "self.softmax_roles=5 must be .*1.*4"),
-    "turns always": ({"turns": "always"}, "self.turns='always' must be .*none.*issue.*scores"),
     "three quarters early": ({"early_exp": 3}, "self.early_exp=3 must be 0, 1 or 2"),
     "maxima as integers on two CTAs": (
         {"integer_max": True, "cga_layout": ((1, 0),)},

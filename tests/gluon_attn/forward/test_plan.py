@@ -54,7 +54,7 @@ def test_pairs_only_where_they_even_something_out(blocks_per_item, changes):
     assert plan(**changes).blocks_per_item == blocks_per_item
 
 
-LONGEST_FIRST = dataclasses.replace(TILE, last_heads_in_turn=True)
+IN_TURN = dataclasses.replace(TILE, last_heads_in_turn=True)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ LONGEST_FIRST = dataclasses.replace(TILE, last_heads_in_turn=True)
     ],
 )
 def test_the_last_heads_on_hopper(heads, changes):
-    assert plan(LONGEST_FIRST, **changes).heads_in_turn == heads
-    assert plan(LONGEST_FIRST, **changes).blocks_per_item == plan(TILE, **changes).blocks_per_item
+    assert plan(IN_TURN, **changes).heads_in_turn == heads
+    assert plan(IN_TURN, **changes).blocks_per_item == plan(TILE, **changes).blocks_per_item
 
 
 def test_a_program_for_each_block_of_values_to_transpose():
@@ -101,7 +101,7 @@ def test_no_pairs_where_the_longest_come_first():
 
 
 @pytest.mark.parametrize(
-    ("heads_per_group", "changes"),
+    ("heads_in_turn", "changes"),
     [
         pytest.param(32, {}, id="all of the problem"),
         # 0.6 of 126 MiB; a KV head of 65536 keys has 32 MiB of K and V, for four query heads.
@@ -111,8 +111,8 @@ def test_no_pairs_where_the_longest_come_first():
         pytest.param(16, {"kv_len": 65536, "dtype": torch.float8_e4m3fn}, id="fp8 takes half"),
     ],
 )
-def test_heads_whose_keys_and_values_are_in_l2_together(heads_per_group, changes):
-    assert plan(BLACKWELL, device=B200, **changes).heads_in_turn == heads_per_group
+def test_heads_whose_keys_and_values_are_in_l2_together(heads_in_turn, changes):
+    assert plan(BLACKWELL, device=B200, **changes).heads_in_turn == heads_in_turn
 
 
 def test_compiled_for_the_device():

@@ -15,10 +15,11 @@ import torch
 
 from bench.precompile import precompile
 from channels.arrivals import commit_arrivals, filled_arrivals, freed_arrivals, hardware_arrivals, signal_arrivals
-from gluon_attn.forward.configs import REGISTERS_PER_SM, BlackwellTile
+from gluon_attn.forward.configs import REGISTERS_PER_SM, BlackwellTile, TileConfig
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import BLACKWELL, Row, blackwell_tile
 from gluon_attn.kernels.blackwell.forward.wires import ITEM_SLOTS, ROLES
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import first_role_registers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # all are compiled for the first test
@@ -35,7 +36,7 @@ CHOSEN = [rows[i % len(rows)] for i, rows in enumerate(GROUPS.values())]
 # The wiring that no row has: items from the hardware, and neither turns nor an early P.
 DYNAMIC = [Row(64, False, blackwell_tile(6, 192, num_ctas=n, dynamic=True)) for n in (1, 2, 4)]
 
-Job = tuple[torch.dtype, int, bool, Any]
+Job = tuple[torch.dtype, int, Mask, TileConfig]
 
 
 def job(row: Row) -> Job:

@@ -135,7 +135,7 @@ def test_tiles_of_one_program(tiles, num_ctas, causal):
     """Every channel lives on from tile to tile."""
     row = {"q_len": ROWS_PER_CTA * num_ctas - 3, "heads": tiles, "kv_heads": 1, "kv_len": 300}
     run = blackwell_run(row, causal=causal, num_ctas=num_ctas, programs=1)
-    assert run.grid == (1,)
+    assert run.launch.programs == 1
     checked(run, f"{tiles} tiles")
 
 
@@ -143,7 +143,7 @@ def test_tiles_of_one_program(tiles, num_ctas, causal):
 def test_more_programs_than_tiles(num_ctas):
     """A program without work opens and closes its channels, and that is all."""
     run = blackwell_run({"q_len": 100}, causal=True, num_ctas=num_ctas)
-    run.grid = (3,)
+    run.launch = dataclasses.replace(run.launch, programs=3)
     checked(run, "more programs than tiles")
 
 
@@ -255,7 +255,7 @@ def result(device: Device, causal: bool, **change: Any) -> tuple[Tensor, Tensor]
     tile = dataclasses.replace(PLAIN, **change)
     run = blackwell_run(PROBLEM, causal=causal, device=device, tile=tile, programs=1)
     if tile.dynamic:
-        assert run.grid == (6,)
+        assert run.launch.programs == 6
     return checked(run, f"{change}", schedule=gluon_cpu.Schedule("pct", seed=1))
 
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import gluon_cpu
+from bench.candidates import label
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.launch import launches_of
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import HOPPER, hopper_tile
+from gluon_attn.forward.table import HOPPER, Row, hopper_tile
 from gluon_attn.problem import Problem
 from gluon_attn.testing import tile_for_reuse
 from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
@@ -117,7 +119,7 @@ def test_values_are_transposed_under_every_policy(policy, head_dim):
     q, k, v = normal_qkv(heads=4, kv_heads=2, batch=2, q_len=1, kv_len=333, head_dim=head_dim, dtype=FP8[1])
     problem = Problem.of(q, k, v)
     plan = Plan.of(problem, tile_for_reuse(problem, Device.hopper(), 1), Device.hopper())
-    run = TransposeRun(plan, v)
+    run = TransposeRun(plan, v, launches_of(plan, q, k, v, torch.empty_like(q, dtype=torch.bfloat16))[0])
     for mode in (None, "lowered"):
         checked(run, f"{policy}, D={head_dim}", schedule=gluon_cpu.Schedule(policy, seed=0), mode=mode)
 
@@ -125,15 +127,13 @@ def test_values_are_transposed_under_every_policy(policy, head_dim):
 IN_SMALL_TILES = [name for name, (row, _, n) in CASES.items() if n == 1 and small_tiles_fit(row)]
 
 
-@pytest.mark.parametrize(
-    ("roles", "num_ctas"), [(1, 1), pytest.param(2, 1, marks=SLOW), pytest.param(1, 2, marks=SLOW)]
-)
+@pytest.mark.parametrize("roles", slow_if(lambda roles: roles == 2, [1, 2]))
 @pytest.mark.parametrize("name", slow_if(lambda name: "fp16" in name, IN_SMALL_TILES))
-def test_against_float64_in_small_tiles(name, roles, num_ctas):
+def test_against_float64_in_small_tiles(name, roles):
     """The tiles of the table for little work, which attention() picks for problems of these sizes."""
     sizes, causal, _ = CASES[name]
     little = {row.tile for row in HOPPER if row.one_round and isinstance(row.tile, HopperTile)}
-    (tile,) = (tile for tile in little if (tile.softmax_roles, tile.num_ctas) == (roles, num_ctas))
+    (tile,) = (tile for tile in little if tile.softmax_roles == roles)
     run = Run(*hopper_inputs(**sizes), causal=causal, tile=tile)
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
 
@@ -158,13 +158,17 @@ def test_persistent_programs(num_ctas, causal):
     checked(run, "persistent")
 
 
-LAST_HEADS_IN_TURN = [row for row in HOPPER if row.tile.last_heads_in_turn]
+LAST_HEADS_IN_TURN = [row for row in HOPPER if isinstance(row.tile, HopperTile) and row.tile.last_heads_in_turn]
+
+
+def name_of(row: Row) -> str:
+    return f"D={row.padded_head_dim}, {8 * row.element_bytes} bits, {label(row.tile)}"
 
 
 @pytest.mark.parametrize(
     "row",
     slow_if(lambda row: row is not LAST_HEADS_IN_TURN[0], LAST_HEADS_IN_TURN),
-    ids=[f"D={row.padded_head_dim}, {8 * row.element_bytes} bits" for row in LAST_HEADS_IN_TURN],
+    ids=map(name_of, LAST_HEADS_IN_TURN),
 )
 def test_pairs_and_then_single_row_blocks(row):
     """Two programs: two pairs and a single row block of each of two heads, and then those of the third one by one."""
@@ -173,7 +177,7 @@ def test_pairs_and_then_single_row_blocks(row):
     inputs = hopper_inputs(heads=3, q_len=q_len, kv_len=333, head_dim=row.padded_head_dim, dtype=dtype)
     run = Run(*inputs, causal=True, tile=row.tile, programs=2)
     assert (run.plan.blocks_per_item, run.plan.heads_in_turn) == (2, 1)
-    checked(run, "longest first")
+    checked(run, "the last heads in turn")
 
 
 INTEGER_MAX = hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
