@@ -10,10 +10,10 @@ import torch
 
 import bench.__main__ as command
 from bench import peers, sustained, sweep
-from bench.candidates import CANDIDATES, label
+from bench.candidates import CANDIDATES, label, orders_heads
 from bench.ceilings import Ceilings
 from bench.points import DTYPES, LENGTHS, MODEL_DIM, SETS, TOKENS, Point
-from gluon_attn import TileConfig
+from gluon_attn import HopperTile, TileConfig
 from gluon_attn.device import Device
 from gluon_attn.forward.table import HOPPER, require_fits
 from gluon_attn.problem import Problem
@@ -100,10 +100,12 @@ def test_candidates_of_a_point(head_dim, dtype):
     for num_ctas in (1, 2):
         only = sweep.candidates(Point(dtype=dtype, head_dim=head_dim, causal=False, length=512), [num_ctas])
         assert {tile.num_ctas for tile in only} == {num_ctas}
-    ordered = [tile for tile in causal if tile.longest_first]
+    ordered = [tile for tile in causal if orders_heads(tile)]
     assert ordered
-    assert full == [tile for tile in causal if not tile.longest_first]
-    assert {dataclasses.replace(tile, longest_first=False) for tile in ordered} <= set(full)
+    assert full == [tile for tile in causal if not orders_heads(tile)]
+    paired = {dataclasses.replace(tile, last_heads_in_turn=False) for tile in ordered if isinstance(tile, HopperTile)}
+    assert len(paired) == len(ordered)
+    assert paired <= set(full)
 
 
 def test_calls_timed_alone(monkeypatch):
@@ -142,7 +144,7 @@ def test_each_kernel_is_compiled_once():
     tiles: dict[Point, list[TileConfig]] = {p: [] for p in EVERY_POINT}
     jobs = sweep.jobs_of(EVERY_POINT, tiles, Device.hopper())
     wanted = {
-        (DTYPES[p.dtype], p.head_dim, p.causal, row.tile)
+        (DTYPES[p.dtype], p.head_dim, row.mask, row.tile)
         for p in EVERY_POINT
         for row in HOPPER
         if (row.padded_head_dim, row.causal) == (p.head_dim, p.causal) and row.element_bytes == DTYPES[p.dtype].itemsize

@@ -179,18 +179,14 @@ def test_every_lever_is_tried_on_and_off():
     assert "max_in_load=True" not in levers.variants(plain, 100)
 
 
-HOPPER_LEVERS = {"turns=issue", "turns=scores", "early_exp=1", "early_exp=2", "epilogue=rows"}
-
-
-def by_pointer(tile):
-    return "stage_in_queries=False " * tile.stage_in_queries + "epilogue=registers"
+HOPPER_LEVERS = {"turns=True", "early_exp=1", "early_exp=2"}
 
 
 def test_hopper_has_levers_too():
     for row in HOPPER:
         plain = levers.plain(row.tile)
         on_one_cta = {"integer_max=True"} if plain.num_ctas == 1 else set()
-        assert set(levers.variants(plain, 90)) == HOPPER_LEVERS | {by_pointer(plain)} | on_one_cta
+        assert set(levers.variants(plain, 90)) == HOPPER_LEVERS | on_one_cta
 
 
 def every_case(monkeypatch, device):
@@ -223,7 +219,7 @@ def test_the_grid_on_hopper(monkeypatch):
     every = every_case(monkeypatch, Device.hopper())
     assert {case.num_ctas for case in every} == {1, 2}
     assert {192, 256} <= {case.head_dim for case in every}
-    assert {case.lever for case in every} == {"", "plain", "epilogue=registers", "integer_max=True"} | HOPPER_LEVERS
+    assert {case.lever for case in every} == {"", "plain", "integer_max=True"} | HOPPER_LEVERS
 
 
 # ---------------------------------------------------------------------------------------------------------------------

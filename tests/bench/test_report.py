@@ -155,7 +155,7 @@ def test_the_readme_picture_is_made_by_its_command(tmp_path):
 
 
 def test_the_command():
-    files = [str(RESULTS / name) for name in ("h200_forward.json", "h200_candidates_d64.json")]
+    files = [str(RESULTS / name) for name in ("h200_forward.json", "h200_candidates.json")]
     command = [sys.executable, "-m", "bench", "tables", *files]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr

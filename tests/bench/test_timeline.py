@@ -15,6 +15,7 @@ from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperTile
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import HOPPER, hopper_tile
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
 
 ROLES = "/any/gluon_attn/kernels/hopper/forward/softmax.py"
@@ -132,18 +133,18 @@ def profiler(monkeypatch):
 def test_every_wait_has_a_scope(profiler, kernel):
     dtype, tile = KERNELS[kernel]
     warps = scopes.first_warps(tile)
-    plain = compiled(dtype, 64, False, tile)
+    plain = compiled(dtype, 64, Mask(), tile)
     with scopes.scoped_waits():
         hook = profiler.InstrumentationHook(scopes.mode_of(warps, ctas=132))
         hook.activate()
         try:
-            instrumented = compiled(dtype, 64, False, tile)
+            instrumented = compiled(dtype, 64, Mask(), tile)
             hook.init_handle(None, 1, "attention_forward", instrumented.metadata_group, instrumented.hash)
         finally:
             hook.deactivate()
     ((_, _, names, parents, _),) = profiler.told
     assert parents == []  # no scope inside another
-    assert compiled(dtype, 64, False, tile).hash == plain.hash != instrumented.hash
+    assert compiled(dtype, 64, Mask(), tile).hash == plain.hash != instrumented.hash
     assert "proton" not in plain.asm["ttgir"]
     assert knobs.compilation.instrumentation_mode == ""
 

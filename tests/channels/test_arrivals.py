@@ -16,7 +16,7 @@ from channels.arrivals import (
     signal_arrivals,
 )
 from gluon_attn.forward.table import blackwell_tile
-from gluon_attn.runtime.descriptors import block_and_layout
+from gluon_attn.runtime.descriptors import Block
 from tests.compat import tcgen05_mma_barrier_count
 
 
@@ -96,7 +96,8 @@ def test_commits_are_those_that_the_operands_layouts_bring_about(num_ctas, dtype
     tile = blackwell_tile(3, 192, num_ctas=num_ctas)
 
     def operand(name: Literal["q", "k", "v"], head_dim: int) -> SimpleNamespace:
-        return SimpleNamespace(layout=block_and_layout(name, dtype, head_dim, tile)[2])
+        rows, cga_layout = tile.operand(name)
+        return SimpleNamespace(layout=Block.of(dtype, rows, head_dim, cga_layout).layout)
 
     for head_dim in (64, 128):
         q, k, v = (operand(name, head_dim) for name in ("q", "k", "v"))
