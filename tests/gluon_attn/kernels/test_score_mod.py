@@ -124,13 +124,14 @@ def test_a_lever_that_looks_at_raw_scores_is_refused(lever, tile, device):
     with pytest.raises(ValueError, match=rf"^tile: expected {lever}=False with a score_mod, .*got True$"):
         require_fits(tile, problem(score_mod=alibi), device)
     require_fits(tile, problem(), device)
-    require_fits(dataclasses.replace(tile, **{lever: False}), problem(score_mod=alibi), device)
+    changes: dict[str, Any] = {lever: False}
+    require_fits(dataclasses.replace(tile, **changes), problem(score_mod=alibi), device)
 
 
 @pytest.mark.parametrize(("lever", "device"), [(lever, device) for lever, _, device in LEVERS.values()], ids=LEVERS)
 def test_the_table_leaves_such_a_lever_out(lever, device):
     """And nothing else."""
-    had_it = 0
+    had_it, changes = 0, dict[str, Any]({lever: False})
     for head_dim, causal in ((64, False), (64, True), (128, False), (128, True)):
         for num_ctas in (None, 1, 2):
             asked = problem(head_dim=head_dim, causal=causal)
@@ -138,7 +139,7 @@ def test_the_table_leaves_such_a_lever_out(lever, device):
             tile = pick_tile(dataclasses.replace(asked, score_mod=alibi), device, num_ctas)
             assert isinstance(tile, (HopperTile, BlackwellTile))
             assert not getattr(tile, lever)
-            assert tile == dataclasses.replace(plain, **{lever: False})
+            assert tile == dataclasses.replace(plain, **changes)
             require_fits(tile, dataclasses.replace(asked, score_mod=alibi), device)
             had_it += getattr(plain, lever)
     assert had_it > 0
