@@ -211,7 +211,12 @@ def twice(in_ptr, out_ptr, SIZE: gl.constexpr):
 def test_a_temporary_is_handed_on_and_released():
     """Two launches of one kernel: from x to a temporary, and from that to y; on the machine."""
     kernel = Kernel(twice, Pointer("in_ptr", "x"), Pointer("out_ptr", "y"))
-    of = {"build": Build(kernel=kernel, blocks={}, constants={"SIZE": 32}), "programs": 1, "views": {}, "scalars": {}}
+    of: dict[str, Any] = {
+        "build": Build(kernel=kernel, blocks={}, constants={"SIZE": 32}),
+        "programs": 1,
+        "views": {},
+        "scalars": {},
+    }
     steps: list[Launch] = [Launch(**of, given={"y": "between"}), Launch(**of, given={"x": "between"})]
     made: list[Any] = []
 
