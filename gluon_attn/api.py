@@ -111,7 +111,7 @@ def attention(
         O in q's shape and dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural
         logarithm. A row that sees no key, or has scores of -inf alone, has O = 0 and LSE = -inf. In fp8 on Hopper,
         whose tensor cores add with about 14 bits, O of many keys is too small if V has one sign: by 13 % at 8192
-        (docs/fp8.md, with a remedy).
+        (docs/fp8.md#how-exact, with a remedy).
 
         NaN and infinity come out as of `reference_attention`, which is plain PyTorch: a score of NaN makes O and LSE of
         its row NaN; one of +inf makes O NaN and LSE +inf. NaN and infinity in V reach O in each row that sees the key.

@@ -74,7 +74,7 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
     scores = rows.modified(scores, block)
-    # 8-bit kernels always mask: without, they were up to 7 % slower from 1024 keys on (docs/lab_log.md).
+    # 8-bit kernels always mask: without, up to 7 % slower from 1024 keys on: docs/lab_log.md#8-bit-masks.
     if rows.MASK.causal or q.dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
         scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)

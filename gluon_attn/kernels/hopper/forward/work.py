@@ -70,7 +70,8 @@ class Work:
 
     @jit
     def rows(self):
-        """Every other head begins its pairs with the light one, if it has several: measured, see docs/lab_log.md."""
+        """Every other head begins its pairs with the light one, if it has several: measured, see
+        docs/lab_log.md#the-order-of-row-blocks."""
         order, counts = self.order, self.order.counts
         batch, head = self.batch, self.head
         index = counts.row_blocks - 1 - self.item
