@@ -14,7 +14,7 @@ from gluon_attn.forward.launch import launches_of, temporaries_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
 from gluon_attn.problem import SCALES, Problem, in_bhsd, output_dtype
-from gluon_attn.runtime.kernel import Launch
+from gluon_attn.runtime.kernel import Launch, Tensors
 from gluon_attn.testing import check, tile_for_rounds
 
 register_twins()
@@ -52,8 +52,8 @@ class Run:
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
         self.target = f"sm_{plan.arch}a"
         *before, self.launch = launches_of(plan, q, k, v, self.out)
-        self.tensors = {"q": q, "k": k, "v": v, "out": self.out, "lse": self.lse}
-        self.tensors |= dict(zip(SCALES, scales or (None,) * 3, strict=True))
+        self.tensors: Tensors = {"q": q, "k": k, "v": v, "out": self.out, "lse": self.lse, **dict.fromkeys(SCALES)}
+        self.tensors |= dict(zip(SCALES, scales, strict=False))
         self.before = TransposeRun(plan, v, before[0]) if before else None
         if self.before is not None:
             self.tensors["transposed_v"] = self.before.transposed
