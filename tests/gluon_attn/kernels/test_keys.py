@@ -80,7 +80,7 @@ def range_of(seen: torch.Tensor) -> Range:
     return Range(0, end, 0, (int(every.max()) + 1) // BLOCK_N if every.numel() else 0)
 
 
-LENGTHS = (1, 63, 64, 65, 128, 200)
+LENGTHS = (1, 63, 64, 65, 66, 128, 200)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
