@@ -52,8 +52,8 @@ class Run:
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
         self.target = f"sm_{plan.arch}a"
         *before, self.launch = launches_of(plan, q, k, v, self.out)
-        self.tensors = {"q": q, "k": k, "v": v, "out": self.out, "lse": self.lse}
-        self.tensors |= dict(zip(SCALES, scales or (None,) * 3, strict=True))
+        self.tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": self.out, "lse": self.lse}
+        self.tensors |= dict.fromkeys(SCALES) | dict(zip(SCALES, scales, strict=False))
         self.before = TransposeRun(plan, v, before[0]) if before else None
         if self.before is not None:
             self.tensors["transposed_v"] = self.before.transposed
