@@ -86,6 +86,8 @@ def main() -> None:
     if args.show and sys.argv[1] != args.show:
         command.error(f"expected {args.show} as the first word, without options of what is timed, got {sys.argv[1]}")
     if args.show:
+        if not args.files and not RESULT.exists():
+            print(f"bench: there is no run of yours ({RESULT}); shown is {COMMITTED}", file=sys.stderr)
         read = report.read_all(args.files or [RESULT if RESULT.exists() else COMMITTED])
     if args.show == "tables":
         print(report.tables(read))

@@ -44,6 +44,7 @@ CANDIDATES: dict[tuple[int, int], list[TileConfig]] = {
         *both(4, 64, 2, 4, 112),
         *both(4, 64, 2, 4, 112, early_exp=1),
         *both(4, 64, 2, 4, 112, early_exp=1, last_heads_in_turn=True),
+        *both(3, 128, 2, 2, 160),
         *both(3, 128, 2, 2, 160, last_heads_in_turn=True),
         *both(3, 128, 2, 2, 160, turns=True),
     ],

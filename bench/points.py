@@ -68,6 +68,7 @@ class Point:
         extras += [f"B={self.batch} H={self.heads}"] * (
             (self.batch, self.heads) != (TOKENS // self.length, MODEL_DIM // self.head_dim)
         )
+        extras += [f"against {self.baseline_length}"] * (self.baseline_length not in (None, self.length))
         return " ".join([f"D={self.head_dim} {'causal' if self.causal else 'full'} {self.length}", *extras])
 
     def in_layouts(self, layouts: Sequence[str]) -> "list[Point]":
