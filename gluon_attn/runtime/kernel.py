@@ -56,10 +56,11 @@ class Kernel:
         self.pointers = tuple(p for p in parameters if isinstance(p, Pointer))
         self.scalars = tuple(p for p in parameters if isinstance(p, Scalar))
         self.names: tuple[str, ...] = tuple(fn.arg_names)
+        expected = tuple(p.name for p in fn.params if not p.is_constexpr)
         listed = tuple(p.name for kind in (self.tma, self.pointers, self.scalars) for p in kind)
-        if listed != tuple(p.name for p in parameters) or listed != self.names[: len(listed)]:
+        if listed != expected or listed != tuple(p.name for p in parameters):
             raise ValueError(
-                f"parameters: expected those of {fn.__name__} from {self.names} without the compile-time ones, got "
+                f"parameters: expected {expected}, those of {fn.__name__} but for the compile-time ones, got "
                 f"{tuple(p.name for p in parameters)}; list TMA descriptors, then pointers, then scalars"
             )
 
