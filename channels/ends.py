@@ -291,6 +291,9 @@ class Reader:
     def call(self, node: ast.Call, state: State) -> None:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
+        if name == "aggregate_replace" and node.args:
+            self.replace(node, state)
+            return
         primitive = name in MOVING | WAITING_AGAIN
         callees = [] if primitive else self.callees(node)
         if receiver is not None and not callees:
@@ -309,6 +312,20 @@ class Reader:
                 self.expression(argument, state)
         if callees:
             self.known_call(arguments, [self.summary_of(callee) for callee in callees], state)
+
+    def replace(self, node: ast.Call, state: State) -> None:
+        """`gl.aggregate_replace(ends, keys=keys)` uses of `ends` what it keeps."""
+        for keyword in node.keywords:
+            self.expression(keyword.value, state)
+        whole = path_of(node.args[0])
+        if whole is None:
+            self.expression(node.args[0], state)
+            return
+        replaced = {(*whole, keyword.arg) for keyword in node.keywords}
+        kept = state.copy()
+        kept.spent = {path: line for path, line in state.spent.items() if path[: len(whole) + 1] not in replaced}
+        self.read(whole, node.args[0], kept)
+        state.untouched = kept.untouched
 
     def known_call(self, arguments: list[tuple[str, ast.expr]], summaries: list[Summary], state: State) -> None:
         """What the functions that this call may mean all do with the arguments."""

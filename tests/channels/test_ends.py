@@ -176,6 +176,20 @@ def old_end_through_a_method(ends):
 
 
 @jit
+def replaced_in_an_aggregate(ends):
+    slot, keys = ends.keys.acquire()
+    use(slot)
+    return gl.aggregate_replace(ends, keys=keys)
+
+
+@jit
+def another_one_replaced(ends):
+    slot, _keys = ends.keys.acquire()
+    use(slot)
+    return gl.aggregate_replace(ends, turn=ends.turn.take())  # <-
+
+
+@jit
 def new_end_in_every_round(channel, steps):
     for _ in range(steps):
         slot, _ = channel.consumer().acquire()  # <-
@@ -187,7 +201,7 @@ def reached(end):
     dropped(end)
 
 
-RIGHT = [straight, once_from_a_new_end, in_a_loop, waits_again, on_one_path, use, next_of]
+RIGHT = [replaced_in_an_aggregate, straight, once_from_a_new_end, in_a_loop, waits_again, on_one_path, use, next_of]
 WRONG = [
     dropped,
     dropped_by_an_aggregate,
@@ -198,6 +212,7 @@ WRONG = [
     old_end_in_the_next_round,
     old_end_on_one_path,
     old_end_in_an_aggregate,
+    another_one_replaced,
     old_end_through_a_function,
     old_end_through_a_method,
     new_end_in_every_round,
