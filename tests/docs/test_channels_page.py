@@ -79,6 +79,13 @@ def test_the_first_kernel(tmp_path, capsys):
     assert "20 schedules, no finding" in capsys.readouterr().out
 
 
+def test_the_size_of_the_first_kernel(tmp_path, capsys):
+    with importable(FILES, tmp_path / "examples"):
+        importlib.import_module("size")
+    slots = 3 * 64 * 64 * 4
+    assert slots < int(capsys.readouterr().out) < slots + 2048
+
+
 def test_message_is_as_printed(tmp_path):
     assert printed(FILES, tmp_path) == MESSAGES["broken"]
 
