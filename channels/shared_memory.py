@@ -21,6 +21,20 @@ def are_alike(descs):
     return all(kind == kinds[0] for kind in kinds)
 
 
+@constexpr_function
+def wrong_slots(SLOTS):
+    """What is wrong with the number of slots, or None."""
+    right = isinstance(SLOTS, int) and not isinstance(SLOTS, bool) and SLOTS >= 1
+    return None if right else f"SLOTS: expected an int of at least 1, got {SLOTS}"
+
+
+@constexpr_function
+def wrong_part(i, PARTS):
+    """What is wrong with the index of a part, or None. An index that is known at run time only is not looked at."""
+    right = not isinstance(i, int) or 0 <= i < PARTS
+    return None if right else f"i: expected a part from 0 to {PARTS - 1}, as the slot has {PARTS}, got {i}"
+
+
 @jit
 def allocate(descs, SLOTS):
     """The memory of a channel, see `SharedMemoryChannel.tiles`."""
@@ -69,6 +83,7 @@ class SharedMemoryChannel:
     ):
         """A channel for tiles of a TMA descriptor: its dtype, block shape and layout. A tuple of descriptors: a slot
         has a part for each."""
+        gl.static_assert(wrong_slots(SLOTS) is None, wrong_slots(SLOTS))
         tiles = allocate(as_tuple(descs), SLOTS)
         return SharedMemoryChannel.over(tiles, SLOTS, CONSUMERS, MULTICAST, TWO_CTAS)
 
@@ -82,6 +97,7 @@ class SharedMemoryChannel:
     ):
         """A channel for tiles in memory that is allocated: [SLOTS * parts, *tile shape], a slot's parts side by side;
         or, for parts that are not alike, a tuple of [SLOTS, *tile shape]."""
+        gl.static_assert(wrong_slots(SLOTS) is None, wrong_slots(SLOTS))
         rings = as_tuple(tiles)
         PARTS: gl.constexpr = len(rings) if len(rings) > 1 else rings[0].shape[0] // SLOTS
         HANDOVER: gl.constexpr = MULTICAST and CONSUMERS > 0
@@ -152,6 +168,7 @@ class Slot:
     @jit
     def part(self, i):
         """The tile of part i, [*tile shape]. If the parts are alike, i may be known at run time only."""
+        gl.static_assert(wrong_part(i, self.PARTS) is None, wrong_part(i, self.PARTS))
         if len(self.tiles) == 1:
             return self.tiles[0].index(self.first + i)
         else:

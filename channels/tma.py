@@ -1,5 +1,7 @@
 """TMA copies through an acquired slot: the bytes to expect and the copy, kept together so that they cannot differ."""
 
+import math
+
 from .compat import constexpr_function, fence_async_shared, gl, jit, mbarrier, tma
 from .shared_memory import as_tuple
 
@@ -7,6 +9,48 @@ from .shared_memory import as_tuple
 @constexpr_function
 def total_bytes(tiles):
     return sum(tile.nbytes_per_cta for tile in tiles)
+
+
+@constexpr_function
+def described(x, shape):
+    """A tile's dtype and shape, as a message names them."""
+    return f"{x.dtype} {[int(size) for size in shape]}"
+
+
+@constexpr_function
+def wrong_descs(descs, tiles, PARTS):
+    """What is wrong with the descriptors for a slot of these rings (`SharedMemoryChannel.tiles`), or None.
+
+    Tiles of two shapes or layouts may take turns in a ring of one kind, see `Slot.tile_of`: only their dtype and size
+    are looked at there.
+    """
+    if len(descs) != PARTS:
+        return f"descs: expected a TMA descriptor for each of the slot's {PARTS} parts, got {len(descs)}"
+    for i, desc in enumerate(descs):
+        ring = tiles[i if len(tiles) > 1 else 0]
+        shape = list(ring.shape)
+        same = desc.dtype == ring.dtype and math.prod(desc.block_shape) == math.prod(shape[1:])
+        if len(tiles) > 1:
+            same = same and list(desc.block_shape) == shape[1:] and desc.layout == ring.layout
+        if not same:
+            want, got = described(ring, shape[1:]), described(desc, desc.block_shape)
+            layouts = f" in another layout, {desc.layout}" if got == want else ""
+            return f"descs: part {i} was allocated for {want}, got a descriptor of {got}{layouts}"
+    return None
+
+
+@constexpr_function
+def wrong_coords(all_coords, descs):
+    """What is wrong with the coordinates for tiles of these descriptors, or None."""
+    if len(all_coords) != len(descs):
+        return f"coords: expected a tile's first indices for each of {len(descs)} descriptors, got {len(all_coords)}"
+    for i, (coords, desc) in enumerate(zip(all_coords, descs)):  # noqa: B905  # of Triton's tuples, equally long
+        rank = len(desc.block_shape)
+        if not hasattr(coords, "__len__"):
+            return f"coords: expected a list of {rank} indices for part {i}, got a single one"
+        if len(coords) != rank:
+            return f"coords: expected {rank} indices for part {i}, as its descriptor has dimensions, got {len(coords)}"
+    return None
 
 
 @jit
@@ -22,8 +66,8 @@ def load(slot, descs, coords):
         all_coords = (coords,)
     parts = as_tuple(descs)
     PARTS: gl.constexpr = slot.PARTS
-    gl.static_assert(len(parts) == PARTS, "descs: expected a TMA descriptor for each part of the slot")
-    gl.static_assert(len(all_coords) == PARTS, "coords: expected a tile's indices for each part of the slot")
+    gl.static_assert(wrong_descs(parts, slot.tiles, PARTS) is None, wrong_descs(parts, slot.tiles, PARTS))
+    gl.static_assert(wrong_coords(all_coords, parts) is None, wrong_coords(all_coords, parts))
     tiles = ()
     for i in gl.static_range(PARTS):
         tiles = tiles + (slot.tile_of(parts[i], i),)
@@ -44,10 +88,14 @@ def store_own(desc, coords, tile):
 @jit
 def store(desc, coords, tile):
     """Start the copy to global memory of a shared memory tile that another role has published."""
+    gl.static_assert(wrong_coords((coords,), (desc,)) is None, wrong_coords((coords,), (desc,)))
     tma.async_store(desc, coords, tile)
 
 
 @jit
 def wait_stores_read():
-    """Wait until every store this role started has read its tile, which may then be written again."""
+    """Wait until every store this role started has read its tile, which may then be written again.
+
+    All of them, not the first alone: there is no wait that leaves the newest ones in flight.
+    """
     tma.store_wait(0)

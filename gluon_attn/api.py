@@ -82,9 +82,12 @@ def attention(
     """softmax(scale · Q Kᵀ + mask) V on a Hopper or Blackwell card, on the current stream of q's device.
 
     The method is FlashAttention's (Dao et al., 2022; Shah et al., 2024): online softmax over blocks of keys, warp
-    specialised. A new length, batch or number of heads compiles nothing. Nothing is copied, with one exception: Hopper
+    specialised. A new length, batch or number of heads compiles nothing, unless the tuning table picks another tile:
+    there are a handful of kernels for each head dim. Nothing is copied, with one exception: Hopper
     multiplies fp8 only with V transposed, and at D > 128, or where many queries use each key, a kernel of its own does
     that before, into memory for as many elements as V's shape has, also of a V that is expanded.
+
+    Only q, k and v are positional. There is no `attn_mask`: the only mask is `causal`.
 
     Args:
         q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a
@@ -109,7 +112,8 @@ def attention(
 
     Returns:
         O in q's shape and dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural
-        logarithm. A row that sees no key, or has scores of -inf alone, has O = 0 and LSE = -inf. In fp8 on Hopper,
+        logarithm. A row that sees no key, or has scores of -inf alone, has O = 0 and LSE = -inf: so with Sk = 0 all
+        rows. With Sq = 0, O and LSE are empty. In fp8 on Hopper,
         whose tensor cores add with about 14 bits, O of many keys is too small if V has one sign: by 13 % at 8192
         (docs/fp8.md#how-exact, with a remedy).
 
@@ -259,18 +263,16 @@ def prepare(
     check_triton_version()
     refuse_unusual(q=q, k=k, v=v, out=out)
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
-    if num_ctas is not None and not isinstance(num_ctas, int):
-        raise TypeError(
-            f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1, 2 or 4, or leave it out"
-        )
-    if num_ctas not in (None, 1, 2, 4) or isinstance(num_ctas, bool):
-        raise ValueError(f"num_ctas: expected 1, 2, 4 or None, got {num_ctas!r}; leave it out")
+    if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):
+        raise TypeError(f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1 or 2, or leave it out")
     if tile is not None and not isinstance(tile, TileConfig):
         raise TypeError(f"tile: expected a TileConfig or None, got {type_name(tile)}; leave it out")
     if tile is not None and num_ctas not in (None, tile.num_ctas):
         raise ValueError(f"num_ctas: expected {tile.num_ctas} (as tile.cga_layout says), got {num_ctas}; leave one out")
     if device is not None and not isinstance(device, Device):
-        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; leave it out")
+        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"
+        todo = on_cpu if q.device.type == "cpu" else "leave it out"
+        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
     check_memory(q, k, v, out)
     check_call(q, k, v, out, scales)
     chosen = Device.of(q.device) if device is None else device

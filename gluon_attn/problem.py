@@ -164,7 +164,8 @@ def check_kind(name: str, t: Tensor, q: Tensor) -> None:
         )
     want, of = (output_dtype(q.dtype), "for q's") if name == "out" else (q.dtype, "as q")
     if t.dtype != want:
-        raise TypeError(f"{name}: expected dtype {want} ({of}), got {t.dtype}; convert with .to({want})")
+        todo = "allocate it so, or leave it out" if name == "out" else f"convert with .to({want})"
+        raise TypeError(f"{name}: expected dtype {want} ({of}), got {t.dtype}; {todo}")
     if t.device != q.device:
         raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; put all of them on one")
 

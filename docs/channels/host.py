@@ -1,4 +1,4 @@
-"""What the four kernels of this folder need on the host: TMA descriptors, and where to run."""
+"""What the five kernels of this folder need on the host: TMA descriptors, and where to run."""
 
 import contextlib
 from collections.abc import Iterator

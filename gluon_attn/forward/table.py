@@ -253,7 +253,9 @@ def require_ctas(num_ctas: int | None, device: Device) -> None:
     """ValueError for a number of CTAs that the device's kernel does not have."""
     possible = (1, 2) if device.arch == 90 else (1, 2, 4)
     if num_ctas is not None and num_ctas not in possible:
-        raise ValueError(f"num_ctas: expected one of {possible} for {device.name}, got {num_ctas}")
+        raise ValueError(
+            f"num_ctas: expected one of {possible} or None for {device.name}, got {num_ctas}; leave it out"
+        )
 
 
 def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:

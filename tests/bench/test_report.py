@@ -76,7 +76,8 @@ def test_compared_with_plainer_problems():
 
 
 def test_cta_counts():
-    *_, last = report.by_cta_count({"points": TWO})
+    caption, *_, last = report.by_cta_count({"points": TWO})
+    assert caption.startswith("TFLOP/s of ours with one CTA to a cluster and with two")
     assert last == "| bf16 D=64 full 16384 | 800 | 1600 | 2.00 |"
 
 
@@ -100,6 +101,11 @@ def test_of_a_point_in_two_files_the_last_counts(tmp_path):
 
 
 FP8 = found(200.0, dtype="e4m3")
+
+
+def test_what_cudnn_computes_fp8_in():
+    said = "cuDNN computes in bf16 for e4m3 and e5m2 too"
+    assert [said in "".join(report.ratios({"points": points})) for points in ([FP8], TWO)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""docs/channels.md: its code runs, its message is the one printed, it names everything; and the ladder of four kernels.
+"""docs/channels.md: its code runs, its message is the one printed, it names everything; and the ladder of five kernels.
 
 After a change of the message: `python -m tests.docs.test_channels_page` writes the real one into the page.
 """
@@ -79,6 +79,13 @@ def test_the_first_kernel(tmp_path, capsys):
     assert "20 schedules, no finding" in capsys.readouterr().out
 
 
+def test_the_size_of_the_first_kernel(tmp_path, capsys):
+    with importable(FILES, tmp_path / "examples"):
+        importlib.import_module("size")
+    slots = 3 * 64 * 64 * 4
+    assert slots < int(capsys.readouterr().out) < slots + 2048
+
+
 def test_message_is_as_printed(tmp_path):
     assert printed(FILES, tmp_path) == MESSAGES["broken"]
 
@@ -131,6 +138,7 @@ TARGETS = {
     "2_ring": "sm_90a",
     "3_gemm_hopper": "sm_90a",
     "4_gemm_blackwell_pair": "sm_100a",
+    "5_stages": "sm_90a",
 }
 # What is wrong if the first text is replaced by the second.
 BREAKS = {
@@ -146,6 +154,7 @@ BREAKS = {
         "        acc.release()\n        values = acc.memory.load()",
         gluon_cpu.DataRace,
     ),
+    "5_stages": ("        result.publish()", "        result.release()", gluon_cpu.Deadlock),
 }
 
 

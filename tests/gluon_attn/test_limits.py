@@ -77,7 +77,7 @@ def test_fewer_processors_than_a_cluster_needs():
 
 
 def test_four_ctas_are_blackwells():
-    with pytest.raises(ValueError, match=r"^num_ctas: expected one of \(1, 2\) for NVIDIA H200, got 4"):
+    with pytest.raises(ValueError, match=r"^num_ctas: expected one of \(1, 2\) or None for NVIDIA H200, got 4"):
         attention(*qkv(), num_ctas=4, device=HOPPER)
 
 

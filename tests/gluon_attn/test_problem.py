@@ -221,6 +221,7 @@ ADVICE = {
     "complex": "not supported",
     "k of another dtype": ".to(torch.bfloat16)",
     "k on another device": "on one",
+    "out of another dtype": "allocate it so",
     "out of another shape": "leave it out",
     "out with last stride 2": "leave it out",
     "out rows off by 8 bytes": "leave it out",
