@@ -1,4 +1,4 @@
-"""out = 2 A + B: a role loads, one computes, one stores; channels lie between them. Persistent, and lengths need not fit.
+"""out = 2 A + B: a role loads, one computes, one stores, with channels between. Persistent; lengths need not fit.
 
 The middle role is a consumer of one channel and the producer of the next. It fills slots with its own stores.
 
