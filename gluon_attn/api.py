@@ -270,7 +270,7 @@ def prepare(
     if tile is not None and num_ctas not in (None, tile.num_ctas):
         raise ValueError(f"num_ctas: expected {tile.num_ctas} (as tile.cga_layout says), got {num_ctas}; leave one out")
     if device is not None and not isinstance(device, Device):
-        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"
+        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"  # type: ignore[unreachable]
         todo = on_cpu if q.device.type == "cpu" else "leave it out"
         raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
     check_memory(q, k, v, out)
