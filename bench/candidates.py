@@ -85,4 +85,8 @@ def label(tile: TileConfig) -> str:
 
 def orders_heads(tile: TileConfig) -> bool:
     """Whether it takes row blocks of several heads in turn, those with most keys first: under a mask only."""
-    return tile.last_heads_in_turn if isinstance(tile, HopperTile) else getattr(tile, "longest_first", False)
+    return (
+        tile.last_heads_in_turn
+        if isinstance(tile, HopperTile)
+        else isinstance(tile, BlackwellTile) and tile.longest_first
+    )

@@ -192,10 +192,12 @@ def identity(t: Tensor) -> tuple[Any, ...]:
 def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
     """What may differ from call to call with the same shapes: addresses, shared memory, gradients. Of fp8 scales what
     `check_scales` does is left out."""
-    if not type(q) is type(k) is type(v) is Tensor:  # a Parameter is fine, a FakeTensor has the address 0
+    # A Parameter is fine, a FakeTensor has the address 0.
+    if not type(q) is type(k) is type(v) is Tensor or (out is not None and type(out) is not Tensor):
         refuse_unusual(q=q, k=k, v=v, out=out)
     try:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        at_out = 0 if out is None else out.data_ptr()
     except RuntimeError:  # there is none
         refuse_unusual(q=q, k=k, v=v, out=out)
         raise
@@ -206,7 +208,6 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scal
         or forward_ad._current_level >= 0
     )
     if out is not None:
-        at_out = out.data_ptr()
         addresses |= at_out
         suspect = suspect or at_out < LOWEST_ADDRESS or out.is_neg()
     if suspect:
@@ -234,6 +235,7 @@ def check_scales(scales: Scales) -> None:
     """What may differ from call to call in fp8 scales, their sign only on the CPU: on a card the numbers are there."""
     for name, scale in zip(SCALES, scales, strict=True):
         if scale is not None:
+            refuse_unusual(**{name: scale})
             check_readable(name, scale)
             if scale.device.type == "cpu":
                 check_scale_signs(scales)
@@ -261,7 +263,7 @@ def prepare(
 ) -> Launches | None:
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
     check_triton_version()
-    refuse_unusual(q=q, k=k, v=v, out=out)
+    refuse_unusual(q=q, k=k, v=v, out=out, **dict(zip(SCALES, scales, strict=True)))
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
     if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):
         raise TypeError(f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1 or 2, or leave it out")

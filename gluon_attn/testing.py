@@ -116,7 +116,9 @@ def tile_for_rounds(problem: Problem, device: Device, num_ctas: int) -> TileConf
 
 def tile_for_reuse(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
     """What the table has where very many queries use each key: in fp8 on Hopper, one with V transposed before."""
-    return tile_for_rounds(dataclasses.replace(problem, q_len=2**14), device, num_ctas)
+    # On two CTAs the table has one for many keys only, at D=64 under a causal mask.
+    kv_len = problem.kv_len if num_ctas == 1 else max(problem.kv_len, 2**12)
+    return tile_for_rounds(dataclasses.replace(problem, q_len=2**14, kv_len=kv_len), device, num_ctas)
 
 
 def poison_free_memory(*like: tuple[Iterable[int], torch.dtype]) -> None:

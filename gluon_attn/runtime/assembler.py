@@ -32,13 +32,14 @@ def newest_assembler() -> Iterator[None]:
     """Within, Triton assembles with the newer of the assembler that it ships and the one that it is configured with.
 
     Nothing is changed where that is the same one already. Otherwise it holds for the whole process, so that what
-    another thread compiles meanwhile is assembled with it too.
+    another thread compiles meanwhile is assembled with it too; what another thread sets of Triton's knobs for NVIDIA
+    meanwhile is lost. One thread at a time is within: another one would see a choice that may end before it is done.
     """
-    shipped = shipped_assembler()
-    if shipped is None or release(getattr(knobs.nvidia, KNOB)) >= release(shipped):
-        yield
-        return
     with _choosing:
+        shipped = shipped_assembler()
+        if shipped is None or release(getattr(knobs.nvidia, KNOB)) >= release(shipped):
+            yield
+            return
         try:
             with knobs.nvidia.scope():
                 setattr(knobs.nvidia, KNOB, shipped.path)
@@ -88,7 +89,11 @@ def warn_if_serialised(kernel: CompiledKernel) -> None:
     # It leaves its release in what it makes, and so in what comes out of Triton's cache too.
     if shipped is not None and f"release {shipped.version}".encode() in kernel.asm["cubin"]:
         return
-    if is_serialised(disassemble(kernel)):
+    try:
+        sass = disassemble(kernel)
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # of a release that our disassembler does not know
+        return
+    if is_serialised(sass):
         used = assembler()
         warn_once(used.path, used.version)
 
@@ -107,7 +112,7 @@ def warn_once(path: str, version: str) -> None:
         f"3.9 ships, of CUDA 13.4, or one that does as well. Unset {VARIABLE}, or reinstall Triton from its wheel "
         "(pip install --force-reinstall --no-deps 'triton>=3.9,<3.10').",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=5,  # who called attention()
     )
 
 

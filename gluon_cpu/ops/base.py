@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AgentBase:
-    """State shared by the operations; `machine.Agent` fills it in."""
+    """State shared by the operations; `agent.Agent` fills it in."""
 
     cta: "Cta"
     cluster: "Cluster"

@@ -9,6 +9,7 @@ from gluon_attn.device import Device
 from gluon_attn.refusals import refuse_unusual
 
 Q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+Q8 = Q.to(torch.float8_e4m3fn)
 
 
 def attend(q):
@@ -30,7 +31,10 @@ def _calls(request, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(api, "prepare", lambda *args: Launch())
             attend(Q)
-        assert len(api._launches) == 1
+            with_out(torch.zeros_like(Q))
+            for name in ("q_scale", "k_scale", "v_scale"):
+                with_scale(name, torch.ones(1, 1))
+        assert len(api._launches) == 5
 
 
 def fake():
@@ -38,7 +42,34 @@ def fake():
         attend(mode.from_tensor(Q))
 
 
+def with_out(out):
+    return attention(Q, Q, Q, out=out, device=Device.hopper())
+
+
+def fake_out():
+    with FakeTensorMode() as mode:
+        with_out(mode.from_tensor(Q))
+
+
+def with_scale(name, scale):
+    return attention(Q8, Q8, Q8, device=Device.hopper(), **{name: scale})
+
+
+def fake_scale(name):
+    with FakeTensorMode() as mode:
+        scale = mode.from_tensor(torch.ones(1, 1))
+    with_scale(name, scale)
+
+
 CASES = {
+    "vmap of out": (lambda: torch.vmap(with_out)(Q.expand(2, *Q.shape)), "out: .* torch.vmap has batched"),
+    "fake out": (fake_out, "out: .* FakeTensor"),
+    "fake q_scale": (lambda: fake_scale("q_scale"), "q_scale: .* FakeTensor"),
+    "fake v_scale": (lambda: fake_scale("v_scale"), "v_scale: .* FakeTensor"),
+    "vmap of k_scale": (
+        lambda: torch.vmap(lambda s: with_scale("k_scale", s))(torch.ones(2, 1, 1)),
+        "k_scale: .* torch.vmap has batched",
+    ),
     "vmap": (lambda: torch.vmap(attend)(Q.expand(2, *Q.shape)), "q: .* torch.vmap has batched"),
     "grad": (lambda: torch.func.grad(lambda q: attend(q).sum())(Q), "q: .* torch.func differentiates"),
     "jvp": (lambda: torch.func.jvp(attend, (Q,), (Q,)), "q: .* torch.func differentiates"),

@@ -12,7 +12,8 @@ class KeyRange:
     unmasked_first ... unmasked_end - 1. All int32 scalars.
 
     They are walked in steps, the last block first, so that under a causal mask the masked ones come first. A role
-    counts steps, and `block` says which block a step is about.
+    counts steps, and `block` says which block a step is about. The kernels walk no masked step after an unmasked one:
+    with the masks that there are, first and unmasked_first are 0.
     """
 
     first: gl.tensor

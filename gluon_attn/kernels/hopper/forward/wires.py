@@ -18,7 +18,8 @@ class Wires:
     loaded_values: the same channel, unless a role transposes V. Then it is as keys, load -> transpose; and values are
              transpose -> every softmax role, in each CTA its own.
     turns:   softmax role i -> role i + 1, around; role 0 has the first turn (if turns). One signal per key block: who
-             has its scores lets the next role issue its products, so that one role's softmax runs beside them.
+             has its scores, or in the first block of a row block has issued its product, lets the next role issue,
+             so that one role's softmax runs beside another's products.
     output:  no channel but memory: one tile per softmax role, in which it alone stages O for its store; the queries'
              own if O is staged there.
     """
