@@ -129,11 +129,16 @@ def row_for(asked: Problem, num_ctas: int | None) -> Row:
     return row
 
 
+# Points at which the chosen tile was more than 2 % slower than the best. All are long: there the card's power makes the
+# times of a tile differ by more than that from round to round, and a row more would win less than the noise.
+WITHIN_THE_NOISE = {"D=128 causal 16384", "D=256 full 16384", "D=256 causal 16384", "D=256 full 16384 e4m3"}
+
+
 @pytest.mark.parametrize("num_ctas", [None, 2])
 def test_each_row_is_within_two_percent_of_the_best_candidate(num_ctas):
-    """Or within the noise of the two: half the sum of their spreads. By default among all candidates that are still
-    there; on two CTAs among those of two, and at the lengths of the sweep."""
-    late, seen = [], 0
+    """By default among all candidates that are still there; on two CTAs among those of two, and at the lengths of the
+    sweep. The points that are named above: within half the sum of the two spreads."""
+    late, seen = set(), 0
     sweep = {point.name for point in SETS["sweep"] + SETS["d256"]}
     for point, asked, results in timed("h200_candidates.json"):
         if num_ctas == 2 and point.name not in sweep:
@@ -143,12 +148,12 @@ def test_each_row_is_within_two_percent_of_the_best_candidate(num_ctas):
         row = row_for(asked, num_ctas)
         assert row.result_file == "h200_candidates.json"
         own, best = results[label(row.tile)], min(rivals, key=lambda one: one["ms"])
-        allowed = max(0.02, (own["spread"] + best["spread"]) / 2)
         slower = own["ms"] / best["ms"] - 1
-        if slower > allowed:
-            late.append(f"{point.name}: {label(row.tile)} is {slower:.1%} slower than the best, allowed {allowed:.1%}")
+        if slower > 0.02:
+            late.add(point.name)
+            assert slower < (own["spread"] + best["spread"]) / 2, f"{point.name}: {label(row.tile)}, {slower:.1%}"
         seen += 1
-    assert not late, "\n".join(late)
+    assert late == (WITHIN_THE_NOISE if num_ctas is None else set())
     assert seen > 40
 
 

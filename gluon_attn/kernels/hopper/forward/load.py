@@ -32,12 +32,13 @@ def load(wires, order, operands, heads_per_kv_head):
         key = key_range.block(0) * BLOCK_N
         k, keys = keys.acquire()
         tma.load(k, operands.k, key_coords(row_block, kv_head, key))
-        for _ in range(1, key_range.steps()):
+        for step in range(1, key_range.steps()):
+            following = key_range.block(step) * BLOCK_N
             k, keys = keys.acquire()
-            tma.load(k, operands.k, key_coords(row_block, kv_head, key - BLOCK_N))
+            tma.load(k, operands.k, key_coords(row_block, kv_head, following))
             v, values = values.acquire()
             load_values(v, wires, operands, row_block, kv_head, key)
-            key -= BLOCK_N
+            key = following
         v, values = values.acquire()
         load_values(v, wires, operands, row_block, kv_head, key)
         work = work.next()
