@@ -231,7 +231,7 @@ def run_without_a_card(schedules: int, kernels: bool) -> str | None:
     say(f"{len(EXECUTIONS)} cases, {schedules} schedules each: 2 query heads, 1 KV head, 300 queries a CTA, 500 keys,")
     say("D=64. Errors are the largest, against float64; plain torch is attention in the inputs' dtype.")
     if schedules == SCHEDULES and kernels:
-        say("It takes three to four minutes on two idle cores, much less once its kernels are in Triton's cache.")
+        say("It takes about three to four minutes on two idle cores, much less once its kernels are in Triton's cache.")
     say(f"\n{EXECUTION_COLUMNS}")
     # Not forked: torch has threads.
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=prepare_process) as pool:
