@@ -2,6 +2,7 @@
 
 import pytest
 
+from proving.attention import leave_out_floor
 from proving.branches import straighten_branches
 from proving.dispatch import name_roles, recompute_captures, store_roles_once
 from proving.equivalence import leave_barriers_valid
@@ -227,6 +228,25 @@ def test_invalidations_are_left_out_and_nothing_else():
     assert count == 2
     assert len(changed(before, after)) == 2
     assert "mbarrier.init" in after
+
+
+FLOORED = """\tmov.b32 \t%r1, {constant};
+\tdiv.full.f32 \t%r2, %r1, %r3;
+\tmax.NaN.f32 \t%r4, %r5, %r2;
+\tmax.NaN.f32 \t%r6, %r4, %r5;
+"""
+
+
+def test_the_least_maximum_is_left_out_and_nothing_else():
+    before = FLOORED.format(constant="0fF1800000")
+    after, count = leave_out_floor(before)
+    assert count == 1
+    assert after == before.replace("max.NaN.f32 \t%r4, %r5, %r2;", "mov.b32 %r4, %r5;")
+
+
+def test_a_maximum_with_another_constant_is_kept():
+    before = FLOORED.format(constant="0fF1000000")
+    assert leave_out_floor(before) == (before, 0)
 
 
 REDUCTION = """\tmov.u32 \t%r1, %tid.x;

@@ -66,13 +66,14 @@ class QueryTile:
         return gl.aggregate_replace(self, alphas=alphas)
 
     @jit
-    def read_statistics(self):
+    def read_statistics(self, CONFIG: gl.constexpr):
         """(max [ROWS], sum [ROWS], the next QueryTile), once the softmax of a row block is done."""
         statistics = self.statistics.acquire()
         row_max, row_sum = load_statistic(self.scores, MAX), load_statistic(self.scores, SUM)
         self.statistics_read.release()
-        row_sum = gl.where(row_sum < LEAST_SUM, 0.0, row_sum)
-        row_sum = gl.where(row_max == float("inf"), float("nan"), row_sum)  # no exponential by polynomial is NaN
+        if CONFIG.polynomial_columns > 0:  # of -inf they are not 0, and of NaN not NaN
+            row_sum = gl.where(row_sum < LEAST_SUM, 0.0, row_sum)
+            row_sum = gl.where(row_max == float("inf"), float("nan"), row_sum)
         return row_max, row_sum, gl.aggregate_replace(self, statistics=statistics)
 
     @jit
@@ -114,8 +115,8 @@ def correction(wires, order, operands):
             two = two.correct(wires.CONFIG)
 
         # Both at once, as the products of the next row block wait for it.
-        max_one, sum_one, one = one.read_statistics()
-        max_two, sum_two, two = two.read_statistics()
+        max_one, sum_one, one = one.read_statistics(wires.CONFIG)
+        max_two, sum_two, two = two.read_statistics(wires.CONFIG)
         scale_log2 = operands.score_scale(rows.block)
         v_scale = operands.output_scale(rows.block)
         results, one = one.take_out(results, inverse(sum_one) * v_scale, wires.CONFIG.packed_arithmetic)
