@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,25 @@ def test_each_row_serves_a_point_that_was_timed():
         (label(row.tile), row.padded_head_dim, row.causal, row.element_bytes) for row in HOPPER if row not in serving
     }
     assert idle == set(UNTIMED)
+
+
+def test_each_row_wins_over_the_one_that_would_serve_without_it():
+    """By 1 % at least, in the geometric mean of the points it serves; or no other row serves them, by default or with
+    that number of CTAs asked for."""
+    device, judged = Device.hopper(), 0
+    for row in HOPPER:
+        gains, needed = [], False
+        for n, (_, asked, results) in itertools.product((None, 1, 2), timed("h200_candidates.json")):
+            if row_for(asked, n) is not row:
+                continue
+            others = [other for other in HOPPER if other is not row and other.fits(asked, device, n)]
+            needed |= not others
+            if others and label(others[0].tile) in results:
+                gains.append(results[label(others[0].tile)]["ms"] / results[label(row.tile)]["ms"])
+        name = (label(row.tile), row.padded_head_dim, row.causal, row.element_bytes)
+        judged += bool(gains)
+        assert needed or name in UNTIMED or statistics.geometric_mean(gains) > 1.01, name
+    assert judged > 30
 
 
 def test_smem_bytes_covers_the_tiles():
