@@ -16,7 +16,7 @@ from .ring import Ring, ring_start
 
 @aggregate
 class TensorMemoryChannel:
-    """LANES independent rings of SLOTS slots in tensor memory, each from the role that issues products to others.
+    """RINGS independent rings of SLOTS slots in tensor memory, each from the role that issues products to others.
 
     A slot is filled when the products are done that were issued before `slot.publish_after_products()`, or that were
     given `slot.filled` as their barrier. It is freed by CONSUMERS roles, each by `release`. One of them may leave
@@ -24,9 +24,9 @@ class TensorMemoryChannel:
     issues the products for both CTAs, and waits until both have freed the slot.
     """
 
-    memory: tensor_memory_descriptor  # [LANES * SLOTS, *SHAPE]
-    filled: gl.shared_memory_descriptor  # [LANES * SLOTS] mbarriers, one per CTA
-    freed: gl.shared_memory_descriptor  # [LANES * SLOTS] mbarriers, one per CTA, or one per pair if TWO_CTAS
+    memory: tensor_memory_descriptor  # [RINGS * SLOTS, *SHAPE]
+    filled: gl.shared_memory_descriptor  # [RINGS * SLOTS] mbarriers, one per CTA
+    freed: gl.shared_memory_descriptor  # [RINGS * SLOTS] mbarriers, one per CTA, or one per pair if TWO_CTAS
     SLOTS: gl.constexpr
     CONSUMERS: gl.constexpr
 
@@ -35,14 +35,14 @@ class TensorMemoryChannel:
         dtype: gl.constexpr,
         SHAPE: gl.constexpr,
         LAYOUT: gl.constexpr,
-        LANES: gl.constexpr = 1,
+        RINGS: gl.constexpr = 1,
         SLOTS: gl.constexpr = 1,
         CONSUMERS: gl.constexpr = 1,
     ):
         """SHAPE, LAYOUT: of one slot. TWO_CTAS is what LAYOUT says."""
-        memory = allocate_tensor_memory(dtype, [LANES * SLOTS] + SHAPE, LAYOUT)
-        filled = mbarrier.allocate_mbarrier(batch=LANES * SLOTS)
-        freed = mbarrier.allocate_mbarrier(batch=LANES * SLOTS, two_ctas=LAYOUT.two_ctas)
+        memory = allocate_tensor_memory(dtype, [RINGS * SLOTS] + SHAPE, LAYOUT)
+        filled = mbarrier.allocate_mbarrier(batch=RINGS * SLOTS)
+        freed = mbarrier.allocate_mbarrier(batch=RINGS * SLOTS, two_ctas=LAYOUT.two_ctas)
         return TensorMemoryChannel(memory, filled, freed, SLOTS, CONSUMERS)
 
     @jit
@@ -51,25 +51,17 @@ class TensorMemoryChannel:
         init_barriers(self.freed, freed_arrivals(self.CONSUMERS))
 
     @jit
-    def slot(self, LANE: gl.constexpr = 0, index=0):
-        at = LANE * self.SLOTS + index
+    def slot(self, WHICH: gl.constexpr = 0, index=0):
+        at = WHICH * self.SLOTS + index
         return TensorMemorySlot(self.memory.index(at), self.filled.index(at), self.freed.index(at))
 
     @jit
-    def lane(self, LANE: gl.constexpr):
-        """What an end of the lane holds: of a ring of one slot, that slot, so that no loop has to find it again."""
-        if self.SLOTS == 1:
-            return self.slot(LANE)
-        else:
-            return TensorMemorySlot(self.memory, self.filled, self.freed)
+    def producer(self, WHICH: gl.constexpr = 0):
+        return TensorMemoryProducer(slots_of(self, WHICH), ring_start(self.SLOTS), WHICH)
 
     @jit
-    def producer(self, LANE: gl.constexpr = 0):
-        return TensorMemoryProducer(self.lane(LANE), ring_start(self.SLOTS), LANE)
-
-    @jit
-    def consumer(self, LANE: gl.constexpr = 0):
-        return TensorMemoryConsumer(self.lane(LANE), ring_start(self.SLOTS), LANE)
+    def consumer(self, WHICH: gl.constexpr = 0):
+        return TensorMemoryConsumer(slots_of(self, WHICH), ring_start(self.SLOTS), WHICH)
 
     @jit
     def close(self):
@@ -97,47 +89,56 @@ class TensorMemorySlot:
 
 
 @jit
-def slot_at(lane, ring, LANE: gl.constexpr):
-    """lane: as `TensorMemoryChannel.lane` returns it."""
-    if ring.SLOTS == 1:
-        return lane
+def slots_of(channel, WHICH: gl.constexpr):
+    """What an end of a ring holds: of a ring of one slot, that slot, so that no loop has to find it again."""
+    if channel.SLOTS == 1:
+        return channel.slot(WHICH)
     else:
-        at = LANE * ring.SLOTS + ring.slot()
-        return TensorMemorySlot(lane.memory.index(at), lane.filled.index(at), lane.freed.index(at))
+        return TensorMemorySlot(channel.memory, channel.filled, channel.freed)
+
+
+@jit
+def slot_at(slots, ring, WHICH: gl.constexpr):
+    """slots: as `slots_of` returns it."""
+    if ring.SLOTS == 1:
+        return slots
+    else:
+        at = WHICH * ring.SLOTS + ring.slot()
+        return TensorMemorySlot(slots.memory.index(at), slots.filled.index(at), slots.freed.index(at))
 
 
 @aggregate
 class TensorMemoryProducer:
     """The end of the role that issues the products."""
 
-    lane: TensorMemorySlot
+    slots: TensorMemorySlot
     ring: Ring
-    LANE: gl.constexpr
+    WHICH: gl.constexpr
 
     @jit
     def acquire(self):
         """Wait until the next slot is free. Returns (slot, next end)."""
-        slot = slot_at(self.lane, self.ring, self.LANE)
+        slot = slot_at(self.slots, self.ring, self.WHICH)
         mbarrier.wait(slot.freed, self.ring.previous_lap())
-        return slot, TensorMemoryProducer(self.lane, self.ring.next(), self.LANE)
+        return slot, TensorMemoryProducer(self.slots, self.ring.next(), self.WHICH)
 
 
 @aggregate
 class TensorMemoryConsumer:
     """The end of a role that takes over what the products have accumulated."""
 
-    lane: TensorMemorySlot
+    slots: TensorMemorySlot
     ring: Ring
-    LANE: gl.constexpr
+    WHICH: gl.constexpr
 
     @jit
     def next_slot(self):
         """The slot that the next `acquire` returns, not waited for: for who knows otherwise that it may be touched."""
-        return slot_at(self.lane, self.ring, self.LANE)
+        return slot_at(self.slots, self.ring, self.WHICH)
 
     @jit
     def acquire(self):
         """Wait until the next slot is filled. Returns (slot, next end)."""
         slot = self.next_slot()
         mbarrier.wait(slot.filled, self.ring.this_lap())
-        return slot, TensorMemoryConsumer(self.lane, self.ring.next(), self.LANE)
+        return slot, TensorMemoryConsumer(self.slots, self.ring.next(), self.WHICH)

@@ -29,5 +29,5 @@ class Turn:
 def turn_of(turns, ROLE: gl.constexpr, TAKE_TURNS: gl.constexpr):
     """The place of role ROLE in the ring of the SignalChannel `turns`; role 0 has the first turn."""
     mine = turns.consumer(ROLE, FIRST_IS_FREE=ROLE == 0)
-    following = turns.producer((ROLE + 1) % turns.LANES)
+    following = turns.producer((ROLE + 1) % turns.SIGNALS)
     return Turn(mine, following, TAKE_TURNS)

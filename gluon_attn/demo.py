@@ -141,8 +141,8 @@ def wrong(out_error: float, plain_error: float, lse_error: float) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One to compile (bf16) and describe. unlike: what tells it from others of its kind and tile size."""
+class Variant:
+    """A kernel to compile (bf16) and describe. unlike: what tells it from others of its kind and tile size."""
 
     arch: int
     padded_head_dim: int
@@ -156,7 +156,7 @@ class Kernel:
         return self.arch, self.padded_head_dim, self.causal, tile.num_ctas, tile.block_m, tile.block_n
 
 
-def listed() -> list[Kernel]:
+def listed() -> list[Variant]:
     """Those of the tuning table, each once: Hopper's for 16 bits; of Blackwell's, which take the compiler ten seconds
     each, those for sm_100 of D=128 without a mask on one and two CTAs."""
     blackwell = [
@@ -166,7 +166,7 @@ def listed() -> list[Kernel]:
     ]
     chosen = [(row, 90) for row in HOPPER] + [(row, 100) for row in blackwell]
     kernels = dict.fromkeys(
-        Kernel(arch=arch, padded_head_dim=row.padded_head_dim, causal=row.causal, tile=row.tile)
+        Variant(arch=arch, padded_head_dim=row.padded_head_dim, causal=row.causal, tile=row.tile)
         for row, arch in chosen
         if row.element_bytes == 2
     )
@@ -184,7 +184,7 @@ def told_apart(tile: TileConfig, others: Sequence[TileConfig]) -> str:
     )
 
 
-def describe(kernel: Kernel) -> str:
+def describe(kernel: Variant) -> str:
     """Compile a kernel: a row under KERNEL_COLUMNS."""
     tile, arch = kernel.tile, kernel.arch
     found = resources(compiled(torch.bfloat16, kernel.padded_head_dim, Mask(causal=kernel.causal), tile, arch=arch))
@@ -256,7 +256,7 @@ def run_without_a_card(schedules: int, kernels: bool) -> str | None:
     return None
 
 
-def say_what_is_listed(kernels: Sequence[Kernel]) -> None:
+def say_what_is_listed(kernels: Sequence[Variant]) -> None:
     count = {arch: sum(kernel.arch == arch for kernel in kernels) for arch in (90, 100)}
     say(f"\nThe {count[90]} Hopper kernels of the tuning table for 16 bits and {count[100]} of the Blackwell ones,")
     say(f"compiled (bf16), assembler {assembler_version()}. Registers are those of the first role, + the further")
@@ -318,7 +318,7 @@ def run_prefill(device: Device, kernels: bool) -> str | None:
     if kernels:
         say(f"\nThe kernel, assembler {assembler_version()}:\n{KERNEL_COLUMNS}")
         tile = pick_tile(p, device)
-        say(describe(Kernel(arch=device.arch, padded_head_dim=p.padded_head_dim, causal=p.causal, tile=tile)))
+        say(describe(Variant(arch=device.arch, padded_head_dim=p.padded_head_dim, causal=p.causal, tile=tile)))
     say(f"\nThe result agrees with float64. Ours runs at {theirs / ours:.2f} times cuDNN's speed.")
     return None
 

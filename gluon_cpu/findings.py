@@ -65,7 +65,7 @@ class OutputError(Finding):
 
 
 class DeviceAssert(Finding):
-    """A `gl.device_assert` that failed."""
+    """A `gl.device_assert` that failed, or a `gl.assume` that is false."""
 
 
 class ReuseRace(DataRace, LifetimeError):

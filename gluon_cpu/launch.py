@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import earlier, findings
+from . import findings, programmatic_launch
 from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE
 from .front import MODES, Compiled, arch_of, backend_for, compile_source
 from .global_memory import Descriptor, GlobalBuffer, merge_runs, strided_runs
@@ -257,7 +257,7 @@ def launch(
     trace: a file for a Chrome trace. checks: False to only compute. resident: programs that run at the same time.
     outputs: the tensors of which every element must be written; default: those that the kernel writes and never reads,
     but for elements that were zero before.
-    launch_pdl: the kernel may start before the launch before it ends, if that one says so (see earlier.py).
+    launch_pdl: the kernel may start before the launch before it ends, if that one says so (see programmatic_launch.py).
     specialize: False to compile without regard to the values of integers, as kernels compiled ahead of time are.
     Raises a `Finding` if the kernel has a defect.
     """
@@ -281,8 +281,8 @@ def launch(
     machine = Machine(bound.compiled, programs, sizes, schedule, checks, tracer, resident)
     start = time.perf_counter()
     arguments = convert(machine, bound)
-    unknown = earlier.LAST.get() if launch_pdl and checks else None
-    earlier.LAST.set(None)
+    unknown = programmatic_launch.LAST.get() if launch_pdl and checks else None
+    programmatic_launch.LAST.set(None)
     if unknown is not None:
         for buffer in machine.memory.buffers:
             unknown.before(buffer)
@@ -298,7 +298,9 @@ def launch(
                     )
                 if machine.lets_next_start:
                     older = unknown if machine.lets_it_too_early else None
-                    earlier.LAST.set(earlier.footprint(bound.compiled.name, machine.memory.buffers, older))
+                    programmatic_launch.LAST.set(
+                        programmatic_launch.footprint(bound.compiled.name, machine.memory.buffers, older)
+                    )
     except findings.Finding as finding:
         machine.seal(finding)
         raise

@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import findings
-from .orders import missing_order
+from .advice import missing_order
 from .shadow import Access, Conflict
 
 WRITE_FIRST = "  Missing: a write before it. If another role or an engine makes that write, wait for its signal first."

@@ -58,6 +58,17 @@ def fold(function: Any, arrays: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
     return tuple(p[0] for p in parts)
 
 
+def by_element(function: Any) -> Any:
+    """A function of arrays that calls one of scalars, which returns a tuple, for each element."""
+
+    def combine(*arrays: Any) -> tuple[Any, ...]:
+        shape, columns = arrays[0].shape, [[scalar(x) for x in a.reshape(-1)] for a in arrays]
+        results = zip(*(function(*row) for row in zip(*columns, strict=True)), strict=True)
+        return tuple(np.array(r, a.dtype).reshape(shape) for r, a in zip(results, arrays, strict=False))
+
+    return combine
+
+
 def accumulate(function: Any, arrays: tuple[Any, ...], axis: int, reverse: bool) -> tuple[Any, ...]:
     parts = tuple(np.moveaxis(a, axis, 0) for a in arrays)
     if reverse:
@@ -124,7 +135,8 @@ def shift_shrui(a: Any, b: Any, bits: int) -> Any:
 
 HELPERS = (
     full, cast_float, float_to_int, scalar, assemble, part_of, Meeting, exp2, rsqrt, fma, erf, row_max, fold,
-    accumulate, map_packed, map_scalars, shift_shli, shift_shrsi, shift_shrui, run_asm, clc_cancelled, clc_program,
+    accumulate, by_element, map_packed, map_scalars, shift_shli, shift_shrsi, shift_shrui, run_asm, clc_cancelled,
+    clc_program,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ..ir.text import int_attr
 from ..ir.types import MemDesc
 from ..memory import Pattern
 from .arith import joint_shape
-from .copies import by_type, multiplier, token
+from .hopper import by_type, multiplier, token
 from .memory import memdesc, unique_name, view_pattern, zero_bits
 from .sync import guarded
 

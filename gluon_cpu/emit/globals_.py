@@ -100,6 +100,11 @@ def assert_(e: Emitter, op: Op) -> None:
     e.emit(f"A.device_assert({e.info(op, 'assert', message=message)}, {condition.code})")
 
 
+@handles("llvm.intr.assume")
+def assume(e: Emitter, op: Op) -> None:
+    e.emit(f"A.assume({e.info(op, 'assume')}, {e.use(op.operands[0]).code})")
+
+
 @handles("tt.print")
 def print_(e: Emitter, op: Op) -> None:
     start = op.body.index('"') + 1

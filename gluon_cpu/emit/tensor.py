@@ -225,7 +225,7 @@ def reduce(e: Emitter, op: Op) -> None:
         else:
             results = [f"{simple}.reduce({code}, {axis}, dtype={e.dtype_code(kind)})"]
     else:
-        function = region_function(e, op.regions[0], "combine")
+        function = combiner(e, op.regions[0])
         out = e.fresh("reduced")
         e.emit(f"{out} = fold({function}, ({', '.join(codes)},), {axis})")
         results = [f"{out}[{i}]" for i in range(len(codes))]
@@ -245,7 +245,7 @@ def scan(e: Emitter, op: Op) -> None:
     shard = e.shard(sources[0].type)
     if shard.bits[axis]:
         raise unsupported(op, "a scan across CTAs")
-    function = region_function(e, op.regions[0], "combine")
+    function = combiner(e, op.regions[0])
     out = e.fresh("scanned")
     codes = ", ".join(e.full(v) for v in sources)
     e.emit(f"{out} = accumulate({function}, ({codes},), {axis}, {reverse})")
@@ -278,6 +278,15 @@ def scalar_function(e: Emitter, region: Region, hint: str) -> str:
     e.indent -= 1
     e.env = saved
     return name
+
+
+def combiner(e: Emitter, region: Region) -> str:
+    """A nested function of arrays for the region of a reduction or a scan. One that makes tensors of its scalars, or
+    has control flow, is called for each element."""
+    makes_tensors = any(isinstance(t, Tensor) for op in region.blocks[0].ops for t in op.result_types)
+    if makes_tensors or has_control_flow(region):
+        return f"by_element({scalar_function(e, region, 'combine')})"
+    return region_function(e, region, "combine")
 
 
 @handles("tt.map_elementwise.return", "tt.reduce.return", "tt.scan.return")
@@ -320,7 +329,7 @@ def inline_asm(e: Emitter, op: Op) -> None:
 @handles("tt.dot")
 def dot(e: Emitter, op: Op) -> None:
     """A product of registers: mma on the tensor cores, or FMA."""
-    from .copies import multiplier
+    from .hopper import multiplier
 
     a, b, c = (e.use(v) for v in op.operands[:3])
     kind = result_tensor(op)

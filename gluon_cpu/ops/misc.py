@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..clocks import ORDER
-from ..earlier import everything_before
 from ..findings import DeviceAssert
+from ..programmatic_launch import everything_before
 from ..shadow import EARLIER
 from .base import AgentBase
 
@@ -36,6 +36,15 @@ class MiscOps(AgentBase):
         if not np.all(condition):
             raise DeviceAssert(
                 f"assertion failed: {info.message} ({self.who})\n    at {info.site.where}\n      {info.site.source}",
+                (info.site,),
+            )
+
+    def assume(self, info: Any, condition: Any) -> None:
+        self.at = info
+        if not np.all(condition):
+            raise DeviceAssert(
+                f"false assumption: the compiler was told that this holds ({self.who})\n"
+                f"    at {info.site.where}\n      {info.site.source}",
                 (info.site,),
             )
 

@@ -11,16 +11,33 @@ from ..shadow import Scope
 from .base import AgentBase
 
 
+class NoSlot:
+    """The start of a slot that does not exist. A view is no access: it is a finding as soon as it is used."""
+
+    def __init__(self, finding: OutOfBounds) -> None:
+        self.finding = finding
+
+    def used(self, *_: object) -> Any:
+        raise self.finding
+
+    __add__ = __radd__ = __sub__ = __and__ = __rand__ = __or__ = __xor__ = __rxor__ = __rshift__ = __lshift__ = used
+    __int__ = __index__ = __hash__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = used  # type: ignore[assignment]
+
+
 class SharedOps(AgentBase):
-    def index(self, info: Any, m: int, i: int) -> int:
+    def index(self, info: Any, m: Any, i: int) -> Any:
         """Start of the i-th of `info.count` buffers of `info.stride` bytes."""
+        if isinstance(m, NoSlot):
+            return m
         if not 0 <= i < info.count:
-            self.at = info
-            raise OutOfBounds(
-                f"{self.who}: index {i} into {self.cta.name_at(m & OFFSET_MASK).split('[')[0]}, "
-                f"which has {info.count} slots\n"
-                f"    at {info.site.where}\n      {info.site.source}", (info.site,),
-            )  # fmt: skip
+            return NoSlot(
+                OutOfBounds(
+                    f"{self.who}: index {i} into {self.cta.name_at(m & OFFSET_MASK).split('[')[0]}, "
+                    f"which has {info.count} slots\n"
+                    f"    at {info.site.where}\n      {info.site.source}",
+                    (info.site,),
+                )
+            )
         return m + int(i) * int(info.stride)
 
     def local_alloc(self, info: Any, data: Any = None) -> int:

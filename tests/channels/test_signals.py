@@ -47,7 +47,7 @@ def receive(tile, there, seen, out_ptr, rounds, bug):
 @jit(do_not_specialize=["bug"])
 def signals(out_ptr, rounds, bug):
     tile = gl.allocate_shared_memory(gl.int32, [128], PLAIN)
-    there, seen = SignalChannel.alloc(LANES=1), SignalChannel.alloc(LANES=1)
+    there, seen = SignalChannel.alloc(SIGNALS=1), SignalChannel.alloc(SIGNALS=1)
     if bug != NO_INIT:
         init_all((there, seen))
     gl.warp_specialize(
@@ -108,7 +108,7 @@ def in_turn(tile, turns, rounds, bug, ROLE: gl.constexpr):
 @jit(do_not_specialize=["bug"])
 def three_in_turn(out_ptr, rounds, bug):
     tile = gl.allocate_shared_memory(gl.int32, [128], PLAIN, gl.full([128], 0, gl.int32, ROW))
-    turns = SignalChannel.alloc(LANES=3)
+    turns = SignalChannel.alloc(SIGNALS=3)
     init_all((turns,))
     gl.warp_specialize(
         [

@@ -33,9 +33,9 @@ def load(operands, a_desc, b_desc, steps, bug):
 
 
 @jit
-def multiply(operands, products, steps, bug, LANES: gl.constexpr):
-    """Step after step, a product to each lane."""
-    end, one, other = operands.consumer(), products.producer(0), products.producer(LANES - 1)
+def multiply(operands, products, steps, bug, RINGS: gl.constexpr):
+    """Step after step, a product to each ring."""
+    end, one, other = operands.consumer(), products.producer(0), products.producer(RINGS - 1)
     for i in range(steps):
         slot, end = end.acquire()
         result, following = one.acquire()
@@ -46,7 +46,7 @@ def multiply(operands, products, steps, bug, LANES: gl.constexpr):
             result.publish_after_products()
         if bug != OLD_END_FILLS:
             one = following
-        if LANES > 1:
+        if RINGS > 1:
             result, other = other.acquire()
             tcgen05_mma(slot.part(0), slot.part(1).permute((1, 0)), result.memory, use_acc=False)
             result.publish_after_products()
@@ -55,8 +55,8 @@ def multiply(operands, products, steps, bug, LANES: gl.constexpr):
 
 
 @jit
-def take_out(products, out_ptr, steps, bug, LANE: gl.constexpr):
-    end = products.consumer(LANE)
+def take_out(products, out_ptr, steps, bug, WHICH: gl.constexpr):
+    end = products.consumer(WHICH)
     for i in range(steps):
         early = end.next_slot()
         M: gl.constexpr = early.memory.shape[0]
@@ -82,22 +82,22 @@ def multiply_steps(
     steps,
     bug,
     CGA: gl.constexpr,
-    LANES: gl.constexpr,
+    RINGS: gl.constexpr,
     SLOTS: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    """Two roles take the products out: of a lane each, or both of the same."""
+    """Two roles take the products out: of a ring each, or both of the same."""
     PAIR: gl.constexpr = len(CGA) > 0
     LAYOUT: gl.constexpr = TensorMemoryLayout((128, 32), col_stride=1, cga_layout=CGA, two_ctas=PAIR)
     operands = SharedMemoryChannel.alloc((a_desc, b_desc), SLOTS=2, CONSUMERS=0, TWO_CTAS=PAIR)
     SHAPE: gl.constexpr = [a_desc.block_shape[0], b_desc.block_shape[0]]
-    products = TensorMemoryChannel.alloc(gl.float32, SHAPE, LAYOUT, LANES=LANES, SLOTS=SLOTS, CONSUMERS=CONSUMERS)
+    products = TensorMemoryChannel.alloc(gl.float32, SHAPE, LAYOUT, RINGS=RINGS, SLOTS=SLOTS, CONSUMERS=CONSUMERS)
     init_all((operands, products))
     gl.warp_specialize(
         [
             (take_out, (products, one_ptr, steps, NO_BUG_HERE, 0)),
-            (take_out, (products, other_ptr, steps, bug, LANES - 1)),
-            (multiply, (operands, products, steps, bug, LANES)),
+            (take_out, (products, other_ptr, steps, bug, RINGS - 1)),
+            (multiply, (operands, products, steps, bug, RINGS)),
             (load, (operands, a_desc, b_desc, steps, bug)),
         ],
         [4, 1, 1],
@@ -109,15 +109,15 @@ def multiply_steps(
 NO_BUG_HERE = gl.constexpr(NO_BUG)
 
 
-def run(schedule, bug=NO_BUG, lanes=1, slots=2, pair=False):
-    """Each of two roles takes all products out: both from one lane, or each from its own."""
+def run(schedule, bug=NO_BUG, rings=1, slots=2, pair=False):
+    """Each of two roles takes all products out: both from one ring, or each from its own."""
     rows, cga = (256, ((1, 0),)) if pair else (128, ())
     a = small_integers(rows, STEPS * 64, dtype=torch.bfloat16, seed=1)
     b = small_integers(32, STEPS * 64, dtype=torch.bfloat16, seed=2)
     outs = poisoned(STEPS, rows, 32), poisoned(STEPS, rows, 32)
     spread = [list(basis) for basis in cga]
     descs = descriptor(a, [rows, 64], cga=spread), descriptor(b, [32, 64], cga=spread)
-    constants = {"CGA": cga, "LANES": lanes, "SLOTS": slots, "CONSUMERS": 3 - lanes}
+    constants = {"CGA": cga, "RINGS": rings, "SLOTS": slots, "CONSUMERS": 3 - rings}
     gluon_cpu.launch(
         multiply_steps,
         (1,),
@@ -138,8 +138,8 @@ def run(schedule, bug=NO_BUG, lanes=1, slots=2, pair=False):
 KINDS = {
     "one slot, two consumers": {"slots": 1},
     "a ring, two consumers": {},
-    "two lanes of one slot": {"lanes": 2, "slots": 1},
-    "a pair, two lanes, rings": {"lanes": 2, "pair": True},
+    "two rings of one slot": {"rings": 2, "slots": 1},
+    "a pair, two rings, rings": {"rings": 2, "pair": True},
 }
 
 
@@ -165,4 +165,4 @@ def test_broken(bug, kind):
 
 
 def test_the_pair_waits_for_both_ctas():
-    finds(gluon_cpu.DataRace, functools.partial(run, bug=RELEASED_TOO_EARLY.value, lanes=2, pair=True))
+    finds(gluon_cpu.DataRace, functools.partial(run, bug=RELEASED_TOO_EARLY.value, rings=2, pair=True))

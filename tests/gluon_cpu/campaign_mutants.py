@@ -138,7 +138,7 @@ KERNELS: dict[str, Kernel] = {
         f"Blackwell, {name}": Kernel(
             head_dim=64,
             causal=True,
-            # The last is one tile, of which lane 0 has masked blocks and, in a cluster, blocks without a mask.
+            # The last is one tile, of which query tile 0 has masked blocks and, in a cluster, blocks without a mask.
             lengths=(*((q * num_ctas, kv) for q, kv in BLACKWELL_LENGTHS), (256 * num_ctas, 325 * num_ctas)),
             tile=blackwell_tile(slots, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
         )
@@ -272,7 +272,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         rf"{ON_BLACKWELL} \| delete: wait_barrier #\d+ partition0 .* {FIRST_TURN}",
-        "lane 0's first scores of a tile are issued after PV of lane 1's last P, for which lane 1 had taken its turn",
+        "query tile 0's first scores are issued after PV of query tile 1's last P, for which tile 1 had taken its turn",
     ),
     Explanation(
         rf"{ON_BLACKWELL} \| delete: wait_barrier .* {SECOND_QUERY}",

@@ -83,9 +83,9 @@ def product(a_desc, b_desc, out_ptr, steps, CGA: gl.constexpr, BUG: gl.constexpr
     b = gl.allocate_shared_memory(b_desc.dtype, [SLOTS] + b_desc.block_shape, b_desc.layout)
     # A pair takes all 512 columns: only so are the two CTAs' accumulators sure to be in the same place, and the
     # verifier asks for that.
-    LANES: gl.constexpr = 512 // N if PAIR else 1
+    TILES: gl.constexpr = 512 // N if PAIR else 1
     LAYOUT: gl.constexpr = TensorMemoryLayout((128, N), col_stride=1, cga_layout=CGA, two_ctas=PAIR)
-    acc = allocate_tensor_memory(gl.float32, [LANES, M, N], LAYOUT).index(0)
+    acc = allocate_tensor_memory(gl.float32, [TILES, M, N], LAYOUT).index(0)
     filled = mbarrier.allocate_mbarrier(batch=SLOTS, two_ctas=PAIR and BUG != "does not wait for the peer's half")
     freed = mbarrier.allocate_mbarrier(batch=SLOTS)
     done = mbarrier.allocate_mbarrier()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proving.attention import leave_out_floor
+from proving.attention import divide_by_infinity, leave_out_floor
 from proving.branches import straighten_branches
 from proving.dispatch import name_roles, recompute_captures, store_roles_once
 from proving.equivalence import leave_barriers_valid
@@ -247,6 +247,30 @@ def test_the_least_maximum_is_left_out_and_nothing_else():
 def test_a_maximum_with_another_constant_is_kept():
     before = FLOORED.format(constant="0fF1000000")
     assert leave_out_floor(before) == (before, 0)
+
+
+INVERSE = """\tsetp.eq.f32 \t%p1, %r1, 0f00000000;
+\tmov.b32 \t%r2, {one};
+\tdiv.full.f32 \t%r3, %r2, %r1;
+\tselp.f32 \t%r4, {otherwise}, %r3, {condition};
+"""
+AN_INVERSE = {"one": "0f3F800000", "otherwise": "0f00000000", "condition": "%p1"}
+
+
+def test_an_inverse_chooses_its_divisor():
+    before = INVERSE.format(**AN_INVERSE)
+    after, count = divide_by_infinity(before)
+    assert count == 1
+    assert [line for _, line in changed(before, after)] == [
+        "{ .reg .b32 %divisor; selp.f32 %divisor, 0f7F800000, %r1, %p1; div.full.f32 %r3, %r2, %divisor; }",
+        "mov.b32 %r4, %r3;",
+    ]
+
+
+@pytest.mark.parametrize("other", [{"one": "0f40000000"}, {"otherwise": "0f3F800000"}, {"condition": "%p2"}])
+def test_what_is_no_inverse_is_kept(other):
+    before = INVERSE.format(**AN_INVERSE | other)
+    assert divide_by_infinity(before) == (before, 0)
 
 
 REDUCTION = """\tmov.u32 \t%r1, %tid.x;

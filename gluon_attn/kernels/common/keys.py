@@ -69,7 +69,7 @@ class Rows:
             return self.seen + i * 0
 
     @jit
-    def share(self, offset, ROWS: gl.constexpr):
+    def slice(self, offset, ROWS: gl.constexpr):
         """ROWS of these rows, from row first + offset on."""
         seen = self.visible(offset)
         return Rows(self.block, self.first + offset, seen, ROWS, self.BLOCK_N, self.MASK, self.SCORE_MOD)

@@ -48,9 +48,9 @@ def quarters(x):
 
 
 @jit
-def join_quarters(parts):
+def join_quarters(pieces):
     """The inverse of `quarters`."""
-    return join_halves(join_halves(parts[0], parts[1]), join_halves(parts[2], parts[3]))
+    return join_halves(join_halves(pieces[0], pieces[1]), join_halves(pieces[2], pieces[3]))
 
 
 @jit

@@ -24,7 +24,7 @@ from gluon_attn.resources import first_role_registers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # all are compiled for the first test
 
-LANES = 2  # query tiles of a CTA
+QUERY_TILES = 2  # query tiles of a CTA
 
 
 def alike(row: Row) -> tuple[int, int, int]:
@@ -122,20 +122,20 @@ def test_barriers_are_initialised_with_the_derived_counts(row):
         expected[hardware_arrivals(count, two_ctas=of_pair)] += number
 
     # queries and keys_values: filled for the products of the pair, freed by their commits.
-    barriers(LANES + tile.kv_slots, filled_arrivals(filling_roles=1), of_pair=pair)
-    barriers(LANES, commit_arrivals(num_ctas, pair, multicast=False))
+    barriers(QUERY_TILES + tile.kv_slots, filled_arrivals(filling_roles=1), of_pair=pair)
+    barriers(QUERY_TILES, commit_arrivals(num_ctas, pair, multicast=False))
     barriers(tile.kv_slots, commit_arrivals(num_ctas, pair, multicast=num_ctas > 2))
     # scores and outputs: filled by products, freed in both CTAs of the pair.
-    barriers(2 * LANES, commit_arrivals(num_ctas, pair, multicast=False))
-    barriers(2 * LANES, freed_arrivals(consuming_roles=1), of_pair=pair)
+    barriers(2 * QUERY_TILES, commit_arrivals(num_ctas, pair, multicast=False))
+    barriers(2 * QUERY_TILES, freed_arrivals(consuming_roles=1), of_pair=pair)
     # alphas and statistics within a CTA; statistics_read, and tails if there are any, to the lead.
-    barriers(2 * LANES, signal_arrivals(sending_roles=1))
-    barriers((2 if tile.early_p else 1) * LANES, signal_arrivals(sending_roles=1), of_pair=pair)
+    barriers(2 * QUERY_TILES, signal_arrivals(sending_roles=1))
+    barriers((2 if tile.early_p else 1) * QUERY_TILES, signal_arrivals(sending_roles=1), of_pair=pair)
     # results.
-    barriers(LANES, filled_arrivals(filling_roles=1))
-    barriers(LANES, freed_arrivals(consuming_roles=1))
+    barriers(QUERY_TILES, filled_arrivals(filling_roles=1))
+    barriers(QUERY_TILES, freed_arrivals(consuming_roles=1))
     if tile.exp_turns:
-        barriers(LANES, signal_arrivals(sending_roles=1))
+        barriers(QUERY_TILES, signal_arrivals(sending_roles=1))
     if tile.dynamic:  # freed by every role of the cluster, on one barrier of it
         barriers(ITEM_SLOTS.value, filled_arrivals(filling_roles=1))
         barriers(ITEM_SLOTS.value, num_ctas * freed_arrivals(consuming_roles=ROLES.value))

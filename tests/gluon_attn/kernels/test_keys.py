@@ -34,7 +34,7 @@ def describe_rows(found, batch, head, index, q_len, kv_len, MASK: gl.constexpr):
     """Of a row block, of each half of it, and of the block walked as the halves mask it."""
     rows = Lengths(q_len, kv_len, 128, 64, MASK, None).rows(batch, head, index)
     for half in gl.static_range(2):
-        share = rows.share(half * 64, 64)
+        share = rows.slice(half * 64, 64)
         at = found + half * 24
         store_range(at, share.keys(), 1)
         gl.store(at + 9, share.first)

@@ -123,6 +123,6 @@ def correction(wires, order, operands):
         results, two = two.take_out(results, inverse(sum_two) * v_scale, wires.CONFIG.packed_arithmetic)
         lse_one = log_sum_exp(max_one, sum_one * UNSHIFT, scale_log2)
         lse_two = log_sum_exp(max_two, sum_two * UNSHIFT, scale_log2)
-        store_lse(operands.lse, operands.q.shape, rows.share(0, ROWS), lse_one)
-        store_lse(operands.lse, operands.q.shape, rows.share(ROWS, ROWS), lse_two)
+        store_lse(operands.lse, operands.q.shape, rows.slice(0, ROWS), lse_one)
+        store_lse(operands.lse, operands.q.shape, rows.slice(ROWS, ROWS), lse_two)
         work = work.next()

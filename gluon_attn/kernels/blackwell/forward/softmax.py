@@ -84,7 +84,7 @@ def softmax(wires, order, operands, QUERY_TILE: gl.constexpr):
     work = first_work(wires, order)
     while work.is_left():
         all_rows = work.rows()
-        rows = all_rows.share(QUERY_TILE * ROWS, ROWS)
+        rows = all_rows.slice(QUERY_TILE * ROWS, ROWS)
         scale_log2 = operands.score_scale(rows.block)
         keys = all_rows.keys().masked_as(rows.keys())  # both query tiles walk what either of them sees
         unmasked = gl.maximum(keys.masked_steps(), 1)  # the first block is masked in any case

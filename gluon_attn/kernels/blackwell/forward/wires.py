@@ -22,7 +22,7 @@ class Wires:
                 of a pair hold half of each: of K its rows, of V its columns, as the products want their right operand.
                 With four CTAs one load fills a slot in both pairs (multicast).
     scores:     mma -> softmax; filled by QKᵀ; freed by softmax when P is in its place (see tmem.py). As all that
-                follows but `results` and `items`: one lane of the channel for each query tile.
+                follows but `results` and `items`: one ring or signal of the channel for each query tile.
     tails:      softmax -> mma: the last quarter of P is there too (if early_p).
     alphas:     softmax -> correction, for every key block of a row block but the first: the factor by which O is to be
                 rescaled is in tensor memory. The next one waits for the next scores, so for this one's use.
@@ -70,10 +70,10 @@ def alloc_wires(q_desc, k_desc, o_desc, CONFIG: gl.constexpr):
         keys_values=SharedMemoryChannel.alloc(
             k_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=0, TWO_CTAS=PAIR, MULTICAST=gl.num_ctas() > 2
         ),
-        scores=TensorMemoryChannel.alloc(gl.float32, [ROWS, BLOCK_N], SCORES, LANES=QUERY_TILES),
+        scores=TensorMemoryChannel.alloc(gl.float32, [ROWS, BLOCK_N], SCORES, RINGS=QUERY_TILES),
         tails=SignalChannel.alloc(QUERY_TILES, TWO_CTAS=PAIR),
         alphas=SignalChannel.alloc(QUERY_TILES),
-        outputs=TensorMemoryChannel.alloc(gl.float32, [ROWS, D], OUTPUT, LANES=QUERY_TILES),
+        outputs=TensorMemoryChannel.alloc(gl.float32, [ROWS, D], OUTPUT, RINGS=QUERY_TILES),
         statistics=SignalChannel.alloc(QUERY_TILES),
         statistics_read=SignalChannel.alloc(QUERY_TILES, TWO_CTAS=PAIR),
         results=SharedMemoryChannel.alloc(o_desc, SLOTS=QUERY_TILES, CONSUMERS=1),

@@ -35,11 +35,11 @@ class Order:
     def following(self, number):
         """The number of this program's next row block."""
         others = (gl.num_programs(0) - 1) * self.blocks_per_item
-        return number + 1 + gl.where(self.is_second(number + 1), 0, others)
+        return number + 1 + gl.where(self.is_second_of_two(number + 1), 0, others)
 
     @jit
-    def is_second(self, number):
-        """Whether the row block is the second one of its item."""
+    def is_second_of_two(self, number):
+        """Whether a row block, a place or a head is the second of two neighbours; never if items are single blocks."""
         return (number & (self.blocks_per_item - 1)) != 0
 
     @jit
@@ -56,14 +56,14 @@ class Order:
         else:
             head = number // row_blocks
             place = number % row_blocks
-            return head, gl.where(self.is_second(head), row_blocks - 1 - place, place)
+            return head, gl.where(self.is_second_of_two(head), row_blocks - 1 - place, place)
 
     @jit
     def rows(self, number):
         """The Rows of the row block of that number."""
         head, place = self.head_and_place(number)
         item = place >> (self.blocks_per_item - 1)
-        index = gl.where(self.is_second(place), item, self.counts.row_blocks - 1 - item)
+        index = gl.where(self.is_second_of_two(place), item, self.counts.row_blocks - 1 - item)
         return self.lengths.rows(head // self.counts.heads, head % self.counts.heads, index)
 
 

@@ -40,14 +40,14 @@ def may_compare_as_integers(row_max, scale_log2):
 
 
 @jit
-def probabilities(parts, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr):
-    """Of parts of a block's scores, [M, N] each, for values of `dtype`: P of each part as `pack` makes it, and its row
-    sums as far as a thread gets alone, [M, T]: two tuples."""
-    packed, sums = parts[:0], parts[:0]
-    for i in gl.static_range(len(parts)):
-        largest = gl.convert_layout(row_max, gl.SliceLayout(1, parts[i].type.layout), assert_trivial=True)
+def probabilities(pieces, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr):
+    """Of pieces of a block's scores, [M, N] each, for values of `dtype`: P of each piece as `pack` makes it, and its
+    row sums as far as a thread gets alone, [M, T]: two tuples."""
+    packed, sums = pieces[:0], pieces[:0]
+    for i in gl.static_range(len(pieces)):
+        largest = gl.convert_layout(row_max, gl.SliceLayout(1, pieces[i].type.layout), assert_trivial=True)
         shift = finite(largest, MASKED) * scale_log2 - shift_log2(dtype)
-        p = gl.exp2(parts[i] * scale_log2 - shift[:, None])
+        p = gl.exp2(pieces[i] * scale_log2 - shift[:, None])
         packed += (pack(p, probability_dtype(dtype)),)
         sums += (thread_sums(p),)
     return packed, sums

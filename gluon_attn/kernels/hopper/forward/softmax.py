@@ -105,8 +105,8 @@ def next_block(
     if MASKED:
         scores = rows.mask(scores, block)
     row_max, alpha = next_maximum(scores, stats, scale_log2, MASKED, AS_INTEGERS)
-    parts = quarters(scores)
-    early, early_sums = probabilities(parts[: CONFIG.early_exp], row_max, scale_log2, q.dtype, MASKED)
+    pieces = quarters(scores)
+    early, early_sums = probabilities(pieces[: CONFIG.early_exp], row_max, scale_log2, q.dtype, MASKED)
     if CONFIG.early_exp > 0:
         blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
@@ -114,7 +114,7 @@ def next_block(
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    late, late_sums = probabilities(parts[CONFIG.early_exp :], row_max, scale_log2, q.dtype, MASKED)
+    late, late_sums = probabilities(pieces[CONFIG.early_exp :], row_max, scale_log2, q.dtype, MASKED)
     stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
     return State(Blocks(keys, values, turn), join_quarters(early + late), stats, acc)
 
@@ -167,7 +167,7 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
     while work.is_left():
         all_rows = work.rows()
         share = work.share(ROLE, wires.queries.PARTS)
-        rows = all_rows.share(share * ROWS, ROWS)
+        rows = all_rows.slice(share * ROWS, ROWS)
         last = rows.keys().block(0)
 
         q_slot, queries = queries.acquire()

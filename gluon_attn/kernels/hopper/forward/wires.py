@@ -53,7 +53,7 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr):
     else:
         values = SharedMemoryChannel.alloc(v_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
         loaded_values = values
-    turns = SignalChannel.alloc(LANES=ROLES)
+    turns = SignalChannel.alloc(SIGNALS=ROLES)
     if CONFIG.stage_in_queries:
         output = queries.tiles[0]
     else:

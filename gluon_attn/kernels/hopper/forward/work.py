@@ -47,7 +47,9 @@ class Work:
     batch: gl.tensor
     head: gl.tensor
     item: gl.tensor  # of the head
-    way_back: gl.tensor  # whether it is the second row block of a pair; among the last heads, whether on a way back
+    way_back: (
+        gl.tensor
+    )  # a program goes there and back: over the two row blocks of an item, over the last heads' rounds
     last_place: gl.tensor  # place in the order of the last heads' row blocks, as if on a way there; negative before
     batch_step: gl.tensor
     head_step: gl.tensor
