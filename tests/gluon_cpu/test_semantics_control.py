@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.compat import aggregate, constexpr_function, gl, jit
-from tests.gluon_cpu.support import PLAIN, ROW, normal, poisoned, same, small_integers
+from tests.compat import aggregate, constexpr_function, gl, jit, mbarrier
+from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, load_matrix, normal, poisoned, same, small_integers
 
 
 @jit
@@ -373,3 +373,68 @@ def test_barriers_within_a_loop(launch):
     out = poisoned(3, 128, dtype=torch.int32)
     launch(barrier_only, (1,), out)
     same(out, torch.arange(128, dtype=torch.int32) + torch.arange(3, dtype=torch.int32)[:, None])
+
+
+@jit
+def assumes(x_ptr, out_ptr, n):
+    gl.assume(n > 2)
+    x = gl.load(x_ptr + gl.arange(0, 128, ROW))
+    gl.store(out_ptr + gl.arange(0, 128, ROW), x * n)
+
+
+def test_an_assumption_that_holds_changes_nothing(launch):
+    x, out = normal(128), poisoned(128)
+    launch(assumes, (1,), x, out, 3)
+    same(out, x * 3)
+
+
+def test_a_false_assumption_is_a_finding(launch):
+    with pytest.raises(gluon_cpu.DeviceAssert, match=r"false assumption(.|\n)*gl\.assume\(n > 2\)"):
+        launch(assumes, (1,), normal(128), poisoned(128), 2)
+
+
+@jit
+def arrive_at_the_slot_before(out_ptr, steps, PREDICATED: gl.constexpr):
+    ring = mbarrier.allocate_mbarrier(batch=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ring.index(i), count=1)
+    for i in range(steps):
+        mbarrier.arrive(ring.index(i - 1), count=1, pred=i >= 1 or not PREDICATED)
+    for i in gl.static_range(2):
+        mbarrier.wait(ring.index(i), 0)
+    gl.store(out_ptr, steps)
+
+
+def test_a_view_of_no_slot_is_no_access(launch):
+    out = poisoned(1, dtype=torch.int32)
+    launch(arrive_at_the_slot_before, (1,), out, 3, PREDICATED=True)
+    assert out.tolist() == [3]
+
+
+def test_an_arrival_at_no_slot_is_a_finding(launch):
+    with pytest.raises(gluon_cpu.OutOfBounds, match=r"index -1 into ring, which has 2 slots(.|\n)*mbarrier\.arrive"):
+        launch(arrive_at_the_slot_before, (1,), poisoned(1, dtype=torch.int32), 3, PREDICATED=False)
+
+
+PAIR_OF_SCALARS = gl.constexpr(gl.SliceLayout(0, gl.BlockedLayout([1, 2], [1, 32], [1, 4], [1, 0])))
+
+
+@jit
+def add_as_a_tensor(a, b, c, d):
+    first = gl.arange(0, 2, PAIR_OF_SCALARS) == 0
+    return gl.split(gl.where(first, a, b) + gl.where(first, c, d))
+
+
+@jit
+def sum_in_pairs(x_ptr, y_ptr, out_ptr):
+    x, y = load_matrix(x_ptr, 32, 16, MATRIX), load_matrix(y_ptr, 32, 16, MATRIX)
+    x_sums, y_sums = gl.reduce((x, y), axis=1, combine_fn=add_as_a_tensor)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, MATRIX))
+    gl.store(out_ptr + rows, x_sums)
+    gl.store(out_ptr + 32 + rows, y_sums)
+
+
+def test_a_combine_function_may_make_a_tensor_of_its_scalars(launch):
+    x, y, out = small_integers(32, 16), small_integers(32, 16), poisoned(64)
+    launch(sum_in_pairs, (1,), x, y, out)
+    same(out, torch.cat([x.sum(1), y.sum(1)]))
