@@ -131,7 +131,7 @@ def test_nothing_to_plot(tmp_path, points):
 
 
 def test_the_page_has_the_committed_figures():
-    page = (RESULTS.parents[1] / "docs" / "speed.md").read_text(encoding="utf-8")
+    page = (RESULTS.parents[1] / "docs" / "figures.md").read_text(encoding="utf-8")
     committed = report.read_all([RESULTS / "h200_forward.json"])
     heads = ("| TFLOP", "| × cuDNN", "| bf16", "| e4m3")
     lines = [row for table in (report.rates, report.ratios) for row in table(committed) if row.startswith(heads)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proving.attention import divide_by_infinity, leave_out_floor
+from proving.attention import choose_divisors, leave_out_floor
 from proving.branches import straighten_branches
 from proving.dispatch import name_roles, recompute_captures, store_roles_once
 from proving.equivalence import leave_barriers_valid
@@ -259,10 +259,10 @@ AN_INVERSE = {"one": "0f3F800000", "otherwise": "0f00000000", "condition": "%p1"
 
 def test_an_inverse_chooses_its_divisor():
     before = INVERSE.format(**AN_INVERSE)
-    after, count = divide_by_infinity(before)
+    after, count = choose_divisors(before)
     assert count == 1
     assert [line for _, line in changed(before, after)] == [
-        "{ .reg .b32 %divisor; selp.f32 %divisor, 0f7F800000, %r1, %p1; div.full.f32 %r3, %r2, %divisor; }",
+        "{ .reg .b32 %divisor; selp.f32 %divisor, 0f3F800000, %r1, %p1; div.full.f32 %r3, %r2, %divisor; }",
         "mov.b32 %r4, %r3;",
     ]
 
@@ -270,7 +270,7 @@ def test_an_inverse_chooses_its_divisor():
 @pytest.mark.parametrize("other", [{"one": "0f40000000"}, {"otherwise": "0f3F800000"}, {"condition": "%p2"}])
 def test_what_is_no_inverse_is_kept(other):
     before = INVERSE.format(**AN_INVERSE | other)
-    assert divide_by_infinity(before) == (before, 0)
+    assert choose_divisors(before) == (before, 0)
 
 
 REDUCTION = """\tmov.u32 \t%r1, %tid.x;
