@@ -14,13 +14,14 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from .asm import register_asm
-from .context import CheckResult, check, machine, running
+from .context import CheckResult, NothingChecked, check, machine, running
 from .findings import (
     BarrierMisuse,
     BytesNeverCome,
     DataRace,
     Deadlock,
     DeviceAssert,
+    DivisionByZero,
     Finding,
     LifetimeError,
     MissingFence,
@@ -35,20 +36,24 @@ from .findings import (
 from .launch import Report, launch
 from .schedule import POLICIES, Schedule
 from .threads import single_threaded_blas
+from .verdicts import Accept
 
 single_threaded_blas()
 
 __all__ = [
     "POLICIES",
+    "Accept",
     "BarrierMisuse",
     "BytesNeverCome",
     "CheckResult",
     "DataRace",
     "Deadlock",
     "DeviceAssert",
+    "DivisionByZero",
     "Finding",
     "LifetimeError",
     "MissingFence",
+    "NothingChecked",
     "OutOfBounds",
     "OutputError",
     "OutputRace",

@@ -1,44 +1,52 @@
-"""`python -m gluon_cpu check file.py::fn`: many schedules of whatever a function launches."""
+"""`python -m gluon_cpu check file.py::fn`: many schedules of whatever a function launches.
+
+Exit status: 0 no finding, 1 a finding, 2 a mistake in the command, 3 nothing was checked, as the function launched no
+kernel, 4 the function raised something else.
+"""
 
 import argparse
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import POLICIES, Finding, check
-from .front import MODES
+from . import POLICIES, Accept, Finding, NothingChecked, check
+from .front import MODES, arch_of
+from .verdicts import Verdicts
 
-MISTAKE = 2
+FOUND, MISTAKE, NOTHING, CRASHED = 1, 2, 3, 4
 
 
 def load(spec: str) -> Callable[[], Any]:
     """The function that `file.py::name` names."""
     path, separator, name = spec.partition("::")
     if not separator or not name:
-        raise SystemExit2(f"{spec}: expected file.py::function")
+        raise Mistake(f"{spec}: expected file.py::function")
     if not os.path.isfile(path):
-        raise SystemExit2(f"{path}: no such file")
+        raise Mistake(f"{path}: no such file")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     module_spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
     if module_spec is None or module_spec.loader is None:
-        raise SystemExit2(f"{path}: not a Python file")
+        raise Mistake(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
     module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise SystemExit2(f"{path} has no function {name}")
+        raise Mistake(f"{path} has no function {name}")
     return function
 
 
-class SystemExit2(Exception):
+class Mistake(Exception):
     """A mistake in the command, as opposed to a finding."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="gluon_cpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="gluon_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     c = commands.add_parser("check", help="run a function under many schedules; stops at the first finding")
     c.add_argument("function", help="file.py::name of a function without arguments that launches kernels")
@@ -48,17 +56,37 @@ def main(arguments: list[str] | None = None) -> int:
     c.add_argument("--target", default="sm_90a", help="sm_90a, sm_100a or sm_103a")
     c.add_argument("--mode", choices=MODES, help="default: fast for one CTA, but for the last schedule")
     c.add_argument("--trace", help="write a Chrome trace of the last launch to this file")
+    c.add_argument("--skip", nargs="+", metavar="KIND", help="kinds of findings not to look for, as UninitialisedRead")
+    c.add_argument("--accept", nargs="+", metavar="KIND@PLACE=REASON",
+                   help="known findings: 'DataRace@kernel.py:120=why it may stay'; PLACE is file.py:line, file.py or a "
+                   "function")  # fmt: skip
+    c.add_argument("--keep-going", action="store_true", help="run all schedules and print every distinct finding")
     options = parser.parse_args(arguments)
     try:
         function = load(options.function)
-    except SystemExit2 as mistake:
+        arch_of(options.target)
+        if options.schedules < 1:
+            raise Mistake(f"--schedules: expected at least 1, got {options.schedules}; none would check nothing")
+        accept = [Accept.parse(text) for text in options.accept or ()]
+        Verdicts(options.skip or ())
+    except (Mistake, ValueError) as mistake:
         print(mistake, file=sys.stderr)
         return MISTAKE
-    extra = {name: value for name in ("mode", "trace") if (value := getattr(options, name))}
+    extra = {name: value for name in ("mode", "trace", "skip", "keep_going") if (value := getattr(options, name))}
+    extra |= {"accept": accept} if accept else {}
     try:
         check(function, options.schedules, options.policies, seed=options.seed, target=options.target, **extra)
     except Finding:
-        return 1  # check has printed it
+        return FOUND  # check has printed it
+    except NothingChecked as nothing:
+        print(nothing, file=sys.stderr)
+        return NOTHING
+    except Exception as error:
+        if isinstance(error, ExceptionGroup) and error.subgroup(Finding) is not None:
+            return FOUND
+        traceback.print_exc()
+        print(f"{options.function} raised {type(error).__name__}: that is no finding", file=sys.stderr)
+        return CRASHED
     return 0
 
 

@@ -22,13 +22,16 @@ def missing_order(conflict: Conflict, in_global_memory: bool = False) -> str:
             how = f"Only {atomics} could order them"
         return f"{who} {how}, both with scope='gpu' or 'sys'."
     if issuer(earlier.who) == issuer(later.who):
-        # Of one role, so one of them is the work of an engine, and the other came after it was issued.
-        engine = later if is_engine(later) and not is_engine(earlier) else earlier
+        # Of one role, so one of them is the work of an engine, and the other came after it was issued. Of two engines
+        # the one that was given its work first may well have been the later.
+        engines = sorted((a for a in (earlier, later) if is_engine(a)), key=lambda a: a.issued)
+        engine = engines[0] if engines else earlier
         end = end_of(engine, in_global_memory)
         first = end if end.endswith(")") else f"a wait for {end}"
         return f"{issuer(engine.who)} goes on without waiting for this {name(engine)}: {first} must come first."
-    acts = {"write-read": ("write", "read"), "read-write": ("read", "write"), "write-write": ("write", "write"),
-            "reuse": ("write", "read")}[conflict.kind]  # fmt: skip
+    acts = {"write-read": ("write", "read"), "read-write": ("read", "write"), "write-write": ("write", "write")}[
+        conflict.kind
+    ]
     pairs = (earlier, acts[0]), (later, acts[1])
     first, second = (one_after_the_other(*pairs[i], *pairs[1 - i], in_global_memory) for i in (0, 1))
     return f"nothing orders the two. Either {first}; or {second}."

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from .findings import Finding
 from .launch import Report, launch
 from .ops.mbarrier import plural
 from .schedule import POLICIES, Schedule
+from .verdicts import SEEN, Accept, Seen, shown
 
 
 @contextlib.contextmanager
@@ -19,10 +21,14 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
 
     options: those of `launch`. What a call gives itself (num_warps, num_ctas) counts before them. `schedule` and
     `mode` hold for calls of `launch` within that give none as well.
+    Raises ValueError for a target that there is not. A kernel of plain Triton raises TypeError, as the machine has
+    nothing to run it on.
     """
-    from .compat import GluonJITFunction
+    from .compat import GluonJITFunction, JITFunction
+    from .front import arch_of
     from .hooks import stand_in_driver
 
+    arch_of(target)
     reports: list[Report] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -36,8 +42,13 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
         reports.append(report)
         return report
 
-    previous = GluonJITFunction.__dict__.get("run")
-    GluonJITFunction.run = run
+    def refuse(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"kernel: expected a Gluon kernel (@gluon.jit), got a Triton kernel (@triton.jit), {self.__name__}"
+        )
+
+    previous, plain = GluonJITFunction.__dict__.get("run"), JITFunction.run
+    GluonJITFunction.run, JITFunction.run = run, refuse
     token = DEFAULT_SCHEDULE.set(options.get("schedule") or DEFAULT_SCHEDULE.get())
     mode_token = DEFAULT_MODE.set(options.get("mode") or DEFAULT_MODE.get())
     running_token = RUNNING.set(True)
@@ -48,6 +59,7 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
         RUNNING.reset(running_token)
         DEFAULT_MODE.reset(mode_token)
         DEFAULT_SCHEDULE.reset(token)
+        JITFunction.run = plain
         if previous is None:
             del GluonJITFunction.run
         else:
@@ -65,7 +77,10 @@ def plan(count: int, policies: Sequence[str] | None, seed: int, **options: Any) 
     The last of several runs is in lowered mode, unless a mode is given. Else kernels of one CTA would run in fast mode
     alone, which shows nothing of what the compiler does with memory and fences. Most of that shows under any schedule,
     so one run will do. It is the last one, so that a bug that shows anyway need not wait for a second compilation.
+    Raises ValueError for less than one run, which would check nothing.
     """
+    if count < 1:
+        raise ValueError(f"schedules: expected at least one, got {count}; none would check nothing")
     names = POLICIES if policies is None else policies
     runs = [options | {"schedule": Schedule(names[i % len(names)], seed + i // len(names))} for i in range(count)]
     if count > 1:
@@ -73,27 +88,38 @@ def plan(count: int, policies: Sequence[str] | None, seed: int, **options: Any) 
     return runs
 
 
+class NothingChecked(Exception):
+    """No kernel was launched, so that there was nothing to find anything in."""
+
+
 @dataclass
 class CheckResult:
-    """What `check` saw: how many schedules ran, and the finding that stopped it, if any."""
+    """What `check` saw: how many schedules ran, how many launches, the findings, and which of them were accepted."""
 
     tried: int
-    finding: Finding | None
-    schedule: Schedule | None
+    launches: int
+    findings: list[Finding]
+    accepted: Counter[Accept]
+    unused: list[Accept]  # accepted, but not found
     seconds: float
 
     @property
     def ok(self) -> bool:
-        return self.finding is None
+        return not self.findings
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
-        if self.finding is None:
-            return f"{plural(self.tried, 'schedule')}, no finding, {self.seconds:.1f} s"
-        name = type(self.finding).__name__
-        return f"{name} after {plural(self.tried, 'schedule')}:\n{self.finding}"  # which says how to replay it
+        never = "".join(f"\n  accepted, but not found: {entry}" for entry in self.unused)
+        rest = shown(self.accepted) + never
+        if not self.findings:
+            return f"{plural(self.tried, 'schedule')}, no finding, {self.seconds:.1f} s{rest}"
+        texts = [
+            f"{type(f).__name__} after {plural(self.tried, 'schedule')}:\n{f}" for f in self.findings
+        ]  # each says how to replay it
+        count = f"{plural(len(texts), 'finding')}:\n\n" if len(texts) > 1 else ""
+        return count + "\n\n".join(texts) + rest
 
 
 def check(
@@ -110,17 +136,34 @@ def check(
 
     The last of several schedules runs in lowered mode, unless a mode is given.
     Before that it prints the finding with the policy and the seed that replay it: `schedule=Schedule(policy, seed)`.
+    options: those of `launch`. With keep_going=True all schedules run, and an ExceptionGroup of the distinct findings
+    comes at the end: a finding is distinct by its kind and its lines.
+    Raises NothingChecked if `fn` launches no kernel, and ValueError for less than one schedule.
     """
     start = time.perf_counter()
-    for i, chosen in enumerate(plan(schedules, policies, seed, **options)):
-        try:
+    seen = Seen()
+    token = SEEN.set(seen)
+    tried = 0
+    try:
+        for chosen in plan(schedules, policies, seed, **options):
+            tried += 1
             with machine(target, **chosen):
                 fn()
-        except Finding as finding:
-            if not quiet:
-                print(CheckResult(i + 1, finding, chosen["schedule"], time.perf_counter() - start))
-            raise
-    result = CheckResult(schedules, None, None, time.perf_counter() - start)
+            if not seen.launches:
+                name = getattr(fn, "__name__", repr(fn))
+                raise NothingChecked(f"{name} launched no kernel: there was nothing to check")
+    except Finding as finding:
+        seen.add(finding)
+    finally:
+        SEEN.reset(token)
+    unused = [entry for entry in options.get("accept", ()) if entry not in seen.accepted]
+    result = CheckResult(tried, seen.launches, seen.findings, seen.accepted, unused, time.perf_counter() - start)
     if not quiet:
         print(result)
+    if result.findings and options.get("keep_going"):
+        raise ExceptionGroup(
+            f"{plural(len(result.findings), 'finding')} in {plural(tried, 'schedule')}", result.findings
+        )
+    if result.findings:
+        raise result.findings[0]
     return result

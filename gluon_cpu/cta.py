@@ -7,7 +7,7 @@ from .clocks import ORDER
 from .memory import Bytes
 from .ops.mbarrier import Barrier, plural
 from .ops.tcgen05 import TensorMemory
-from .shadow import Access, Conflict, Shadow, Unwritten
+from .shadow import BARRIER, Access, Conflict, Shadow, Unwritten
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -21,7 +21,7 @@ class Cta:
         self.cluster = cluster
         self.number = number
         self.memory = Bytes(smem_bytes)
-        self.shadow = Shadow(initialised=False, fence_reads=True)
+        self.shadow = Shadow(self.tell, initialised=False, fence_reads=True)
         self.checks = cluster.machine.checks
         self.barriers: dict[int, Barrier] = {}
         self.allocations: list[Any] = []
@@ -60,28 +60,27 @@ class Cta:
     def place(self, offset: int) -> str:
         return f"{self.name_at(offset)}, shared memory of CTA {self.number}"
 
-    def conflict(self, e: Conflict) -> findings.Finding:
+    def tell(self, e: Conflict | Unwritten) -> None:
+        """What the shadow of this CTA's shared memory found."""
+        self.cluster.machine.found(self.finding(e))
+
+    def finding(self, e: Conflict | Unwritten) -> findings.Finding:
+        if isinstance(e, Unwritten):
+            return report.unwritten(
+                e, f"{self.place(e.start)} is read before anybody wrote it (bytes {e.start} to {e.end})"
+            )
         if e.kind == "barrier":
             barrier = next(b for b in self.barriers.values() if b.init_access is e.earlier)
             return report.barrier_as_data(e, barrier.place)
+        if e.later.atomic is BARRIER:
+            return report.race(e, f"the memory of {self.barriers[e.start].place}")
         return report.race(e, self.place(e.start))
 
     def shadow_read(self, runs: Any, base: int, clk: Any, access: Access) -> None:
-        try:
-            self.shadow.read(runs, base, clk, access)
-        except Conflict as e:
-            raise self.conflict(e) from None
-        except Unwritten as e:
-            raise findings.UninitialisedRead(
-                f"{self.place(e.start)} is read before anybody wrote it (bytes {e.start} to {e.end}):\n"
-                f"  {report.describe(access)}\n{report.WRITE_FIRST}", (access.info.site,),
-            ) from None  # fmt: skip
+        self.shadow.read(runs, base, clk, access)
 
     def shadow_write(self, runs: Any, base: int, clk: Any, access: Access) -> None:
-        try:
-            self.shadow.write(runs, base, clk, access)
-        except Conflict as e:
-            raise self.conflict(e) from None
+        self.shadow.write(runs, base, clk, access)
 
     def note_use(self, offset: int, slot: int, time: int, who: str, info: Any, *, remote: bool) -> None:
         self.uses.setdefault(offset, {})[slot] = (time, who, info)
@@ -95,20 +94,25 @@ class Cta:
         known = self.exit_clk[ORDER]
         for slot, (time, who, info) in self.touched.items():
             if known[slot] < time:
-                raise findings.LifetimeError(
-                    f"CTA {self.number} can exit while its memory is still in use:\n  by {report.doing(who, info)}\n"
-                    f"    at {info.site.where}\n      {info.site.source}\n"
-                    f"  Missing order: {self.exit_hint(who, info)}.",
-                    (info.site,),
+                self.cluster.machine.found(
+                    findings.LifetimeError(
+                        f"CTA {self.number} can exit while its memory is still in use:\n"
+                        f"  by {report.doing(who, info)}\n"
+                        f"    at {info.site.where}\n      {info.site.source}\n"
+                        f"  Missing order: {self.exit_hint(who, info)}.",
+                        (info.site,),
+                    )
                 )
         for b in self.barriers.values():
             if b.alive and b.tx:
                 more = f"still expects {plural(b.tx, 'byte')}" if b.tx > 0 else ""
                 more = more or f"has got {plural(-b.tx, 'byte')} that nobody expected"
-                raise findings.BarrierMisuse(
-                    f"{b.place} {more} when the kernel ends\n    initialised at {b.init_info.site.where}\n  "
-                    f"{b.describe()}\n  The byte count of an mbarrier.expect is wrong, or an expect is missing.",
-                    (b.init_info.site,),
+                self.cluster.machine.found(
+                    findings.BarrierMisuse(
+                        f"{b.place} {more} when the kernel ends\n    initialised at {b.init_info.site.where}\n  "
+                        f"{b.describe()}\n  The byte count of an mbarrier.expect is wrong, or an expect is missing.",
+                        (b.init_info.site,),
+                    )
                 )
 
     def exit_hint(self, who: str, info: Any) -> str:

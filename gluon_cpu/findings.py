@@ -68,6 +68,10 @@ class DeviceAssert(Finding):
     """A `gl.device_assert` that failed, or a `gl.assume` that is false."""
 
 
+class DivisionByZero(Finding):
+    """What an integer division by zero left, used: in an address, a mask, a branch or an output."""
+
+
 class ReuseRace(DataRace, LifetimeError):
     """Shared memory written again while a TMA store may still be reading it."""
 

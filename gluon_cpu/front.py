@@ -3,12 +3,15 @@
 The real frontend and the compiler's own passes run up to the printed form; nothing is assembled.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import pickle
 import sys
+import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -80,8 +83,9 @@ def backend_for(arch: int) -> Any:
 
 
 def arch_of(target: str) -> int:
-    digits = target.removeprefix("sm_").rstrip("abf")
-    if not target.startswith("sm_") or not digits.isdigit():
+    """The number in the name of a target that Gluon has warp specialisation and TMA for; ValueError for others."""
+    digits = target.removeprefix("sm_").rstrip("abf") if isinstance(target, str) else ""
+    if digits not in ("90", "100", "103"):
         raise ValueError(f"target: expected 'sm_90a', 'sm_100a' or 'sm_103a', got {target!r}")
     return int(digits)
 
@@ -106,6 +110,16 @@ def lower(module: Any, arch: int) -> Any:
 
 def build_text(source: Any, arch: int, options: Any, lowered: bool) -> str:
     """The printed module of a kernel."""
+    try:
+        return printed_module(source, arch, options, lowered)
+    except RuntimeError as error:
+        # Its message is no more than the name of a pass. Done again to hear what the compiler printed, not listened to
+        # before: it ends the process after some errors, and what it printed then must not be lost.
+        said = errors_printed(lambda: printed_module(source, arch, options, lowered))
+        raise RuntimeError(f"{source.fn.__name__}: the compiler refuses it: {said or error}") from error
+
+
+def printed_module(source: Any, arch: int, options: Any, lowered: bool) -> str:
     from .compat import ir
     from .hooks import frontend_hooks
 
@@ -123,6 +137,22 @@ def build_text(source: Any, arch: int, options: Any, lowered: bool) -> str:
     if lowered:
         module = lower(module, arch)
     return str(module.str() if hasattr(module, "str") else module)
+
+
+def errors_printed(action: Callable[[], object]) -> str:
+    """The lines about errors that native code prints to the process's standard error while an action fails."""
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            with contextlib.suppress(RuntimeError):
+                action()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n  ".join(dict.fromkeys(line for line in lines if "error: " in line))
 
 
 def source_target(arch: int) -> Any:

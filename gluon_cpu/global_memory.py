@@ -1,11 +1,13 @@
 """Global memory: the launch's tensors, each at an address range of its own, so that every stray access shows."""
 
 import bisect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .shadow import Shadow
+from . import findings, report
+from .shadow import Conflict, Shadow, Unwritten
 
 # Far enough apart that no realistic index leads from one tensor into the next.
 SPACING = 1 << 44
@@ -14,18 +16,31 @@ SPACING = 1 << 44
 class GlobalBuffer:
     """One piece of storage that tensors of the launch lie in."""
 
-    def __init__(self, name: str, address: int, base: int, raw: Any, runs: list[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: int,
+        base: int,
+        raw: Any,
+        runs: list[tuple[int, int]],
+        found: Callable[[findings.Finding], None],
+    ) -> None:
         self.name = name
         self.address = address  # where it really is
         self.base = base  # address of raw[0]
         self.raw = raw  # bytes
         self.runs = runs  # byte ranges that belong to a tensor
-        self.shadow = Shadow(initialised=True, fenceable=False)
+        self.found = found
+        self.shadow = Shadow(self.tell, initialised=True, fenceable=False)
         self.written = False
         self.was_read = False
         self.size = raw.size
         self.views: dict[int, Any] = {}
         self.scratch = False
+
+    def tell(self, e: Conflict | Unwritten) -> None:
+        assert isinstance(e, Conflict)  # it was all there before the launch
+        self.found(report.race(e, f"{self.name} (global memory, bytes {e.start} to {e.end})"))
 
     def view(self, width: int) -> Any:
         found = self.views.get(width)
@@ -38,13 +53,14 @@ class GlobalBuffer:
 
 
 class GlobalMemory:
-    def __init__(self) -> None:
+    def __init__(self, found: Callable[[findings.Finding], None]) -> None:
+        self.found = found
         self.buffers: list[GlobalBuffer] = []
         self.bases: list[int] = []
 
     def add(self, name: str, address: int, raw: Any, runs: list[tuple[int, int]]) -> GlobalBuffer:
         base = (len(self.buffers) + 1) * SPACING + address % (1 << 12)
-        buffer = GlobalBuffer(name, address, base, raw, runs)
+        buffer = GlobalBuffer(name, address, base, raw, runs, self.found)
         self.buffers.append(buffer)
         self.bases.append(base)
         return buffer

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,10 @@ from .front import MODES, Compiled, arch_of, backend_for, compile_source
 from .global_memory import Descriptor, GlobalBuffer, merge_runs, strided_runs
 from .ir.types import Scalar, TensorDesc
 from .machine import Machine
+from .ops.mbarrier import plural
 from .schedule import Schedule
 from .values import DTYPES
+from .verdicts import SEEN, Accept, Verdicts, shown
 
 
 @dataclass
@@ -31,12 +34,20 @@ class Report:
     compile_seconds: float
     run_seconds: float
     roles: list[str] = field(default_factory=list)
+    accepted: Counter[Accept] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         return (
             f"{self.kernel}: {self.programs} programs of {self.num_ctas} CTAs, {self.steps} steps, "
             f"{self.run_seconds * 1e3:.1f} ms, schedule {self.schedule.policy} {self.schedule.seed}, no finding"
+            + shown(self.accepted)
         )
+
+
+FLOATS = {
+    "float16": DTYPES["f16"], "bfloat16": DTYPES["bf16"], "float32": DTYPES["f32"], "float64": DTYPES["f64"],
+    "float8_e4m3fn": DTYPES["f8E4M3FN"], "float8_e5m2": DTYPES["f8E5M2"],
+}  # fmt: skip
 
 
 @dataclass
@@ -248,6 +259,9 @@ def launch(
     resident: int = 4,
     specialize: bool = True,
     launch_pdl: bool = False,
+    skip: Collection[str] = (),
+    accept: Collection[Accept] = (),
+    keep_going: bool = False,
     **meta: Any,
 ) -> Report:
     """Run a Gluon kernel here and now; the outputs are in the tensors afterwards.
@@ -255,12 +269,17 @@ def launch(
     target: 'sm_90a', 'sm_100a' or 'sm_103a'. schedule: which interleaving; the same one replays exactly.
     mode: 'fast' (one CTA) or 'lowered' (with the compiler's memory offsets, fences and cluster barriers); by num_ctas.
     trace: a file for a Chrome trace. checks: False to only compute. resident: programs that run at the same time.
-    outputs: the tensors of which every element must be written; default: those that the kernel writes and never reads,
-    but for elements that were zero before.
+    outputs: the tensors of which every element must be written. By default, of tensors that the kernel writes and never
+    reads, no element may stay NaN: who hands over NaN wants them filled.
     launch_pdl: the kernel may start before the launch before it ends, if that one says so (see programmatic_launch.py).
     specialize: False to compile without regard to the values of integers, as kernels compiled ahead of time are.
-    Raises a `Finding` if the kernel has a defect.
+    skip: kinds of findings, by name, that are not looked for. accept: findings that are known, with a reason each.
+    keep_going: collect findings to the end, where the run can go on; the first is certain, others may follow from it.
+    Raises a `Finding` if the kernel has a defect; with keep_going, an ExceptionGroup of them. TypeError and ValueError
+    for arguments that make no sense. NotImplementedError for what the machine does not know.
     """
+    check_arguments(kernel, schedule, resident)
+    verdicts = Verdicts(skip, accept, keep_going)
     schedule = schedule or DEFAULT_SCHEDULE.get() or Schedule()
     mode = mode or DEFAULT_MODE.get() or ("fast" if num_ctas == 1 else "lowered")
     if mode not in MODES:
@@ -278,7 +297,7 @@ def launch(
         from .trace import Trace
 
         tracer = Trace(str(trace))
-    machine = Machine(bound.compiled, programs, sizes, schedule, checks, tracer, resident)
+    machine = Machine(bound.compiled, programs, sizes, schedule, checks, tracer, resident, verdicts)
     start = time.perf_counter()
     arguments = convert(machine, bound)
     unknown = programmatic_launch.LAST.get() if launch_pdl and checks else None
@@ -301,17 +320,53 @@ def launch(
                     programmatic_launch.LAST.set(
                         programmatic_launch.footprint(bound.compiled.name, machine.memory.buffers, older)
                     )
-    except findings.Finding as finding:
+    except findings.Finding as finding:  # which ends the run
         machine.seal(finding)
-        raise
+        if not keep_going:
+            raise
+        verdicts.seen.add(finding)
     finally:
         if tracer is not None:
             tracer.save()
+        conclude(verdicts)
+    if verdicts.seen.findings and SEEN.get() is None:
+        raise ExceptionGroup(f"{plural(len(verdicts.seen.findings), 'finding')}", verdicts.seen.findings)
     seconds = time.perf_counter() - start
     names = [r.name for r in bound.compiled.generated.roles]
     return Report(
-        bound.compiled.name, schedule, mode, len(programs), num_ctas, machine.steps, bound.seconds, seconds, names
+        bound.compiled.name,
+        schedule,
+        mode,
+        len(programs),
+        num_ctas,
+        machine.steps,
+        bound.seconds,
+        seconds,
+        names,
+        verdicts.seen.accepted,
     )
+
+
+def check_arguments(kernel: Any, schedule: Any, resident: int) -> None:
+    from .compat import GluonJITFunction
+
+    if not isinstance(kernel, GluonJITFunction):
+        what = "a Triton kernel (@triton.jit)" if hasattr(kernel, "cache_key") else repr(kernel)
+        raise TypeError(f"kernel: expected a Gluon kernel (@gluon.jit), got {what}")
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule: expected a Schedule, as Schedule('late', seed=0), got {schedule!r}")
+    if resident < 1:
+        raise ValueError(f"resident: expected at least one program at a time, got {resident}")
+
+
+def conclude(verdicts: Verdicts) -> None:
+    """Tell the surrounding `check`, if there is one."""
+    seen = SEEN.get()
+    if seen is not None:
+        seen.launches += 1
+        seen.accepted.update(verdicts.seen.accepted)
+        for finding in verdicts.seen.findings:
+            seen.add(finding)
 
 
 def check_outputs(machine: Machine, bound: Bound, outputs: Sequence[Any] | None) -> None:
@@ -332,16 +387,32 @@ def check_outputs(machine: Machine, bound: Bound, outputs: Sequence[Any] | None)
             continue
         gaps = buffer.shadow.written_gaps(buffer.runs)
         if wanted is None:
-            # Who hands over zeros has given those elements a value; who hands over poison or whatever has not.
-            gaps = [(a, b) for a, b in gaps if buffer.raw[a:b].any()]
+            # A kernel may well write a part of a tensor and leave the rest. But who hands over NaN wants it filled.
+            dtype = dtype_of(bound, buffer)
+            gaps = [(a, b) for a, b in gaps if dtype is not None and np.isnan(buffer.raw[a:b].view(dtype)).any()]
         if gaps:
             missing = sum(b - a for a, b in gaps)
             total = sum(b - a for a, b in buffer.runs)
-            raise findings.OutputError(
-                f"{missing} of the {total} bytes of output {buffer.name} are written by nobody; first bytes "
-                f"{gaps[0][0]} to {gaps[0][1]}{element_of(bound, buffer, gaps[0][0])}\n"
-                "  If the kernel is meant to leave them, name the tensors that it must fill: outputs=[...]."
+            machine.found(
+                findings.OutputError(
+                    f"{missing} of the {total} bytes of output {buffer.name} are written by nobody; first bytes "
+                    f"{gaps[0][0]} to {gaps[0][1]}{element_of(bound, buffer, gaps[0][0])}\n"
+                    "  If the kernel is meant to leave them, name the tensors that it must fill: outputs=[...]."
+                )
             )
+
+
+def dtype_of(bound: Bound, buffer: GlobalBuffer) -> Any:
+    """The floating-point type of a buffer's elements; None if they are of another, or of several."""
+    found = set()
+    for name, value in bound.values:
+        if name in buffer.name.split("/"):
+            tensor = value.base if is_descriptor(value) else value
+            kind = tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
+            found.add(kind)
+    if len(found) != 1:
+        return None
+    return FLOATS.get(found.pop())
 
 
 def element_of(bound: Bound, buffer: GlobalBuffer, byte: int) -> str:

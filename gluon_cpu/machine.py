@@ -3,15 +3,17 @@
 from collections import deque
 from typing import Any
 
-from . import findings, report
+from . import findings
 from .agent import Agent
 from .clocks import Clocks
 from .cta import Cta
 from .deadlock import deadlock
 from .global_memory import GlobalBuffer, GlobalMemory
 from .ops.wgmma import PendingUse
+from .poison import PoisonUse
 from .schedule import Picker, Schedule
-from .shadow import Access, Acquired, Conflict
+from .shadow import Access, Acquired
+from .verdicts import Verdicts
 
 
 class Cluster:
@@ -36,7 +38,8 @@ class Machine:
     """One launch."""
 
     def __init__(self, compiled: Any, programs: list[tuple[int, int, int]], grid: tuple[int, int, int],
-                 schedule: Schedule, checks: bool, trace: Any = None, resident: int = 4) -> None:  # fmt: skip
+                 schedule: Schedule, checks: bool, trace: Any = None, resident: int = 4,
+                 verdicts: Verdicts | None = None) -> None:  # fmt: skip
         self.compiled = compiled
         self.num_ctas: int = compiled.num_ctas
         self.smem_bytes: int = compiled.smem_bytes
@@ -49,9 +52,10 @@ class Machine:
         self.schedule = schedule
         self.picker: Picker = schedule.picker()
         self.checks = checks
+        self.verdicts = verdicts or Verdicts()
         self.trace = trace
         self.resident = resident
-        self.memory = GlobalMemory()
+        self.memory = GlobalMemory(self.found)
         self.ready_agents: list[Any] = []
         self.ready_tasks: list[Any] = []
         self.live: list[Cluster] = []
@@ -80,10 +84,19 @@ class Machine:
         except findings.Finding as finding:
             self.seal(finding)
             raise
+        except PoisonUse as poison:
+            misuse = self.poison_use(poison)
+            self.seal(misuse)
+            raise misuse from None
         except PendingUse as use:
             misuse = self.pending_use(use)
             self.seal(misuse)
             raise misuse from None
+
+    def found(self, finding: findings.Finding) -> None:
+        """Raise a finding, unless it is one to go on after: see `Verdicts`."""
+        self.seal(finding)
+        self.verdicts.judge(finding)
 
     def seal(self, finding: findings.Finding) -> None:
         finding.schedule = self.schedule
@@ -160,19 +173,24 @@ class Machine:
 
     def global_read(self, buffer: GlobalBuffer, runs: Any, base: int, clk: Any, access: Access, foreign: Any) -> None:
         buffer.was_read = True
-        try:
-            buffer.shadow.read(runs, base, clk, access, foreign)
-        except Conflict as e:
-            raise report.race(e, f"{buffer.name} (global memory, bytes {e.start} to {e.end})") from None
+        buffer.shadow.read(runs, base, clk, access, foreign)
 
     def global_write(self, buffer: GlobalBuffer, runs: Any, base: int, clk: Any, access: Access, foreign: Any) -> None:
         buffer.written = True
-        try:
-            buffer.shadow.write(runs, base, clk, access, foreign)
-        except Conflict as e:
-            raise report.race(e, f"{buffer.name} (global memory, bytes {e.start} to {e.end})") from None
+        buffer.shadow.write(runs, base, clk, access, foreign)
 
     # Findings of the whole machine
+
+    def poison_use(self, use: PoisonUse) -> findings.Finding:
+        site, division = self.compiled.site_of_traceback(use.__traceback__), self.compiled.generated.lines[use.line - 1]
+        return findings.DivisionByZero(
+            f"the result of an integer division by zero is used, by {self.at.who}\n"
+            f"    at {site.where}\n      {site.source}\n"
+            f"  divided by zero at {division.where}\n      {division.source}\n"
+            "  The hardware gives some number there. Keep it from addresses, masks, branches and outputs: mask it, or "
+            "divide by the larger of the divisor and 1.",
+            (site, division),
+        )
 
     def pending_use(self, use: PendingUse) -> findings.Finding:
         site = self.compiled.site_of_traceback(use.__traceback__)

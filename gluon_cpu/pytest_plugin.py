@@ -7,13 +7,15 @@ In conftest.py: `pytest_plugins = ["gluon_cpu.pytest_plugin"]`. Then
         my_kernel[(4,)](x, out, BLOCK=128)
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 
-from gluon_cpu import Schedule, machine
+from gluon_cpu import NothingChecked, Schedule, machine
 from gluon_cpu.context import plan
+from gluon_cpu.ops.mbarrier import plural
+from gluon_cpu.verdicts import SEEN, Seen
 
 DEFAULT_SCHEDULES = 10
 
@@ -22,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "gluon_schedules(n, policies=..., seed=0, **options): run the test under n schedules of gluon_cpu; options go "
-        "to the machine, for example target='sm_100a'",
+        "to the machine, for example target='sm_100a', skip=['UninitialisedRead']",
     )
 
 
@@ -39,6 +41,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def gluon_machine(request: pytest.FixtureRequest) -> Iterator[Schedule]:
-    """Ordinary launches of Gluon kernels run on the CPU machine, under this test's schedule (the fixture's value)."""
-    with machine(**request.param):
-        yield request.param["schedule"]
+    """Ordinary launches of Gluon kernels run on the CPU machine, under this test's schedule (the fixture's value).
+
+    A test that ends without a launch is an error, as nothing was checked.
+    """
+    seen = Seen()
+    token = SEEN.set(seen)
+    try:
+        with machine(**request.param):
+            yield request.param["schedule"]
+    finally:
+        SEEN.reset(token)
+    if seen.findings:
+        raise ExceptionGroup(plural(len(seen.findings), "finding"), seen.findings)
+    if not seen.launches and not skipped_or_failed(request):
+        raise NothingChecked(f"{request.node.name} launched no kernel on the machine: there was nothing to check")
+
+
+def skipped_or_failed(request: pytest.FixtureRequest) -> bool:
+    return request.node.stash.get(CALLED, None) is not True
+
+
+CALLED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    result = yield
+    item.stash[CALLED] = True
+    return result

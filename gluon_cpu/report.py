@@ -4,7 +4,7 @@ from typing import Any
 
 from . import findings
 from .advice import missing_order
-from .shadow import Access, Conflict
+from .shadow import Access, Conflict, Unwritten
 
 WRITE_FIRST = "  Missing: a write before it. If another role or an engine makes that write, wait for its signal first."
 
@@ -20,6 +20,10 @@ def describe(access: Access) -> str:
 def doing(who: str, info: Any) -> str:
     """Who, and what, unless that is in the name: `TMA load for loader`."""
     return who if who.startswith(info.what.split(".")[0]) else f"{who}: {info.what}"
+
+
+def unwritten(e: Unwritten, what: str) -> findings.Finding:
+    return findings.UninitialisedRead(f"{what}:\n  {describe(e.access)}\n{WRITE_FIRST}", (e.access.info.site,))
 
 
 def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
@@ -53,14 +57,6 @@ def race(conflict: Conflict, place: str, hint: str = "") -> findings.Finding:
             "  The read went through the generic proxy, and no fence_async_shared() lies between it and the async "
             "write, which may overtake it: the reading role must call fence_async_shared() after the read and before "
             "it signals.",
-            sites,
-        )
-    if conflict.kind == "reuse":
-        return findings.ReuseRace(
-            f"memory reused too early: {place}:\n"
-            f"  allocated by {earlier.who}\n    at {earlier.info.site.where}\n"
-            f"  in bytes that are still read by {describe(later)}\n"
-            f"  Missing order: {missing_order(conflict)}",
             sites,
         )
     first, second = {"write-read": ("writes", "reads"), "read-write": ("reads", "writes"), "write-write": (

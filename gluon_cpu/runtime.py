@@ -1,6 +1,7 @@
 """What generated code can call."""
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,25 @@ from .ops.cluster import Meeting
 from .ops.global_ops import scalar
 from .ops.misc import assemble, part_of
 from .ops.tcgen05 import clc_cancelled, clc_program
+from .poison import divide
 from .values import DTYPES, cast_float, float_to_int, full, truncating_div, truncating_rem
+
+
+def sdiv(a: Any, b: Any) -> Any:
+    """Integer division towards zero."""
+    return divide(a, b, truncating_div)
+
+
+def srem(a: Any, b: Any) -> Any:
+    return divide(a, b, truncating_rem)
+
+
+def floordiv(a: Any, b: Any) -> Any:
+    return divide(a, b, operator.floordiv)
+
+
+def mod(a: Any, b: Any) -> Any:
+    return divide(a, b, operator.mod)
 
 
 def exp2(x: Any) -> Any:
@@ -136,13 +155,13 @@ def shift_shrui(a: Any, b: Any, bits: int) -> Any:
 HELPERS = (
     full, cast_float, float_to_int, scalar, assemble, part_of, Meeting, exp2, rsqrt, fma, erf, row_max, fold,
     accumulate, by_element, map_packed, map_scalars, shift_shli, shift_shrsi, shift_shrui, run_asm, clc_cancelled,
-    clc_program,
+    clc_program, sdiv, srem, floordiv, mod,
 )  # fmt: skip
 
 
 def namespace() -> dict[str, Any]:
     names: dict[str, Any] = {helper.__name__: helper for helper in HELPERS}
-    names |= {"np": np, "sdiv": truncating_div, "srem": truncating_rem}
+    names |= {"np": np}
     names |= {f"D_{name}": dtype for name, dtype in DTYPES.items()}
     names |= {f"U{width}": dtype for width, dtype in ((1, np.uint8), (2, np.uint16), (4, np.uint32), (8, np.uint64))}
     return names

@@ -4,7 +4,7 @@ Segments follow the accesses: a buffer always touched as a whole is one segment,
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .clocks import FENCED, ORDER
@@ -31,7 +31,10 @@ EARLIER = -1  # of an access by the launch before, where the number of a cluster
 
 
 class Access(NamedTuple):
-    """One access: by whom (`slot` of cluster `cluster` at step `time`; `who` in messages), where (`info`) and how."""
+    """One access: by whom (`slot` of cluster `cluster` at step `time`; `who` in messages), where (`info`) and how.
+
+    issued: of an engine's, the step at which its role gave the engine this work.
+    """
 
     slot: int
     time: int
@@ -40,6 +43,7 @@ class Access(NamedTuple):
     who: str
     cluster: int
     atomic: Scope | None = None
+    issued: int = 0
 
 
 class Acquired(NamedTuple):
@@ -52,7 +56,7 @@ class Acquired(NamedTuple):
 
 
 class Segment:
-    __slots__ = ("allocated", "atomics", "end", "initialised", "reads", "start", "write")
+    __slots__ = ("allocated", "atomics", "before", "end", "initialised", "reads", "start", "write")
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
@@ -62,41 +66,48 @@ class Segment:
         self.atomics: list[Access] = []  # atomic writes before the last one, which is not ordered after them
         self.initialised = False
         self.allocated: Access | None = None  # by whom, as long as nobody has written since
+        self.before: tuple[Access, ...] = ()  # who wrote last before that allocation
 
 
-class Conflict(Exception):
+class Conflict(NamedTuple):
     """Two accesses without an order. kind: 'write-read', 'read-write' or 'write-write', in time order; or, without a
     proxy fence between them, 'fence', of which the earlier is a write, or 'read-fence'.
 
-    Or 'barrier': data where an mbarrier lives, in whatever order. Or 'reuse': a read of what was there before somebody
-    allocated another buffer in its place.
+    Or 'barrier': data where an mbarrier lives, in whatever order.
     """
 
-    def __init__(self, kind: str, earlier: Access, later: Access, start: int, end: int) -> None:
-        super().__init__(kind)
-        self.kind = kind
-        self.earlier = earlier
-        self.later = later
-        self.start = start
-        self.end = end
+    kind: str
+    earlier: Access
+    later: Access
+    start: int
+    end: int
 
 
-class Unwritten(Exception):
-    def __init__(self, start: int, end: int) -> None:
-        super().__init__(start)
-        self.start = start
-        self.end = end
+class Unwritten(NamedTuple):
+    """A read of bytes that nobody has written."""
+
+    access: Access
+    start: int
+    end: int
 
 
 class Shadow:
-    """The segments of one memory.
+    """The segments of one memory. `tell` is told of what is wrong; if it returns, the access counts as a right one.
 
     initialised: whether it holds data before anybody writes (global memory does). fenceable: whether a proxy fence can
     make ordinary writes visible to engines; that of Gluon covers shared memory only. fence_reads: whether ordinary
     reads need it too, before an engine writes there.
     """
 
-    def __init__(self, initialised: bool, fenceable: bool = True, fence_reads: bool = False) -> None:
+    def __init__(
+        self,
+        tell: Callable[[Conflict | Unwritten], None],
+        *,
+        initialised: bool,
+        fenceable: bool = True,
+        fence_reads: bool = False,
+    ) -> None:
+        self.tell = tell
         self.default_initialised = initialised
         self.fence_reads = fence_reads
         self.fenceable = fenceable
@@ -139,7 +150,7 @@ class Shadow:
     def split(self, seg: Segment, at: int) -> None:
         right = Segment(at, seg.end)
         right.write, right.reads, right.initialised = seg.write, dict(seg.reads), seg.initialised
-        right.atomics, right.allocated = list(seg.atomics), seg.allocated
+        right.atomics, right.allocated, right.before = list(seg.atomics), seg.allocated, seg.before
         seg.end = at
         self.by_start[at] = right
         self.starts.insert(bisect_right(self.starts, at), at)
@@ -154,17 +165,21 @@ class Shadow:
                 w = s.write
                 if w is not None:
                     if w.atomic and w.atomic.barrier:
-                        check_order("write-read", w, access, clock, foreign, s)
-                        raise Conflict("barrier", w, access, s.start, s.end)
+                        self.check_order("write-read", w, access, clock, foreign, s)
+                        self.tell(Conflict("barrier", w, access, s.start, s.end))
                     for earlier in (w, *s.atomics):
                         if not (earlier.atomic and access.atomic and together(earlier, access)):
-                            check_order("write-read", earlier, access, clock, foreign, s)
+                            self.check_order("write-read", earlier, access, clock, foreign, s)
                     if access.is_async and not w.is_async and not self.fenced(w, cluster, clock):
-                        raise Conflict("fence", w, access, s.start, s.end)
+                        self.tell(Conflict("fence", w, access, s.start, s.end))
                 elif not s.initialised:
-                    if s.allocated is not None:
-                        check_order("reuse", s.allocated, access, clock, foreign, s)
-                    raise Unwritten(s.start, s.end)
+                    if s.before and s.allocated is not None and not ordered(s.allocated, access, clock, foreign):
+                        # An engine that is late: it reads what was there before the allocation, as it should. Whoever
+                        # writes here next must be ordered after it, which that write checks.
+                        for earlier in s.before:
+                            self.check_order("write-read", earlier, access, clock, foreign, s)
+                    else:
+                        self.tell(Unwritten(access, s.start, s.end))
                 known = s.reads.get((cluster, slot))
                 if known is None or known.time <= access.time:  # reads of TMA stores come in any order
                     s.reads[(cluster, slot)] = access
@@ -193,29 +208,29 @@ class Shadow:
                 if w is not None and w.atomic and access.atomic and together(w, access):
                     for earlier in s.atomics:
                         if not together(earlier, access):
-                            check_order("write-write", earlier, access, clock, foreign, s)
+                            self.check_order("write-write", earlier, access, clock, foreign, s)
                     if not ordered(w, access, clock, foreign):
                         s.atomics = [*(a for a in s.atomics if a.slot != w.slot or a.cluster != w.cluster), w][-8:]
                 elif w is not None:
                     if w.atomic and w.atomic.barrier:
-                        check_order("write-write", w, access, clock, foreign, s)
-                        raise Conflict("barrier", w, access, s.start, s.end)
+                        self.check_order("write-write", w, access, clock, foreign, s)
+                        self.tell(Conflict("barrier", w, access, s.start, s.end))
                     for earlier in (w, *s.atomics):
-                        check_order("write-write", earlier, access, clock, foreign, s)
+                        self.check_order("write-write", earlier, access, clock, foreign, s)
                     s.atomics = []
                     if access.is_async and not w.is_async and not self.fenced(w, cluster, clock):
-                        raise Conflict("fence", w, access, s.start, s.end)
+                        self.tell(Conflict("fence", w, access, s.start, s.end))
                 if s.reads:
                     for r in s.reads.values():
                         if not (r.atomic and access.atomic and together(r, access)):
-                            check_order("read-write", r, access, clock, foreign, s)
+                            self.check_order("read-write", r, access, clock, foreign, s)
                         if (
                             access.is_async
                             and not r.is_async
                             and self.fence_reads
                             and not self.fenced(r, cluster, clock)
                         ):
-                            raise Conflict("read-fence", r, access, s.start, s.end)
+                            self.tell(Conflict("read-fence", r, access, s.start, s.end))
                     s.reads.clear()
                 s.write = access
                 s.initialised = True
@@ -228,8 +243,30 @@ class Shadow:
             if s.write is not None and not (s.write.atomic and s.write.atomic.barrier):
                 # Kept as a read: a write must still be ordered after it, and a read of it is one of nothing.
                 # Marked async: between them and a copy no fence is asked for.
-                s.reads |= {(w.cluster, w.slot): w._replace(is_async=True) for w in (*s.atomics, s.write)}
+                s.before = (*s.atomics, s.write)
+                s.reads |= {(w.cluster, w.slot): w._replace(is_async=True) for w in s.before}
                 s.write, s.atomics = None, []
+
+    def check_order(
+        self, kind: str, earlier: Access, later: Access, clock: Any, foreign: Sequence[Acquired], s: Segment
+    ) -> None:
+        if not ordered(earlier, later, clock, foreign):
+            self.tell(Conflict(kind, earlier, later, s.start, s.end))
+
+    def touched_unfenced(self, runs: Any, base: int, slot: int, cluster: int, clock: Any) -> bool:
+        """Whether an agent itself touched any of these bytes through the generic proxy since it last fenced."""
+        known = clock[FENCED, slot]
+        for a, b in runs:
+            for s in self.cover(a + base, b + base):
+                for access in (s.write, s.reads.get((cluster, slot))):
+                    if (
+                        access is not None
+                        and (access.cluster, access.slot) == (cluster, slot)
+                        and not access.is_async
+                        and access.time > known
+                    ):
+                        return True
+        return False
 
     def begin_barrier(self, a: int, clock: Any, access: Access) -> None:
         """An mbarrier at byte `a`: what was there before must be over, and no data may come until its end."""
@@ -269,8 +306,3 @@ def ordered(earlier: Access, later: Access, clock: Any, foreign: Sequence[Acquir
         a.cluster == earlier.cluster and clock[ORDER, a.slot] >= a.time and a.clk[ORDER, earlier.slot] >= earlier.time
         for a in foreign
     )
-
-
-def check_order(kind: str, earlier: Access, later: Access, clock: Any, foreign: Sequence[Acquired], s: Segment) -> None:
-    if not ordered(earlier, later, clock, foreign):
-        raise Conflict(kind, earlier, later, s.start, s.end)

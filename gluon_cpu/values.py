@@ -5,6 +5,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .poison import Poisoned
+
 DTYPES: dict[str, Any] = {
     "i1": np.dtype(np.bool_), "i8": np.dtype(np.int8), "i16": np.dtype(np.int16), "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64), "index": np.dtype(np.int64), "ptr": np.dtype(np.int64),
@@ -67,6 +69,8 @@ def full(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """A whole array of a value that may be a scalar or have extents of 1."""
     if isinstance(x, np.ndarray):
         return x if x.shape == shape else np.broadcast_to(x, shape)
+    if isinstance(x, Poisoned):
+        return np.broadcast_to(x, shape)
     if not isinstance(x, int | float | np.generic):
         return x  # a product that is still under way
     out = np.empty(shape, dtype)

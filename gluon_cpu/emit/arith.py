@@ -109,9 +109,9 @@ def int_division(e: Emitter, op: Op) -> None:
         code = f"{'sdiv' if name == 'divsi' else 'srem'}({a.code}, {b.code})"
     elif name in ("divui", "remui"):
         x, y = unsigned(e, a), unsigned(e, b)
-        code = signed_result(e, f"{x} {'//' if name == 'divui' else '%'} {y}", kind, a.is_array or b.is_array)
+        code = signed_result(e, f"{'floordiv' if name == 'divui' else 'mod'}({x}, {y})", kind, a.is_array or b.is_array)
     else:
-        code = f"-(-{a.code} // {b.code})" if name == "ceildivsi" else f"{a.code} // {b.code}"
+        code = f"-floordiv(-{a.code}, {b.code})" if name == "ceildivsi" else f"floordiv({a.code}, {b.code})"
     put(e, op, code, kind, [a, b])
 
 

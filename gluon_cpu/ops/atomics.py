@@ -34,9 +34,8 @@ class AtomicOps(GlobalOps):
         written: list[int] = []
         if len(every):
             index = np.asarray(every)
-            for part in self.groups(flat[index]):
+            for part, buffer, offsets in self.parts(info, flat[index], item, "atomic"):
                 chosen = index[part]
-                buffer, offsets = self.resolve(info, flat[chosen], item, "atomic")
                 if "acq" in info.semantics:
                     self.acquire(info, flat[chosen])
                 if machine.checks:

@@ -3,6 +3,8 @@
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..clocks import FENCED, ORDER, SlotPool
 from ..shadow import Access, Acquired
 
@@ -55,6 +57,16 @@ class AgentBase:
         if self.cluster.machine.fences_own_writes:
             clk[FENCED, self.slot] = self.t
         return clk
+
+    def fence_as_compiled(self, pattern: Any, m: Any) -> None:
+        """In fast mode, the proxy fence that the compiler puts before an engine's access to bytes of shared memory.
+
+        It is there if this role touched them itself, and covers all that the role knows, of other roles as well.
+        """
+        if self.cluster.machine.fences_own_writes and self.cta.checks:
+            runs, base = pattern.runs_at(m)
+            if self.cta.shadow.touched_unfenced(runs, base, self.slot, self.cluster.number, self.clk):
+                np.maximum(self.clk[FENCED], self.clk[ORDER], out=self.clk[FENCED])
 
     def access(self, info: Any) -> Access:
         return Access(self.slot, self.t, False, info, self.who, self.cluster.number)

@@ -1,5 +1,6 @@
 """Global memory through pointers: loads, stores and cp.async."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from ..clocks import ORDER
 from ..findings import OutOfBounds
 from ..global_memory import SPACING, Descriptor, GlobalBuffer
+from ..poison import used_by
 from ..shadow import Access
 from .mbarrier import BarrierOps
 
@@ -26,40 +28,44 @@ def address_runs(flat: Any, item: int) -> list[tuple[int, int]]:
 
 
 class GlobalOps(BarrierOps):
-    def resolve(self, info: Any, addresses: Any, item: int, what: str) -> tuple[GlobalBuffer, Any]:
-        """(buffer, byte offsets in it) of addresses that must all lie in one tensor."""
+    def resolve(self, info: Any, addresses: Any, item: int, what: str) -> tuple[GlobalBuffer, Any] | None:
+        """(buffer, byte offsets in it) of addresses that must all lie in one tensor; None if one does not."""
         memory = self.cluster.machine.memory
         first = int(addresses[0])
         buffer = memory.find(first)
         if buffer is None:
-            raise OutOfBounds(
-                f"{self.who}: {what} at address {first:#x}, which belongs to no tensor of this launch\n"
-                f"    at {info.site.where}\n      {info.site.source}", (info.site,),
-            )  # fmt: skip
+            self.outside(info, f"{what} at address {first:#x}, which belongs to no tensor of this launch")
+            return None
         offsets = addresses - buffer.base
         low, high = int(offsets.min()), int(offsets.max()) + item
         if not memory.inside(buffer, low, high):
-            runs = address_runs(offsets, item)
-            for a, b in runs:
+            for a, b in address_runs(offsets, item):
                 if not memory.inside(buffer, a, b):
                     last = buffer.runs[-1][1] if buffer.runs else buffer.size
-                    raise OutOfBounds(
-                        f"{self.who}: {what} of bytes {a} to {b} of {buffer.name}, which has {last} bytes\n"
-                        f"    at {info.site.where}\n      {info.site.source}\n  Mask it.", (info.site,),
-                    )  # fmt: skip
+                    of = f"{what} of bytes {a} to {b} of {buffer.name}, which has {last} bytes"
+                    self.outside(info, of, "\n  Mask it.")
+                    return None
         if offsets.size and (low % item):
-            raise OutOfBounds(
-                f"{self.who}: {what} of {item}-byte elements at byte {low} of {buffer.name}, which is not aligned\n"
-                f"    at {info.site.where}", (info.site,),
-            )  # fmt: skip
+            of = f"{what} of {item}-byte elements at byte {low} of {buffer.name}, which is not aligned"
+            self.outside(info, of)
+            return None
         return buffer, offsets
 
-    def groups(self, addresses: Any) -> list[Any]:
-        """Index arrays of addresses, by the buffer they point into; nearly always one."""
+    def outside(self, info: Any, what: str, hint: str = "") -> None:
+        message = f"{self.who}: {what}\n    at {info.site.where}\n      {info.site.source}{hint}"
+        self.cluster.machine.found(OutOfBounds(message, (info.site,)))
+
+    def parts(self, info: Any, addresses: Any, item: int, what: str) -> Iterator[tuple[Any, GlobalBuffer, Any]]:
+        """(index array, buffer, byte offsets in it) of addresses, by buffer, without what is outside of all.
+
+        Nearly always it is one buffer.
+        """
         which = (addresses + SPACING // 2) // SPACING
-        if len(which) and bool((which == which[0]).all()):
-            return [slice(None)]
-        return [np.flatnonzero(which == w) for w in np.unique(which)]
+        one = len(which) and bool((which == which[0]).all())
+        for part in [slice(None)] if one else [np.flatnonzero(which == w) for w in np.unique(which)]:
+            found = self.resolve(info, addresses[part], item, what)
+            if found is not None:
+                yield part, *found
 
     def global_load(self, info: Any, pointers: Any, mask: Any = True, other: Any = None) -> Any:
         self.at = info
@@ -70,10 +76,9 @@ class GlobalOps(BarrierOps):
             out[...] = np.broadcast_to(np.asarray(other, dtype), shape).reshape(-1) if shape else other
         wanted = flat if keep is None else flat[keep]
         if len(wanted):
-            got = np.empty(wanted.shape, dtype)
+            got = np.zeros(wanted.shape, dtype)
             machine = self.cluster.machine
-            for part in self.groups(wanted):
-                buffer, offsets = self.resolve(info, wanted[part], item, "load")
+            for part, buffer, offsets in self.parts(info, wanted, item, "load"):
                 if machine.checks:
                     machine.global_read(
                         buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign
@@ -89,14 +94,13 @@ class GlobalOps(BarrierOps):
         self.at = info
         dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
         flat, keep = spread(pointers, mask, shape)
-        values = np.broadcast_to(np.asarray(data, dtype), shape).reshape(-1)
+        values = np.broadcast_to(np.asarray(used_by(data, mask), dtype), shape).reshape(-1)
         if keep is not None:
             flat, values = flat[keep], values[keep]
         if not len(flat):
             return
         machine = self.cluster.machine
-        for part in self.groups(flat):
-            buffer, offsets = self.resolve(info, flat[part], item, "store")
+        for part, buffer, offsets in self.parts(info, flat, item, "store"):
             if machine.checks:
                 machine.global_write(buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign)
             view = buffer.view(item)
@@ -108,10 +112,10 @@ class GlobalOps(BarrierOps):
         """Copy global to shared memory in the background; what is masked off is `other` or zero."""
         self.at = info
         self.copies += 1
+        # PTX orders no two copies, of one group or of two, until a wait for the first: a later one may come first.
         clk = self.clk.copy()
-        if self.copy_groups:  # groups complete in order, copies of one group in any
-            clk[ORDER, self.copy_slot] = max(clk[ORDER, self.copy_slot], self.copy_groups[-1])
-        access = Access(self.copy_slot, self.copies, False, info, f"cp.async for {self.who}", self.cluster.number)
+        who = f"cp.async for {self.who}"
+        access = Access(self.copy_slot, self.copies, False, info, who, self.cluster.number, issued=self.t)
         cta, machine = self.cta, self.cluster.machine
         shape = info.shape
         flat, keep = spread(pointers, mask, shape)
@@ -121,9 +125,8 @@ class GlobalOps(BarrierOps):
             data[...] = np.broadcast_to(np.asarray(other, dtype), shape).reshape(-1)
         wanted = flat if keep is None else flat[keep]
         if len(wanted):
-            got = np.empty(wanted.shape, dtype)
-            for part in self.groups(wanted):
-                buffer, offsets = self.resolve(info, wanted[part], item, "cp.async")
+            got = np.zeros(wanted.shape, dtype)
+            for part, buffer, offsets in self.parts(info, wanted, item, "cp.async"):
                 if machine.checks:
                     machine.global_read(buffer, address_runs(offsets, item), 0, clk, access, self.foreign)
                 got[part] = buffer.view(item)[offsets // item].view(dtype)
@@ -169,7 +172,10 @@ class GlobalOps(BarrierOps):
     def make_descriptor(self, info: Any, where: int, address: int, sizes: Any, strides: Any) -> None:
         """sizes and strides (bytes, but for the last dimension's) start from the innermost dimension."""
         self.at = info
-        buffer, offsets = self.resolve(info, np.array([address]), info.item, "descriptor")
+        found = self.resolve(info, np.array([address]), info.item, "descriptor")
+        if found is None:  # passed over, and there is nothing that its copies could touch
+            found = self.cluster.machine.memory.scratch("nothing", info.item), np.zeros(1, np.int64)
+        buffer, offsets = found
         shape = tuple(int(s) for s in reversed(sizes))
         steps = (*(int(s) for s in reversed(strides)), info.item)
         self.descriptors[where] = Descriptor(buffer, int(offsets[0]), shape, steps, info.item, info.nan)
@@ -177,7 +183,8 @@ class GlobalOps(BarrierOps):
 
 def spread(pointers: Any, mask: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """(flat addresses, flat mask or None if all are wanted)."""
-    flat = np.broadcast_to(np.asarray(pointers, np.int64), shape).reshape(-1)
+    mask = used_by(mask)
+    flat = np.broadcast_to(np.asarray(used_by(pointers, mask), np.int64), shape).reshape(-1)
     if mask is True:
         return flat, None
     keep = np.broadcast_to(np.asarray(mask, np.bool_), shape).reshape(-1)

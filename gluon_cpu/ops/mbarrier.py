@@ -6,10 +6,9 @@ bit differs from p, that is, iff the newest completed phase has parity p, where 
 
 from typing import TYPE_CHECKING, Any
 
-from .. import report
 from ..clocks import ORDER, join
 from ..findings import BarrierMisuse
-from ..shadow import BARRIER, Conflict
+from ..shadow import BARRIER
 from .base import AgentBase
 
 if TYPE_CHECKING:
@@ -52,6 +51,10 @@ class Barrier:
     def place(self) -> str:
         return f"barrier {self.name} of CTA {self.cta.number}"
 
+    def found(self, message: str, sites: tuple[Any, ...]) -> None:
+        """A misuse after which the barrier still works in some way."""
+        self.cta.cluster.machine.found(BarrierMisuse(message, sites))
+
     def describe(self) -> str:
         who = "; ".join(self.arrivals_so_far()) or "nobody"
         return (
@@ -85,10 +88,7 @@ class Barrier:
         self.init_slot, self.init_time, self.init_info = agent.slot, agent.t, info
         if self.cta.checks:
             self.init_access = agent.access(info)._replace(atomic=BARRIER)
-            try:
-                self.cta.shadow.begin_barrier(self.offset, agent.clk, self.init_access)
-            except Conflict as e:
-                raise report.race(e, f"the memory of {self.place}") from None
+            self.cta.shadow.begin_barrier(self.offset, agent.clk, self.init_access)
         self.count = self.pending = count
         self.tx = self.phase = 0
         self.done = agent.clk.copy()
@@ -112,7 +112,7 @@ class Barrier:
                 f"  Missing order: the barrier's mbarrier.init must come first{self.cluster_hint(who)}.", (info.site,),
             )  # fmt: skip
         if clk[ORDER, self.init_slot] < self.init_time and not self.published:
-            raise BarrierMisuse(
+            self.found(
                 f"{self.place} is used by {who}, which {verb},\n{at(info)}\n"
                 f"  but its initialisation is not ordered before that:\n{at(self.init_info)}\n"
                 f"  Missing order: a barrier between the init and the first use{self.cluster_hint(who)}.",
@@ -166,7 +166,7 @@ class Barrier:
         for slot, time, other, other_info in self.previous:
             if clk[ORDER, slot] >= time:
                 continue
-            raise BarrierMisuse(
+            self.found(
                 f"{what} can count for the wrong phase: {who}\n{at(info)}\n"
                 f"  in phase {self.phase}, without any order after what completed phase {self.phase - 1}, by {other}\n"
                 f"{at(other_info)}\n  Under another schedule it comes first, and counts for phase "
@@ -197,7 +197,7 @@ class Barrier:
         known = done[ORDER]
         for agent, (waited, step, wait_info) in self.waits.items():
             if waited == self.phase - 1 and known[agent.slot] < step:
-                raise BarrierMisuse(
+                self.found(
                     f"{self.place} can lap a waiter: its phase {self.phase} completes, last by {who}\n"
                     f"{at(info)}\n  without any order after the wait for phase {self.phase - 1} by {agent.who}\n"
                     f"{at(wait_info)}\n  Under another schedule that wait comes too late and sees the wrong parity. "
@@ -259,7 +259,7 @@ class BarrierOps(AgentBase):
             )  # fmt: skip
         for slot, (time, who, other) in b.cta.uses.pop(b.offset, {}).items():
             if self.clk[ORDER, slot] < time:
-                raise BarrierMisuse(
+                b.found(
                     f"{b.place} is invalidated by {self.who}\n{at(info)}\n  with no order after its use "
                     f"by {who}\n{at(other)}\n  Missing order: wait for that use, for example through a "
                     "barrier of the whole cluster, before mbarrier.invalidate.", (info.site, other.site),

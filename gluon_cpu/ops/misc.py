@@ -34,18 +34,23 @@ class MiscOps(AgentBase):
     def device_assert(self, info: Any, condition: Any) -> None:
         self.at = info
         if not np.all(condition):
-            raise DeviceAssert(
-                f"assertion failed: {info.message} ({self.who})\n    at {info.site.where}\n      {info.site.source}",
-                (info.site,),
+            self.cluster.machine.found(
+                DeviceAssert(
+                    f"assertion failed: {info.message} ({self.who})\n"
+                    f"    at {info.site.where}\n      {info.site.source}",
+                    (info.site,),
+                )
             )
 
     def assume(self, info: Any, condition: Any) -> None:
         self.at = info
         if not np.all(condition):
-            raise DeviceAssert(
-                f"false assumption: the compiler was told that this holds ({self.who})\n"
-                f"    at {info.site.where}\n      {info.site.source}",
-                (info.site,),
+            self.cluster.machine.found(
+                DeviceAssert(
+                    f"false assumption: the compiler was told that this holds ({self.who})\n"
+                    f"    at {info.site.where}\n      {info.site.source}",
+                    (info.site,),
+                )
             )
 
     def device_print(self, info: Any, *values: Any) -> None:

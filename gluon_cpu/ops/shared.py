@@ -6,6 +6,7 @@ import numpy as np
 
 from ..findings import OutOfBounds
 from ..memory import OFFSET_MASK, runs_of
+from ..poison import plain
 from ..reductions import combine
 from ..shadow import Scope
 from .base import AgentBase
@@ -21,7 +22,7 @@ class NoSlot:
         raise self.finding
 
     __add__ = __radd__ = __sub__ = __and__ = __rand__ = __or__ = __xor__ = __rxor__ = __rshift__ = __lshift__ = used
-    __int__ = __index__ = __hash__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = used  # type: ignore[assignment]
+    __int__ = __index__ = __hash__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = used
 
 
 class SharedOps(AgentBase):
@@ -69,17 +70,19 @@ class SharedOps(AgentBase):
         if cta.checks:
             runs, base = info.pattern.runs_at(m)
             cta.shadow_write(runs, base, self.clk, self.access(info))
-        info.pattern.store(cta.memory, m, data)
+        info.pattern.store(cta.memory, m, plain(data))
 
     def element_offsets(self, info: Any, m: int, indices: Any, axis: int) -> Any:
         """Byte offsets in shared memory of elements whose coordinate along `axis` is given by `indices`."""
         offsets, start = info.pattern.offsets_at(m)
         if np.any((indices < 0) | (indices >= offsets.shape[axis])):
             bad = indices[(indices < 0) | (indices >= offsets.shape[axis])].flat[0]
-            raise OutOfBounds(
+            message = (
                 f"{self.who}: index {bad} along dimension {axis} of {self.cta.name_at(m & OFFSET_MASK)}, which has "
-                f"{offsets.shape[axis]} there\n    at {info.site.where}", (info.site,),
-            )  # fmt: skip
+                f"{offsets.shape[axis]} there\n    at {info.site.where}"
+            )
+            self.cluster.machine.found(OutOfBounds(message, (info.site,)))
+            indices = np.clip(indices, 0, offsets.shape[axis] - 1)
         coordinates = list(np.indices(indices.shape, sparse=True))
         coordinates[axis] = indices
         return offsets[tuple(coordinates)] + start

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import report
 from ..clocks import ORDER, join
+from ..findings import OutOfBounds
 from ..memory import Bytes
 from ..shadow import Access, Conflict, Shadow, Unwritten
 from ..values import to_f32
-from .shared import SharedOps
-from .tma import Task, TmaOps
+from .shared import NoSlot, SharedOps
+from .tma import AnswerTask, Task, TmaOps
 
 if TYPE_CHECKING:
     from ..cta import Cta
@@ -27,7 +29,7 @@ class TensorMemory:
     def __init__(self, cta: "Cta") -> None:
         self.cta = cta
         self.memory = Bytes(TENSOR_MEMORY_BYTES)
-        self.shadow = Shadow(initialised=False)
+        self.shadow = Shadow(self.tell, initialised=False)
         self.allocations: list[Any] = []
 
     def name_at(self, m: int) -> str:
@@ -49,32 +51,24 @@ class TensorMemory:
             return name
         return f"{name}, columns {first} to {last}" if last > first else f"{name}, column {first}"
 
+    def tell(self, e: Conflict | Unwritten) -> None:
+        place = self.place(e.start, e.end)
+        if isinstance(e, Unwritten):
+            finding = report.unwritten(e, f"{place} is read before anybody wrote it")
+        else:
+            finding = report.race(e, place)
+        self.cta.cluster.machine.found(finding)
+
     def read(self, pattern: Any, m: int, clk: Any, access: Access) -> Any:
         if self.cta.checks:
-            from .. import findings, report
-
-            try:
-                runs, base = pattern.runs_at(m)
-                self.shadow.read(runs, base, clk, access)
-            except Conflict as e:
-                raise report.race(e, self.place(e.start, e.end)) from None
-            except Unwritten as e:
-                raise findings.UninitialisedRead(
-                    f"{self.place(e.start, e.end)} is read before anybody wrote it:\n"
-                    f"  {report.describe(access)}\n{report.WRITE_FIRST}",
-                    (access.info.site,),
-                ) from None
+            runs, base = pattern.runs_at(m)
+            self.shadow.read(runs, base, clk, access)
         return pattern.load(self.memory, m)
 
     def write(self, pattern: Any, m: int, clk: Any, access: Access, data: Any) -> None:
         if self.cta.checks:
-            from .. import report
-
-            try:
-                runs, base = pattern.runs_at(m)
-                self.shadow.write(runs, base, clk, access)
-            except Conflict as e:
-                raise report.race(e, self.place(e.start, e.end)) from None
+            runs, base = pattern.runs_at(m)
+            self.shadow.write(runs, base, clk, access)
         pattern.store(self.memory, m, data)
 
 
@@ -98,7 +92,7 @@ class PipeTask(Task):
             self.cluster.machine.add_task(queue[0])
 
     def access(self) -> Access:
-        return Access(self.slot, self.time, False, self.info, self.who, self.cluster.number)
+        return super().access()._replace(is_async=False)
 
 
 class MmaTask(PipeTask):
@@ -205,14 +199,17 @@ class Tcgen05Ops(TmaOps, SharedOps):
             self.tmem_store(info, info.offset, data)
         return int(info.offset)
 
-    def tmem_index(self, info: Any, m: int, i: int) -> int:
+    def tmem_index(self, info: Any, m: Any, i: int) -> Any:
+        if isinstance(m, NoSlot):
+            return m
         if not 0 <= i < info.count:
-            from ..findings import OutOfBounds
-
-            raise OutOfBounds(
-                f"{self.who}: index {i} into {self.cta.tensor().name_at(m)}, which has {info.count} slots\n"
-                f"    at {info.site.where}\n      {info.site.source}", (info.site,),
-            )  # fmt: skip
+            return NoSlot(
+                OutOfBounds(
+                    f"{self.who}: index {i} into {self.cta.tensor().name_at(m)}, which has {info.count} slots\n"
+                    f"    at {info.site.where}\n      {info.site.source}",
+                    (info.site,),
+                )
+            )
         return m + int(i) * int(info.stride)
 
     def tmem_load(self, info: Any, m: int) -> Any:
@@ -243,6 +240,12 @@ class Tcgen05Ops(TmaOps, SharedOps):
         self.at = info
         if info.two_ctas and self.cta.number & 1:
             return
+        for operand, pattern, in_tensor_memory in (
+            (a, info.a_pattern, info.a_tensor),
+            (b, info.b_pattern, info.b_tensor),
+        ):
+            if not in_tensor_memory:
+                self.fence_as_compiled(pattern, operand)
         self.enqueue(MmaTask(self, info, self.next_in_pipe(), a, b, acc, use_acc, scales))
         self.tick()
         for barrier_info, m, wanted in barriers:
@@ -266,6 +269,7 @@ class Tcgen05Ops(TmaOps, SharedOps):
         self.at = info
         if info.two_ctas and self.cta.number & 1:
             return
+        self.fence_as_compiled(info.source_pattern, source)
         self.enqueue(CopyTask(self, info, self.next_in_pipe(), source, target))
         self.tick()
 
@@ -285,7 +289,7 @@ class Tcgen05Ops(TmaOps, SharedOps):
                 return np.array([1 | x << 32, y | z << 32], np.int64)
             return np.zeros(2, np.int64)
 
-        self.issue_load(info, fetch, m, barrier, list(range(self.cluster.num_ctas)))
+        self.issue_load(info, fetch, m, barrier, list(range(self.cluster.num_ctas)), AnswerTask)
 
     def clc_load(self, info: Any, m: int) -> tuple[int, int]:
         low, high = (int(x) for x in self.local_load(info, m))

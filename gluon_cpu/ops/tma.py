@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import report
 from ..clocks import ORDER
 from ..global_memory import Descriptor
 from ..memory import OFFSET_MASK, runs_of
@@ -37,7 +36,8 @@ class Task:
         self.foreign = agent.foreign
 
     def access(self) -> Access:
-        return Access(self.slot, self.time, True, self.info, self.who, self.cluster.number)
+        issued = int(self.clk[ORDER, self.agent.slot])
+        return Access(self.slot, self.time, True, self.info, self.who, self.cluster.number, issued=issued)
 
     def step(self) -> None:
         if not self.done:
@@ -106,8 +106,14 @@ class LoadTask(Task):
         """
         last = cta.landed.get(self.m)
         if last is not None and last[0].alive and last[0].phase == last[1] and last[2].slot != self.slot:
-            raise report.race(Conflict("write-write", last[2], access, self.m, self.m), cta.place(self.m))
+            cta.tell(Conflict("write-write", last[2], access, self.m, self.m))
         cta.landed[self.m] = (barrier, barrier.phase, access)
+
+
+class AnswerTask(LoadTask):
+    """What cluster launch control answers, which comes as a load's bytes do."""
+
+    engine = "CLC answer"
 
 
 class Store:
@@ -166,6 +172,7 @@ def write_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[
             atomic=Scope(False, task.cluster.number, task.agent.cta.number) if task.info.reduce else None
         )
         machine.global_write(desc.buffer, runs, base, task.clk, access, task.foreign)
+        desc.buffer.was_read |= bool(task.info.reduce)  # a reduction reads what it adds to
     raw = data.view(desc.array.dtype)
     inside = raw[tuple(slice(x - lo, y - lo) for x, y, lo in zip(a, b, low, strict=True))]
     target = desc.array[tuple(slice(x, y) for x, y in zip(a, b, strict=True))]
@@ -234,16 +241,19 @@ class TmaOps(AgentBase):
             if c & info.data_zero:
                 return  # the CTA without these bits issues for all of them
             destinations = [c | x for x in range(self.cluster.num_ctas) if x & ~info.data_zero == 0]
-        low = tuple(x + o for x, o in zip(coords, info.low[c], strict=True))
+        low = tuple(int(x) + o for x, o in zip(coords, info.low[c], strict=True))
         extent = info.extent
         self.issue_load(info, lambda task: read_box(task, desc, low, extent), m, barrier_m, destinations)
 
-    def issue_load(self, info: Any, fetch: Any, m: int, barrier_m: int, destinations: list[int]) -> None:
+    def issue_load(
+        self, info: Any, fetch: Any, m: int, barrier_m: int, destinations: list[int], kind: type[LoadTask] = LoadTask
+    ) -> None:
+        self.fence_as_compiled(info.pattern, m)
         slot, time = self.load_slots.take(self.clk[ORDER])
         clk = self.async_clk()
         clk[ORDER, slot] = time
         self.tick()
-        self.cluster.machine.add_task(LoadTask(self, info, clk, slot, time, fetch, m, barrier_m, destinations))
+        self.cluster.machine.add_task(kind(self, info, clk, slot, time, fetch, m, barrier_m, destinations))
 
     def tma_gather(self, info: Any, desc: Descriptor, rows: Any, column: int, barrier_m: int, m: int) -> None:
         """Rows of a two-dimensional tensor by their numbers."""
@@ -269,7 +279,7 @@ class TmaOps(AgentBase):
         c = self.cta.number
         if c & info.data_zero:
             return  # every CTA of the group holds the same data; one writes it
-        low = tuple(x + o for x, o in zip(coords, info.low[c], strict=True))
+        low = tuple(int(x) + o for x, o in zip(coords, info.low[c], strict=True))
         extent = info.extent
         self.issue_store(info, m, lambda task, data: write_box(task, desc, low, extent, data))
 
@@ -288,6 +298,7 @@ class TmaOps(AgentBase):
     def issue_store(self, info: Any, m: int, put: Any) -> None:
         self.stores += 1
         number = self.stores
+        self.fence_as_compiled(info.pattern, m)
         # Neither is ordered after earlier stores of the role, unless it has waited for them.
         clk = self.async_clk()
         read = StoreRead(self, info, clk, number, m)

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from ..clocks import ORDER
 from ..shadow import Access
 from ..values import to_f32
 from .base import AgentBase
@@ -27,13 +28,14 @@ class Product:
         self.clk = agent.async_clk()
         agent.products += 1
         self.number = agent.products
-        self.clk[0, agent.product_slot] = self.number
+        self.clk[ORDER, agent.product_slot] = self.number
         self.value: Any = None
         self.done = False
 
     def run(self) -> None:
         agent, info = self.agent, self.info
-        access = Access(agent.product_slot, self.number, True, info, agent.who, agent.cluster.number)
+        issued = int(self.clk[ORDER, agent.slot])
+        access = Access(agent.product_slot, self.number, True, info, agent.who, agent.cluster.number, issued=issued)
         a = self.operand(self.a, info.a_pattern, access)
         b = self.operand(self.b, info.b_pattern, access)
         c = self.c.value if isinstance(self.c, Product) else self.c
@@ -72,6 +74,9 @@ class Product:
 class WgmmaOps(AgentBase):
     def warp_group_dot(self, info: Any, a: Any, b: Any, c: Any, use_c: Any = True) -> Any:
         self.at = info
+        for operand, pattern in ((a, info.a_pattern), (b, info.b_pattern)):
+            if pattern is not None:
+                self.fence_as_compiled(pattern, operand)
         product = Product(self, info, a, b, c, use_c)
         self.tick()
         if self.cluster.machine.picker.eager():
@@ -98,8 +103,8 @@ class WgmmaOps(AgentBase):
             product = flight.popleft()
             while not product.done:
                 self.product_queue.popleft().run()
-        if newest > self.clk[0, self.product_slot]:
-            self.clk[0, self.product_slot] = newest
+        if newest > self.clk[ORDER, self.product_slot]:
+            self.clk[ORDER, self.product_slot] = newest
         out = tuple(v.value if isinstance(v, Product) and v.number <= newest else v for v in values)
         return out[0] if len(out) == 1 else out
 

@@ -81,7 +81,7 @@ def test_what_the_kernel_before_wrote_does_not_count_as_written():
     x, y = normal(512), poisoned(512)
     gluon_cpu.launch(first, (4,), x, y, True)
     with pytest.raises(gluon_cpu.OutputError):
-        gluon_cpu.launch(second, (2,), normal(512), y, "first", launch_pdl=True)
+        gluon_cpu.launch(second, (2,), normal(512), y, "first", launch_pdl=True, outputs=[y])
 
 
 @jit

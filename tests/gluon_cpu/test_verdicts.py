@@ -1,0 +1,238 @@
+"""What becomes of a finding: skipped, accepted with a reason, kept for the end; and what is no finding at all."""
+
+import pytest
+import torch
+
+import gluon_cpu
+from gluon_cpu import __main__ as command
+from tests.compat import gl, jit, mbarrier
+from tests.gluon_cpu.support import PLAIN, ROW, ROW_1, new_barrier, normal, poisoned
+
+
+@jit
+def fill(tile, ready, SIGNALS: gl.constexpr):
+    tile.store(gl.full([128], 7.0, gl.float32, ROW_1))  # <- written
+    if SIGNALS:
+        mbarrier.arrive(ready)
+
+
+@jit
+def three_faults(x_ptr, out_ptr, FIRST: gl.constexpr, SECOND: gl.constexpr, THIRD: gl.constexpr):
+    """A read of what nobody wrote, a race behind it, and a store beyond the end behind that."""
+    i = gl.arange(0, 128, ROW)
+    empty = gl.allocate_shared_memory(gl.float32, [128], PLAIN)
+    if not FIRST:
+        empty.store(gl.load(x_ptr + i))
+    gl.store(out_ptr + i, empty.load(ROW))
+    tile = gl.allocate_shared_memory(gl.float32, [128], PLAIN)
+    ready = new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize([(read, (tile, ready, out_ptr, SECOND)), (fill, (tile, ready, not SECOND))], [1])
+    mbarrier.invalidate(ready)
+    if THIRD:
+        gl.store(out_ptr + 128 + i, gl.load(x_ptr + i))
+
+
+@jit
+def read(tile, ready, out_ptr, BUG: gl.constexpr):
+    if not BUG:
+        mbarrier.wait(ready, 0)
+    gl.store(out_ptr + gl.arange(0, 128, ROW), tile.load(ROW))
+
+
+FIRST_KIND = gluon_cpu.Accept(kind="UninitialisedRead", place="three_faults", reason="of no use to anybody")
+
+
+def run(*faults: bool, **options):
+    return gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), *faults, **options)
+
+
+def kinds(group: ExceptionGroup) -> list[str]:
+    return sorted({type(f).__name__ for f in group.exceptions})
+
+
+def test_without_faults_nothing_is_found():
+    assert run(False, False, False).accepted == {}
+
+
+def test_a_skipped_kind_lets_the_next_show():
+    with pytest.raises(gluon_cpu.UninitialisedRead):
+        run(True, True, True)
+    with pytest.raises(gluon_cpu.DataRace):
+        run(True, True, True, skip=["UninitialisedRead"], schedule=gluon_cpu.Schedule("starve", 1))
+    with pytest.raises(gluon_cpu.OutOfBounds):
+        run(True, True, True, skip=["UninitialisedRead", "RaceError"])
+    run(True, True, True, skip=["UninitialisedRead", "RaceError", "OutOfBounds"])
+
+
+def test_an_accepted_finding_is_listed_with_its_reason():
+    report = run(True, False, False, accept=[FIRST_KIND])
+    assert report.accepted == {FIRST_KIND: 1}
+    assert "of no use to anybody" in str(report)
+    with pytest.raises(gluon_cpu.RaceError):
+        run(True, True, False, accept=[FIRST_KIND], schedule=gluon_cpu.Schedule("starve", 1))
+
+
+@pytest.mark.parametrize(("place", "covers"), [
+    ("test_verdicts.py", True), ("gluon_cpu/test_verdicts.py", True), ("three_faults", True), ("fill", False),
+    ("verdicts.py", False), ("test_verdicts.py:1", False),
+])  # fmt: skip
+def test_an_acceptance_is_for_its_place_alone(place, covers):
+    accept = [gluon_cpu.Accept(kind="UninitialisedRead", place=place, reason="known")]
+    if covers:
+        run(True, False, False, accept=accept)
+    else:
+        with pytest.raises(gluon_cpu.UninitialisedRead):
+            run(True, False, False, accept=accept)
+
+
+def test_an_acceptance_by_line():
+    with pytest.raises(gluon_cpu.UninitialisedRead) as caught:
+        run(True, False, False)
+    line = caught.value.sites[0].frames[0].line
+    run(True, False, False, accept=[
+        gluon_cpu.Accept(kind="UninitialisedRead", place=f"test_verdicts.py:{line}", reason="known")
+    ])  # fmt: skip
+
+
+def test_all_findings_of_one_launch():
+    with pytest.raises(ExceptionGroup) as caught:
+        run(True, True, True, keep_going=True)
+    assert kinds(caught.value) == ["DataRace", "OutOfBounds", "UninitialisedRead"]
+    assert all(f.schedule is not None and f.kernel == "three_faults" for f in caught.value.exceptions)
+    run(False, False, False, keep_going=True)
+
+
+@jit
+def stuck(out_ptr):
+    gl.store(out_ptr + 128 + gl.arange(0, 128, ROW), 1.0)
+    never = new_barrier(1)
+    mbarrier.wait(never, 0)
+
+
+def test_a_finding_that_ends_the_run_is_the_last_of_all():
+    with pytest.raises(ExceptionGroup) as caught:
+        gluon_cpu.launch(stuck, (1,), poisoned(128), keep_going=True)
+    assert [type(f) for f in caught.value.exceptions] == [gluon_cpu.OutOfBounds, gluon_cpu.Deadlock]
+
+
+def test_check_collects_distinct_findings_of_all_schedules(capsys):
+    def fn():
+        three_faults[(1,)](normal(128), poisoned(128), True, True, True)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        gluon_cpu.check(fn, schedules=10, keep_going=True)
+    assert kinds(caught.value) == ["DataRace", "OutOfBounds", "UninitialisedRead"]
+    identities = {(type(f), frozenset(s.key for s in f.sites)) for f in caught.value.exceptions}
+    assert len(identities) == len(caught.value.exceptions)
+    printed = capsys.readouterr().out
+    assert "findings:" in printed
+    assert "OutOfBounds after 10 schedules" in printed
+
+
+def test_check_says_what_was_accepted_and_what_was_not_met(capsys):
+    other = gluon_cpu.Accept(kind="DataRace", place="fill", reason="a race that there is not")
+
+    def fn():
+        three_faults[(1,)](normal(128), poisoned(128), True, False, False)
+
+    result = gluon_cpu.check(fn, schedules=4, accept=[FIRST_KIND, other])
+    assert result.ok
+    assert result.accepted == {FIRST_KIND: 4}
+    assert result.unused == [other]
+    printed = capsys.readouterr().out
+    assert "accepted 4 times: UninitialisedRead at three_faults: of no use to anybody" in printed
+    assert "accepted, but not found: DataRace at fill" in printed
+
+
+@pytest.mark.parametrize(("make", "error", "words"), [
+    (lambda: gluon_cpu.Accept(kind="Race", place="f", reason="r"), ValueError, "kind: expected a kind of finding"),
+    (lambda: gluon_cpu.Accept(kind="Deadlock", place="f", reason="r"), ValueError, "nothing goes on after it"),
+    (lambda: gluon_cpu.Accept(kind="DataRace", place=" ", reason="r"), ValueError, "place: expected a text"),
+    (lambda: gluon_cpu.Accept(kind="DataRace", place="f", reason=""), ValueError, "reason: expected a text"),
+    (lambda: gluon_cpu.Accept.parse("DataRace@f"), ValueError, "expected KIND@PLACE=REASON"),
+    (lambda: run(False, False, False, skip="DataRace"), TypeError, "skip: expected a list"),
+    (lambda: run(False, False, False, skip=["Race"]), ValueError, "skip: expected a kind of finding"),
+    (lambda: run(False, False, False, accept=["DataRace"]), TypeError, "accept: expected gluon_cpu.Accept"),
+    (lambda: run(False, False, False, target="sm_80"), ValueError, "target: expected 'sm_90a'"),
+    (lambda: run(False, False, False, target=90), ValueError, "target: expected 'sm_90a'.*got 90"),
+    (lambda: run(False, False, False, schedule="late"), TypeError, "schedule: expected a Schedule"),
+    (lambda: run(False, False, False, resident=0), ValueError, "resident: expected at least one"),
+    (lambda: gluon_cpu.launch(lambda: None, (1,)), TypeError, "kernel: expected a Gluon kernel"),
+    (lambda: gluon_cpu.check(lambda: None, schedules=0), ValueError, "schedules: expected at least one, got 0"),
+    (lambda: gluon_cpu.check(lambda: None, schedules=2), gluon_cpu.NothingChecked, "launched no kernel"),
+    (lambda: gluon_cpu.check(lambda: None, target="sm_42"), ValueError, "target: expected 'sm_90a'"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_kernel_of_plain_triton_is_refused():
+    from triton import jit as triton_jit
+
+    from tests.gluon_cpu import plain_triton
+
+    kernel = triton_jit(plain_triton.copy)
+    with gluon_cpu.machine(), pytest.raises(TypeError, match=r"expected a Gluon kernel.*got a Triton kernel"):
+        kernel[(1,)](normal(128), poisoned(128))
+    with pytest.raises(TypeError, match=r"expected a Gluon kernel.*got a Triton kernel"):
+        gluon_cpu.launch(kernel, (1,), normal(128), poisoned(128))
+
+
+SCRIPT = """
+from tests.gluon_cpu.test_verdicts import normal, poisoned, three_faults
+
+def wrong():
+    three_faults[(1,)](normal(128), poisoned(128), True, False, False)
+
+def several():
+    three_faults[(1,)](normal(128), poisoned(128), True, True, True)
+
+def nothing():
+    pass
+
+def crash():
+    raise KeyError("mine")
+"""
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), [
+    (["wrong"], 1, ["UninitialisedRead after 1 schedule"]),
+    (["wrong", "--skip", "UninitialisedRead"], 0, ["no finding"]),
+    (["wrong", "--accept", "UninitialisedRead@three_faults=known"], 0, ["accepted 2 times", "three_faults: known"]),
+    (["several", "--keep-going"], 1, ["findings:", "UninitialisedRead", "OutOfBounds"]),
+    (["wrong", "--target", "sm_80"], 2, ["target: expected"]),
+    (["wrong", "--schedules", "0"], 2, ["--schedules: expected at least 1"]),
+    (["wrong", "--skip", "Race"], 2, ["skip: expected a kind"]),
+    (["wrong", "--accept", "DataRace"], 2, ["expected KIND@PLACE=REASON"]),
+    (["absent"], 2, ["has no function absent"]),
+    (["nothing"], 3, ["launched no kernel"]),
+    (["crash"], 4, ["KeyError", "that is no finding"]),
+])  # fmt: skip
+def test_exit_status_of_the_command(tmp_path, capsys, arguments, status, words):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    name, *rest = arguments
+    assert command.main(["check", f"{file}::{name}", "--schedules", "2", *rest]) == status
+    said = capsys.readouterr()
+    for word in words:
+        assert word in said.out + said.err
+
+
+def test_outputs_that_are_written_in_part():
+    """No fault, unless they came as NaN or are named."""
+    x, ones = normal(128), torch.ones(256)
+    for out in (torch.zeros(256), ones):
+        gluon_cpu.launch(first_half, (1,), x, out)
+    gluon_cpu.launch(first_half, (1,), x, poisoned(256), outputs=[])
+    with pytest.raises(gluon_cpu.OutputError, match="512 of the 1024 bytes"):
+        gluon_cpu.launch(first_half, (1,), x, poisoned(256))
+    with pytest.raises(gluon_cpu.OutputError, match="512 of the 1024 bytes"):
+        gluon_cpu.launch(first_half, (1,), x, ones, outputs=[ones])
+
+
+@jit
+def first_half(x_ptr, out_ptr):
+    i = gl.arange(0, 128, ROW)
+    gl.store(out_ptr + i, gl.load(x_ptr + i))
