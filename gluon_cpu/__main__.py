@@ -9,6 +9,7 @@ from typing import Any
 
 from . import POLICIES, Finding, check
 from .front import MODES
+from .timeline import Timeline, TimelineError
 
 MISTAKE = 2
 
@@ -48,15 +49,24 @@ def main(arguments: list[str] | None = None) -> int:
     c.add_argument("--target", default="sm_90a", help="sm_90a, sm_100a or sm_103a")
     c.add_argument("--mode", choices=MODES, help="default: fast for one CTA, but for the last schedule")
     c.add_argument("--trace", help="write a Chrome trace of the last launch to this file")
+    c.add_argument("--timeline", help="draw the last launch into this file, .svg or .png")
+    c.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="how far it is, on stderr; default: on a terminal"
+    )
     options = parser.parse_args(arguments)
     try:
         function = load(options.function)
-    except SystemExit2 as mistake:
+        if options.timeline:
+            Timeline(options.timeline)
+    except (SystemExit2, TimelineError) as mistake:
         print(mistake, file=sys.stderr)
         return MISTAKE
-    extra = {name: value for name in ("mode", "trace") if (value := getattr(options, name))}
+    extra = {name: value for name in ("mode", "trace", "timeline") if (value := getattr(options, name))}
     try:
-        check(function, options.schedules, options.policies, seed=options.seed, target=options.target, **extra)
+        check(
+            function, options.schedules, options.policies, seed=options.seed, target=options.target,
+            progress=options.progress, **extra,
+        )  # fmt: skip
     except Finding:
         return 1  # check has printed it
     return 0

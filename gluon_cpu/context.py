@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, RUNNING
+from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, LAUNCHED, RUNNING
 from .findings import Finding
 from .launch import Report, launch
 from .ops.mbarrier import plural
+from .progress import Cost, Progress
 from .schedule import POLICIES, Schedule
+from .timeline import Timeline
 
 
 @contextlib.contextmanager
 def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
-    """Ordinary `kernel[grid](...)` calls of Gluon kernels within run on the machine; yields the list of their reports.
+    """Ordinary `kernel[grid](...)` calls of Gluon kernels within run on the machine; yields the list of all reports.
 
     options: those of `launch`. What a call gives itself (num_warps, num_ctas) counts before them. `schedule` and
     `mode` hold for calls of `launch` within that give none as well.
@@ -32,19 +34,19 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
         if callable(grid):
             names = dict(zip(self.arg_names, args, strict=False)) | kwargs
             grid = grid(names)
-        report = launch(self, grid, *args, **merged)
-        reports.append(report)
-        return report
+        return launch(self, grid, *args, **merged)
 
     previous = GluonJITFunction.__dict__.get("run")
     GluonJITFunction.run = run
     token = DEFAULT_SCHEDULE.set(options.get("schedule") or DEFAULT_SCHEDULE.get())
     mode_token = DEFAULT_MODE.set(options.get("mode") or DEFAULT_MODE.get())
     running_token = RUNNING.set(True)
+    launched_token = LAUNCHED.set(reports)
     try:
         with stand_in_driver(target):
             yield reports
     finally:
+        LAUNCHED.reset(launched_token)
         RUNNING.reset(running_token)
         DEFAULT_MODE.reset(mode_token)
         DEFAULT_SCHEDULE.reset(token)
@@ -75,12 +77,16 @@ def plan(count: int, policies: Sequence[str] | None, seed: int, **options: Any) 
 
 @dataclass
 class CheckResult:
-    """What `check` saw: how many schedules ran, and the finding that stopped it, if any."""
+    """What `check` saw: how many schedules ran, and the finding that stopped it, if any.
+
+    cost: what the first schedule took; None if that one had a finding.
+    """
 
     tried: int
     finding: Finding | None
     schedule: Schedule | None
     seconds: float
+    cost: Cost | None = None
 
     @property
     def ok(self) -> bool:
@@ -104,23 +110,35 @@ def check(
     seed: int = 0,
     target: str = "sm_90a",
     quiet: bool = False,
+    progress: bool | None = None,
     **options: Any,
 ) -> CheckResult:
     """Call `fn` under `machine`, once per schedule, the policies in turn; raises the first finding.
 
     The last of several schedules runs in lowered mode, unless a mode is given.
     Before that it prints the finding with the policy and the seed that replay it: `schedule=Schedule(policy, seed)`.
+    progress: whether stderr says what a schedule costs and how far it is; default: if it is a terminal, unless `quiet`.
+    timeline: as of `launch`, drawn once: of the last launch, or of that with the finding.
     """
     start = time.perf_counter()
-    for i, chosen in enumerate(plan(schedules, policies, seed, **options)):
-        try:
-            with machine(target, **chosen):
-                fn()
-        except Finding as finding:
-            if not quiet:
-                print(CheckResult(i + 1, finding, chosen["schedule"], time.perf_counter() - start))
-            raise
-    result = CheckResult(schedules, None, None, time.perf_counter() - start)
+    picture = None if options.get("timeline") is None else Timeline(options["timeline"], later=True)
+    if picture is not None:
+        options["timeline"] = picture
+    shown = Progress(False if quiet and progress is None else progress)
+    try:
+        for i, chosen in enumerate(shown.over(plan(schedules, policies, seed, **options))):
+            try:
+                with machine(target, **chosen) as shown.reports:
+                    fn()
+            except Finding as finding:
+                shown.clear()
+                if not quiet:
+                    print(CheckResult(i + 1, finding, chosen["schedule"], time.perf_counter() - start, shown.cost))
+                raise
+    finally:
+        if picture is not None:
+            picture.draw()
+    result = CheckResult(schedules, None, None, time.perf_counter() - start, shown.cost)
     if not quiet:
         print(result)
     return result
