@@ -278,7 +278,7 @@ class Picture:
                 axis.text(x, height[row], "done", fontsize=SMALL, va="center", color=GREY, bbox=PAPER)
         for i, wait in enumerate(self.waits):
             if wait.ended_by is not None and wait.end in self.spans and wait.ended_by[0] in height:
-                self.draw_arrow(axis, wait, height, f"arrow-{i}")
+                yield f"arrow-{i}", self.draw_arrow(axis, wait, height, f"arrow-{i}")
 
     def draw_box(self, axis: Any, box: Box, y: int, name: str) -> str:
         from matplotlib.patches import Rectangle
@@ -291,7 +291,8 @@ class Picture:
         axis.text(x + width / 2, y, text, fontsize=SMALL, rotation=90, ha="center", va="center", color="white")
         if box.info is None:
             return f"{box.row.name} starts"
-        return f"{box.row.name}: {box.info.what}\nat {box.info.site.where}\n{box.info.site.source}"
+        here = f"{type(self.trace.finding).__name__} showed here\n" if box.finding else ""
+        return f"{here}{box.row.name}: {box.info.what}\nat {box.info.site.where}\n{box.info.site.source}"
 
     def draw_wait(self, axis: Any, wait: Wait, y: int, name: str) -> str:
         from matplotlib.patches import Rectangle
@@ -317,7 +318,7 @@ class Picture:
         )  # fmt: skip
         return f"{wait.row.name} waits: {text}"
 
-    def draw_arrow(self, axis: Any, wait: Wait, height: dict[Row, int], name: str) -> None:
+    def draw_arrow(self, axis: Any, wait: Wait, height: dict[Row, int], name: str) -> str:
         assert wait.ended_by is not None
         row, step, nth = wait.ended_by
         x, width = self.place(row, step, nth)
@@ -328,6 +329,7 @@ class Picture:
                         "mutation_scale": 7},
         )  # fmt: skip
         arrow.arrow_patch.set_gid(name)
+        return f"{row.name} ends the wait of {wait.row.name} for {name_of(wait.target)}"
 
     def handles(self) -> list[Any]:
         """What the legend shows: of the colours, those that are in the picture."""
