@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ class Drawn:
         return found
 
 
-def pipeline(file: Path, bug: bool = False, **options: object) -> None:
+def pipeline(file: Path, bug: bool = False, **options: Any) -> None:
     a, b = normal(64, 64, dtype=torch.bfloat16), normal(32, 64, dtype=torch.bfloat16)
     arguments = descriptor(a, [64, 64]), descriptor(b, [32, 64]), poisoned(64, 32)
     gluon_cpu.launch(hopper.slot_freed_before_the_product, (1,), *arguments, BUG=bug, timeline=file, **options)
