@@ -16,7 +16,7 @@ from .ops.mbarrier import Barrier
 from .ops.tma import Task
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, kw_only=True, order=True, slots=True)
 class Row:
     """A role, or an engine that works for it. Rows sort by program, CTA, role, and the engines after their role."""
 
@@ -27,7 +27,7 @@ class Row:
     name: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
     """Something done in one step."""
 
@@ -38,7 +38,7 @@ class Box:
     finding: bool = False  # where the run ended
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
     """A wait that blocked; `ended_by` is the box (row, step, nth) that let it go on."""
 
@@ -50,10 +50,7 @@ class Wait:
     ended_by: tuple[Row, int, int] | None = None
 
 
-def row_of(runner: Any, engine: str = "") -> Row:
-    """runner: an agent, or a task of an engine."""
-    agent = runner.agent if isinstance(runner, Task) else runner
-    engine = runner.engine if isinstance(runner, Task) else engine
+def row_for(agent: Any, engine: str) -> Row:
     role = agent.role + (f" (CTA {agent.cta.number})" if agent.cluster.num_ctas > 1 else "")
     return Row(
         program=agent.cluster.number,
@@ -78,6 +75,7 @@ class Trace:
         self.boxes: list[Box] = []
         self.waits: list[Wait] = []
         self.open: dict[Any, Wait] = {}  # by agent
+        self.known: dict[tuple[Any, str], Row] = {}
         self.ends: dict[Row, int] = {}  # the step in which a role was done
         self.finding: Finding | None = None
         self.counts: Counter[Row] = Counter()  # of boxes, in this step
@@ -102,6 +100,8 @@ class Trace:
         self.events.append({"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}})
 
     def span(self, pid: int, row: str, name: str, start: float, duration: float, **args: Any) -> None:
+        if self.path is None:
+            return
         tid = self.row(pid, row)
         end = self.row_end.get((pid, tid), 0.0)
         if start < end:  # several within one step of the scheduler
@@ -113,6 +113,13 @@ class Trace:
         self.events.append(event)
         self.last = (pid, tid, start)
 
+    def row_of(self, runner: Any, engine: str = "") -> Row:
+        """runner: an agent, or a task of an engine."""
+        key = (runner.agent, runner.engine) if isinstance(runner, Task) else (runner, engine)
+        if key not in self.known:
+            self.known[key] = row_for(*key)
+        return self.known[key]
+
     def box(self, row: Row, step: int, info: Any) -> None:
         if step != self.counted:
             self.counts, self.counted = Counter(), step
@@ -122,25 +129,25 @@ class Trace:
     def step(self, agent: Any) -> None:
         """A role was let go on: from where it stopped to where it stops next."""
         info = agent.at
-        self.box(row_of(agent), agent.cluster.machine.steps, info)
+        self.box(self.row_of(agent), agent.cluster.machine.steps, info)
         source = {"source": info.site.source, "where": info.site.where} if info is not None else {}
         self.span(agent.cluster.number, agent.who, label(info), float(agent.cluster.machine.steps), 1.0, **source)
 
     def task(self, task: Any) -> None:
         info = task.info
-        self.box(row_of(task), task.cluster.machine.steps, info)
+        self.box(self.row_of(task), task.cluster.machine.steps, info)
         now = float(task.cluster.machine.steps)
         self.span(task.cluster.number, task.who, label(info), now, 1.0, source=info.site.source, where=info.site.where)
 
     def product(self, agent: Any, info: Any) -> None:
-        self.box(row_of(agent, "wgmma"), agent.cluster.machine.steps, info)
+        self.box(self.row_of(agent, "wgmma"), agent.cluster.machine.steps, info)
         self.span(agent.cluster.number, f"wgmma for {agent.who}", label(info), float(agent.cluster.machine.steps), 1.0)
 
     def block(self, agent: Any, waitable: Any) -> None:
         self.counts[self.boxes.pop().row] -= 1  # the step just taken: it did nothing but begin to wait
         phase = agent.wanted_phase if isinstance(waitable, Barrier) else None
         self.open[agent] = Wait(
-            row=row_of(agent), start=agent.cluster.machine.steps, end=None, target=waitable, phase=phase
+            row=self.row_of(agent), start=agent.cluster.machine.steps, end=None, target=waitable, phase=phase
         )
         name = getattr(waitable, "place", None) or waitable.describe()
         self.blocked[agent] = (float(agent.cluster.machine.steps) + 1, f"wait: {name}")
@@ -151,8 +158,8 @@ class Trace:
             return
         runner, now = agent.cluster.machine.at, agent.cluster.machine.steps
         # An engine's box is there already, a role's comes after its step.
-        nth = max(self.counts[row_of(runner)] - 1, 0) if self.counted == now else 0
-        self.waits.append(replace(self.open.pop(agent), end=now, ended_by=(row_of(runner), now, nth)))
+        nth = max(self.counts[self.row_of(runner)] - 1, 0) if self.counted == now else 0
+        self.waits.append(replace(self.open.pop(agent), end=now, ended_by=(self.row_of(runner), now, nth)))
         cause = self.cause(agent)
         end = float(agent.cluster.machine.steps) + 1
         pid, tid = agent.cluster.number, self.row(agent.cluster.number, agent.who)
@@ -172,7 +179,7 @@ class Trace:
     def finish(self, agent: Any) -> None:
         """The role is done with its last step."""
         self.step(agent)
-        self.ends[row_of(agent)] = agent.cluster.machine.steps
+        self.ends[self.row_of(agent)] = agent.cluster.machine.steps
 
     def found(self, machine: Any, finding: Finding) -> None:
         """The run ended so; the operation that showed it gets its box, which a step that raises does not draw."""
@@ -181,7 +188,7 @@ class Trace:
         info = None if runner is None else runner.info if isinstance(runner, Task) else runner.at
         if isinstance(finding, Deadlock) or info is None or info.site not in finding.sites:
             return
-        row = row_of(runner)
+        row = self.row_of(runner)
         if not (self.boxes and (self.boxes[-1].row, self.boxes[-1].step) == (row, machine.steps)):
             self.box(row, machine.steps, info)
         self.boxes[-1] = replace(self.boxes[-1], finding=True)
