@@ -51,9 +51,12 @@ class Drawn:
 
 
 def pipeline(file: Path, bug: bool = False, **options: Any) -> None:
+    products(hopper.slot_freed_before_the_product, poisoned(64, 32), BUG=bug, timeline=file, **options)
+
+
+def products(kernel: Any, out: torch.Tensor, **options: Any) -> None:
     a, b = normal(64, 64, dtype=torch.bfloat16), normal(32, 64, dtype=torch.bfloat16)
-    arguments = descriptor(a, [64, 64]), descriptor(b, [32, 64]), poisoned(64, 32)
-    gluon_cpu.launch(hopper.slot_freed_before_the_product, (1,), *arguments, BUG=bug, timeline=file, **options)
+    gluon_cpu.launch(kernel, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out, **options)
 
 
 def test_a_row_for_each_role_and_each_engine(tmp_path):
@@ -94,15 +97,29 @@ def test_a_box_names_its_line(tmp_path):
     assert f"{min(lines)} wgmma" in Drawn(file).texts
 
 
+def overlaps(drawn: Drawn) -> list[tuple[float, float, float]]:
+    """Boxes and waits that begin before the one before them in their row ends."""
+    frames = sorted(drawn.frames())
+    return [b for a, b in itertools.pairwise(frames) if a[0] == b[0] and a[2] > b[1] + 1e-6]
+
+
 @pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_nothing_in_a_row_overlaps(policy, tmp_path):
-    """Under `late` the products of one step come together, and need room each."""
     file = tmp_path / "run.svg"
     pipeline(file, schedule=gluon_cpu.Schedule(policy, seed=1))
-    frames = sorted(Drawn(file).frames())
-    assert len(frames) > 20
-    for (y, _, right), (other_y, left, _) in itertools.pairwise(frames):
-        assert y != other_y or right <= left + 1e-6
+    drawn = Drawn(file)
+    assert len(drawn.frames()) > 20
+    assert overlaps(drawn) == []
+
+
+def test_what_an_engine_does_in_one_step_stands_side_by_side(tmp_path):
+    """Under `late` two products run in the step of the wait for both."""
+    file = tmp_path / "run.svg"
+    late = gluon_cpu.Schedule("late", seed=0)
+    products(hopper.result_before_its_wait, poisoned(2, 64, 32), BUG=False, schedule=late, timeline=file)
+    drawn = Drawn(file)
+    assert len([tip for tip in drawn.tips("box") if tip.startswith("wgmma for ")]) == 2
+    assert overlaps(drawn) == []
 
 
 def test_a_schedule_has_one_picture(tmp_path):
