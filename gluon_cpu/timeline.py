@@ -69,9 +69,7 @@ class Timeline:
         if self.path.suffix not in SUFFIXES:
             raise TimelineError(f"timeline: expected a file name that ends in {' or '.join(SUFFIXES)}, got {path}")
         if importlib.util.find_spec("matplotlib") is None:
-            raise TimelineError(
-                "timeline: needs matplotlib, found none; install it with: pip install 'gluon-attn[timeline]'"
-            )
+            raise TimelineError("timeline: needs matplotlib, found none; install it with: pip install matplotlib")
 
     @staticmethod
     def of(given: Any) -> "Timeline":
@@ -100,7 +98,7 @@ class Span:
 
 
 def text_of(info: Any, row: Row, times: int) -> str:
-    """What a box says: the line, in the file of the role if it is called from there, and what is done."""
+    """What a box says: the line, what is done, and how often."""
     if info is None:
         return "starts"
     frames = info.site.frames
@@ -125,8 +123,7 @@ def stuck_text(wait: Wait) -> str:
         return f"for ever: {target.describe()}"
     missing = [plural(target.pending, "arrival")] if target.pending else []
     missing += [plural(target.tx, "byte")] if target.tx else []
-    lack = f"{' and '.join(missing)} missing" if missing and target.phase <= (wait.phase or 0) else "already past"
-    return f"for ever: {name_of(target)}, phase {wait.phase}: {lack}"
+    return f"for ever: {name_of(target)}, phase {wait.phase}: {' and '.join(missing)} missing"
 
 
 def name_of(target: Any) -> str:
