@@ -14,6 +14,7 @@ from typing import Any
 
 from . import POLICIES, Accept, Finding, NothingChecked, check
 from .front import MODES, arch_of
+from .timeline import Timeline, TimelineError
 from .verdicts import Verdicts
 
 FOUND, MISTAKE, NOTHING, CRASHED = 1, 2, 3, 4
@@ -61,6 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
                    help="known findings: 'DataRace@kernel.py:120=why it may stay'; PLACE is file.py:line, file.py or a "
                    "function")  # fmt: skip
     c.add_argument("--keep-going", action="store_true", help="run all schedules and print every distinct finding")
+    c.add_argument("--timeline", help="draw the last launch into this file, .svg or .png")
+    c.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="how far it is, on stderr; default: on a terminal"
+    )
     options = parser.parse_args(arguments)
     try:
         function = load(options.function)
@@ -69,13 +74,19 @@ def main(arguments: list[str] | None = None) -> int:
             raise Mistake(f"--schedules: expected at least 1, got {options.schedules}; none would check nothing")
         accept = [Accept.parse(text) for text in options.accept or ()]
         Verdicts(options.skip or ())
-    except (Mistake, ValueError) as mistake:
+        if options.timeline:
+            Timeline(options.timeline)
+    except (Mistake, TimelineError, ValueError) as mistake:
         print(mistake, file=sys.stderr)
         return MISTAKE
-    extra = {name: value for name in ("mode", "trace", "skip", "keep_going") if (value := getattr(options, name))}
+    names = ("mode", "trace", "timeline", "skip", "keep_going")
+    extra = {name: value for name in names if (value := getattr(options, name))}
     extra |= {"accept": accept} if accept else {}
     try:
-        check(function, options.schedules, options.policies, seed=options.seed, target=options.target, **extra)
+        check(
+            function, options.schedules, options.policies, seed=options.seed, target=options.target,
+            progress=options.progress, **extra,
+        )  # fmt: skip
     except Finding:
         return FOUND  # check has printed it
     except NothingChecked as nothing:

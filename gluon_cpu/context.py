@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, RUNNING
+from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, LAUNCHED, RUNNING
 from .findings import Finding
 from .launch import Report, launch
 from .ops.mbarrier import plural
+from .progress import Cost, Progress
 from .schedule import POLICIES, Schedule
+from .timeline import Timeline
 from .verdicts import SEEN, Accept, Seen, shown
 
 
 @contextlib.contextmanager
 def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
-    """Ordinary `kernel[grid](...)` calls of Gluon kernels within run on the machine; yields the list of their reports.
+    """Ordinary `kernel[grid](...)` calls of Gluon kernels within run on the machine; yields the list of all reports.
 
     options: those of `launch`. What a call gives itself (num_warps, num_ctas) counts before them. `schedule` and
     `mode` hold for calls of `launch` within that give none as well.
@@ -38,9 +40,7 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
         if callable(grid):
             names = dict(zip(self.arg_names, args, strict=False)) | kwargs
             grid = grid(names)
-        report = launch(self, grid, *args, **merged)
-        reports.append(report)
-        return report
+        return launch(self, grid, *args, **merged)
 
     def refuse(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         raise TypeError(
@@ -52,10 +52,12 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
     token = DEFAULT_SCHEDULE.set(options.get("schedule") or DEFAULT_SCHEDULE.get())
     mode_token = DEFAULT_MODE.set(options.get("mode") or DEFAULT_MODE.get())
     running_token = RUNNING.set(True)
+    launched_token = LAUNCHED.set(reports)
     try:
         with stand_in_driver(target):
             yield reports
     finally:
+        LAUNCHED.reset(launched_token)
         RUNNING.reset(running_token)
         DEFAULT_MODE.reset(mode_token)
         DEFAULT_SCHEDULE.reset(token)
@@ -94,7 +96,10 @@ class NothingChecked(Exception):
 
 @dataclass
 class CheckResult:
-    """What `check` saw: how many schedules ran, how many launches, the findings, and which of them were accepted."""
+    """What `check` saw: how many schedules ran, how many launches, the findings, and which of them were accepted.
+
+    cost: what the first schedule took; None if that one had a finding.
+    """
 
     tried: int
     launches: int
@@ -102,6 +107,7 @@ class CheckResult:
     accepted: Counter[Accept]
     unused: list[Accept]  # accepted, but not found
     seconds: float
+    cost: Cost | None = None
 
     @property
     def ok(self) -> bool:
@@ -130,6 +136,7 @@ def check(
     seed: int = 0,
     target: str = "sm_90a",
     quiet: bool = False,
+    progress: bool | None = None,
     **options: Any,
 ) -> CheckResult:
     """Call `fn` under `machine`, once per schedule, the policies in turn; raises the first finding.
@@ -138,26 +145,36 @@ def check(
     Before that it prints the finding with the policy and the seed that replay it: `schedule=Schedule(policy, seed)`.
     options: those of `launch`. With keep_going=True all schedules run, and an ExceptionGroup of the distinct findings
     comes at the end: a finding is distinct by its kind and its lines.
+    progress: whether stderr says what a schedule costs and how far it is; default: if it is a terminal, unless `quiet`.
+    timeline: as of `launch`, drawn once: of the last launch, or of that with the finding.
     Raises NothingChecked if `fn` launches no kernel, and ValueError for less than one schedule.
     """
     start = time.perf_counter()
+    picture = None if options.get("timeline") is None else Timeline(options["timeline"], later=True)
+    if picture is not None:
+        options["timeline"] = picture
+    bar = Progress(False if quiet and progress is None else progress)
     seen = Seen()
     token = SEEN.set(seen)
     tried = 0
     try:
-        for chosen in plan(schedules, policies, seed, **options):
+        for chosen in bar.over(plan(schedules, policies, seed, **options)):
             tried += 1
-            with machine(target, **chosen):
+            with machine(target, **chosen) as bar.reports:
                 fn()
             if not seen.launches:
                 name = getattr(fn, "__name__", repr(fn))
                 raise NothingChecked(f"{name} launched no kernel: there was nothing to check")
     except Finding as finding:
+        bar.clear()
         seen.add(finding)
     finally:
         SEEN.reset(token)
+        if picture is not None:
+            picture.draw()
     unused = [entry for entry in options.get("accept", ()) if entry not in seen.accepted]
-    result = CheckResult(tried, seen.launches, seen.findings, seen.accepted, unused, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    result = CheckResult(tried, seen.launches, seen.findings, seen.accepted, unused, seconds, bar.cost)
     if not quiet:
         print(result)
     if result.findings and options.get("keep_going"):

@@ -108,10 +108,15 @@ def lower(module: Any, arch: int) -> Any:
     return module
 
 
-def build_text(source: Any, arch: int, options: Any, lowered: bool) -> str:
-    """The printed module of a kernel."""
+# Modules compiled in fast mode, by what they are made of: `check` compiles them in lowered mode too, from there on.
+_FAST: dict[str, Any] = {}
+MOST_KEPT = 8
+
+
+def build_text(source: Any, arch: int, options: Any, lowered: bool, key: str = "") -> str:
+    """The printed module of a kernel. key: of what it is made of, whatever the mode; without one nothing is kept."""
     try:
-        return printed_module(source, arch, options, lowered)
+        return printed_module(source, arch, options, lowered, key)
     except RuntimeError as error:
         # Its message is no more than the name of a pass. Done again to hear what the compiler printed, not listened to
         # before: it ends the process after some errors, and what it printed then must not be lost.
@@ -119,7 +124,21 @@ def build_text(source: Any, arch: int, options: Any, lowered: bool) -> str:
         raise RuntimeError(f"{source.fn.__name__}: the compiler refuses it: {said or error}") from error
 
 
-def printed_module(source: Any, arch: int, options: Any, lowered: bool) -> str:
+def printed_module(source: Any, arch: int, options: Any, lowered: bool, key: str = "") -> str:
+    module = _FAST.pop(key, None)
+    if module is None:
+        module = build_ttgir(source, arch, options)
+    if lowered:
+        module = lower(module, arch)
+    elif key:
+        _FAST[key] = module
+        if len(_FAST) > MOST_KEPT:
+            del _FAST[next(iter(_FAST))]
+    return str(module.str() if hasattr(module, "str") else module)
+
+
+def build_ttgir(source: Any, arch: int, options: Any) -> Any:
+    """What the frontend and the compiler's own passes make of a kernel, in either mode."""
     from .compat import ir
     from .hooks import frontend_hooks
 
@@ -133,10 +152,7 @@ def printed_module(source: Any, arch: int, options: Any, lowered: bool) -> str:
             target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
         )
     metadata: dict[str, Any] = {}
-    module = backend.gluon_to_ttgir(module, metadata, options, arch)
-    if lowered:
-        module = lower(module, arch)
-    return str(module.str() if hasattr(module, "str") else module)
+    return backend.gluon_to_ttgir(module, metadata, options, arch)
 
 
 def errors_printed(action: Callable[[], object]) -> str:
@@ -200,7 +216,9 @@ def compile_source(
     path = cache_directory() / f"{key}.pickle"
     generated = read_cache(path)
     if generated is None:
-        text = build_text(GluonASTSource(kernel, signature, constants, attrs), arch, options, mode == "lowered")
+        source = GluonASTSource(kernel, signature, constants, attrs)
+        either = source_hash(kernel, signature, constants, attrs, options, arch, mode="")
+        text = build_text(source, arch, options, mode == "lowered", either)
         generated = generate(parse_module(text), mode == "lowered")
         frames = [f for info in generated.infos for f in info.site.frames]
         generated.files = {name: file_hash(name) for name in {f.file for f in frames}}

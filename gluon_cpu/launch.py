@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import findings, programmatic_launch
-from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE
+from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, LAUNCHED
 from .front import MODES, Compiled, arch_of, backend_for, compile_source
 from .global_memory import Descriptor, GlobalBuffer, merge_runs, strided_runs
 from .ir.types import Scalar, TensorDesc
@@ -254,6 +254,7 @@ def launch(
     schedule: Schedule | None = None,
     mode: str | None = None,
     trace: Any = None,
+    timeline: Any = None,
     checks: bool = True,
     outputs: Sequence[Any] | None = None,
     resident: int = 4,
@@ -268,7 +269,8 @@ def launch(
 
     target: 'sm_90a', 'sm_100a' or 'sm_103a'. schedule: which interleaving; the same one replays exactly.
     mode: 'fast' (one CTA) or 'lowered' (with the compiler's memory offsets, fences and cluster barriers); by num_ctas.
-    trace: a file for a Chrome trace. checks: False to only compute. resident: programs that run at the same time.
+    trace: a file for a Chrome trace. timeline: a file (.svg, .png) for a picture of what one program does.
+    checks: False to only compute. resident: programs that run at the same time.
     outputs: the tensors of which every element must be written. By default, of tensors that the kernel writes and never
     reads, no element may stay NaN: who hands over NaN wants them filled.
     launch_pdl: the kernel may start before the launch before it ends, if that one says so (see programmatic_launch.py).
@@ -286,6 +288,11 @@ def launch(
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
     if mode == "fast" and num_ctas > 1:
         raise ValueError("mode: 'fast' knows one CTA only; leave mode out, or pass 'lowered'")
+    picture = None
+    if timeline is not None:
+        from .timeline import Timeline
+
+        picture = Timeline.of(timeline)
     bound = bind(
         kernel, args, {**meta, "num_warps": num_warps, "num_ctas": num_ctas}, arch_of(target), mode, specialize
     )
@@ -293,10 +300,10 @@ def launch(
         grid = grid(dict(bound.values) | meta)
     sizes, programs = programs_of(grid)
     tracer = None
-    if trace is not None:
+    if trace is not None or picture is not None:
         from .trace import Trace
 
-        tracer = Trace(str(trace))
+        tracer = Trace(None if trace is None else str(trace))
     machine = Machine(bound.compiled, programs, sizes, schedule, checks, tracer, resident, verdicts)
     start = time.perf_counter()
     arguments = convert(machine, bound)
@@ -322,18 +329,22 @@ def launch(
                     )
     except findings.Finding as finding:  # which ends the run
         machine.seal(finding)
+        if tracer is not None:
+            tracer.found(machine, finding)
         if not keep_going:
             raise
         verdicts.seen.add(finding)
     finally:
         if tracer is not None:
             tracer.save()
+        if picture is not None and tracer is not None:
+            picture.take(tracer, machine)
         conclude(verdicts)
     if verdicts.seen.findings and SEEN.get() is None:
         raise ExceptionGroup(f"{plural(len(verdicts.seen.findings), 'finding')}", verdicts.seen.findings)
     seconds = time.perf_counter() - start
     names = [r.name for r in bound.compiled.generated.roles]
-    return Report(
+    report = Report(
         bound.compiled.name,
         schedule,
         mode,
@@ -345,6 +356,10 @@ def launch(
         names,
         verdicts.seen.accepted,
     )
+    within = LAUNCHED.get()
+    if within is not None:
+        within.append(report)
+    return report
 
 
 def check_arguments(kernel: Any, schedule: Any, resident: int) -> None:

@@ -1,6 +1,6 @@
 """docs/gluon_cpu.md: its code runs, and the messages it shows are those that are printed.
 
-After a change of a message: `python -m tests.docs.test_gluon_cpu_page` writes the real ones into the page.
+After a change of a message or a picture: `python -m tests.docs.test_gluon_cpu_page` writes the real ones.
 """
 
 import contextlib
@@ -166,8 +166,41 @@ def test_command_prints_what_the_page_shows(tmp_path):
     assert done.stdout == FILES["race"].message
 
 
+def forgotten(code: str) -> str:
+    """The code with its wrong line deleted, and nothing put in for it."""
+    return "".join(line for line in code.splitlines(keepends=True) if "# fix: " not in line)
+
+
+PICTURES = {"timeline": mended, "timeline_deadlock": forgotten}
+
+
+def picture(name: str, folder: Path) -> str:
+    """What the page's command draws."""
+    with examples(folder, product=PICTURES[name](FILES["product"].code)):
+        (words,) = re.findall(r"^python -m (gluon_cpu .* --timeline timeline\.svg)$", PAGE.read_text(), re.MULTILINE)
+        done = command(folder, *words.split())
+    assert done.returncode == int(name != "timeline"), done.stdout + done.stderr
+    return (folder / "timeline.svg").read_text(encoding="utf-8")
+
+
+def shown(svg: str) -> list[str]:
+    """All text, that under the mouse too: where it stands differs from one matplotlib to the next."""
+    return re.findall(r">([^<>]+)</(?:text|title)>", svg)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_is_as_drawn(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    kept = PAGE.with_name(f"{name}.svg")
+    assert kept.stat().st_size < 60_000
+    drawn = shown(picture(name, tmp_path))
+    assert drawn == shown(kept.read_text(encoding="utf-8"))
+    assert "TMA load for loader" in drawn
+    assert ("waits for ever" in drawn) == (name == "timeline_deadlock")
+
+
 def update() -> None:
-    """Write the messages as they are printed now into the page."""
+    """Write the messages as they are printed now into the page, and draw its pictures."""
 
     def renewed(match: re.Match[str]) -> str:
         if match[2] is None:
@@ -178,6 +211,9 @@ def update() -> None:
             return f"```python\n{match[1]}```\n\n```text\n{printed(FILES[name], Path(folder))}```\n"
 
     PAGE.write_text(BLOCK.sub(renewed, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in PICTURES:
+        with tempfile.TemporaryDirectory() as folder:
+            PAGE.with_name(f"{name}.svg").write_text(picture(name, Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":

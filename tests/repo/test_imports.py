@@ -27,6 +27,8 @@ MAY_IMPORT = {
 PYTEST_PLUGIN = "gluon_cpu/pytest_plugin.py"
 # The one file of gluon_attn that may import gluon_cpu, inside a function: who has a GPU never pays for it.
 CPU_FILE = "gluon_attn/cpu.py"
+# The one file that draws, with a library that not everybody has: inside a function.
+PICTURES = "gluon_cpu/timeline.py"
 # Users of the packages: they import each other at most.
 NEVER_IMPORTED = {"tests", "bench"}
 # Parts of Triton that move between releases. So does whatever is named with an underscore. A package has one file for
@@ -128,7 +130,7 @@ def complaints(file: str, source: str) -> Iterator[str]:
                 yield where + f"only {CPU_FILE} may import gluon_cpu"
             elif not lazy:
                 yield where + f"{CPU_FILE} must import gluon_cpu inside a function"
-        elif (file, top) == (PYTEST_PLUGIN, "pytest"):
+        elif (file, top) == (PYTEST_PLUGIN, "pytest") or (file, top, lazy) == (PICTURES, "matplotlib", True):
             continue
         elif package in MAY_IMPORT and top not in MAY_IMPORT[package] | {package} | sys.stdlib_module_names:
             yield where + f"{package} may import {', '.join(sorted(MAY_IMPORT[package]))} only"
@@ -183,6 +185,8 @@ PLANTED = {
         "only gluon_attn/cpu.py may import gluon_cpu",
     ),
     "gluon_cpu imports channels": ("gluon_cpu/run.py", "from channels.ring import Ring", "gluon_cpu may import"),
+    "matplotlib not lazy": ("gluon_cpu/timeline.py", "import matplotlib", "gluon_cpu may import"),
+    "matplotlib elsewhere": ("gluon_cpu/run.py", "def f():\n    import matplotlib", "gluon_cpu may import"),
     "gluon_cpu imports gluon_attn": ("gluon_cpu/run.py", "import gluon_attn", "gluon_cpu may import"),
     "a package imports tests": ("gluon_attn/api.py", "from tests.gpu import helper", "nothing imports tests"),
     "a package imports bench": ("channels/ring.py", "import bench", "nothing imports bench"),
@@ -232,6 +236,7 @@ ALLOWED = {
     "compat": ("channels/compat.py", "from triton.experimental import gluon\nfrom triton._C import libtriton"),
     "gluon_cpu, lazily": ("gluon_attn/cpu.py", "def run():\n    from gluon_cpu import run\n    return run"),
     "gluon_cpu": ("gluon_cpu/run.py", "import triton, torch, numpy, ml_dtypes"),
+    "matplotlib, lazily": ("gluon_cpu/timeline.py", "def f():\n    import matplotlib"),
     "tests import anything": ("tests/bench/test_x.py", "import gluon_cpu, gluon_attn, bench, channels.ring, pytest"),
     "another runtime": ("gluon_attn/api.py", "import torch\ntorch.runtime._x\nself.triton.runtime"),
 }
