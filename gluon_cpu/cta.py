@@ -76,12 +76,6 @@ class Cta:
             return report.race(e, f"the memory of {self.barriers[e.start].place}")
         return report.race(e, self.place(e.start))
 
-    def shadow_read(self, runs: Any, base: int, clk: Any, access: Access) -> None:
-        self.shadow.read(runs, base, clk, access)
-
-    def shadow_write(self, runs: Any, base: int, clk: Any, access: Access) -> None:
-        self.shadow.write(runs, base, clk, access)
-
     def note_use(self, offset: int, slot: int, time: int, who: str, info: Any, *, remote: bool) -> None:
         self.uses.setdefault(offset, {})[slot] = (time, who, info)
         if self.checks:

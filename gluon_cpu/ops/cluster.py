@@ -100,5 +100,5 @@ class ClusterOps(AgentBase):
         start, size = info.scratch
         for cta in self.cluster.ctas:
             if cta is not self.cta:
-                cta.shadow_read(((start, start + size),), 0, self.clk, self.access(info))
+                cta.shadow.read(((start, start + size),), 0, self.clk, self.access(info))
                 cta.touched[self.slot] = (self.t, self.who, info)

@@ -136,7 +136,7 @@ class GlobalOps(BarrierOps):
                 data[keep] = got
         if cta.checks:
             runs, base = info.pattern.runs_at(m)
-            cta.shadow_write(runs, base, clk, access)
+            cta.shadow.write(runs, base, clk, access)
             cta.touched[self.copy_slot] = (self.copies, access.who, info)
         info.pattern.store(cta.memory, m, data.reshape(shape))
         self.tick()

@@ -53,7 +53,7 @@ class SharedOps(AgentBase):
         """Memory that the compiler takes for its own use in an operation: what is written there is read at once."""
         cta = self.cta
         if cta.checks:
-            cta.shadow_write(((info.offset, info.offset + info.bytes),), 0, self.clk, self.access(info))
+            cta.shadow.write(((info.offset, info.offset + info.bytes),), 0, self.clk, self.access(info))
         cta.memory.poison(info.offset, info.bytes)
 
     def local_load(self, info: Any, m: int) -> Any:
@@ -61,7 +61,7 @@ class SharedOps(AgentBase):
         cta = self.cta
         if cta.checks:
             runs, base = info.pattern.runs_at(m)
-            cta.shadow_read(runs, base, self.clk, self.access(info))
+            cta.shadow.read(runs, base, self.clk, self.access(info))
         return info.pattern.load(cta.memory, m)
 
     def local_store(self, info: Any, m: int, data: Any) -> None:
@@ -69,7 +69,7 @@ class SharedOps(AgentBase):
         cta = self.cta
         if cta.checks:
             runs, base = info.pattern.runs_at(m)
-            cta.shadow_write(runs, base, self.clk, self.access(info))
+            cta.shadow.write(runs, base, self.clk, self.access(info))
         info.pattern.store(cta.memory, m, plain(data))
 
     def element_offsets(self, info: Any, m: int, indices: Any, axis: int) -> Any:
@@ -92,7 +92,7 @@ class SharedOps(AgentBase):
         cta, p = self.cta, info.pattern
         offsets = self.element_offsets(info, m, indices, axis)
         if cta.checks:
-            cta.shadow_read(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
+            cta.shadow.read(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
         return cta.memory.views[p.element_bytes].take(offsets // p.element_bytes).view(p.dtype)
 
     def local_scatter(self, info: Any, m: int, data: Any, indices: Any, axis: int) -> None:
@@ -100,7 +100,7 @@ class SharedOps(AgentBase):
         cta, p = self.cta, info.pattern
         offsets = self.element_offsets(info, m, indices, axis)
         if cta.checks:
-            cta.shadow_write(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
+            cta.shadow.write(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
         view = cta.memory.views[p.element_bytes]
         view[(offsets // p.element_bytes).reshape(-1)] = np.ascontiguousarray(data).reshape(-1).view(view.dtype)
 
@@ -111,8 +111,8 @@ class SharedOps(AgentBase):
         wanted = np.ones(offsets.shape, np.bool_) if mask is None else mask
         if cta.checks:
             access = self.access(info)._replace(atomic=Scope(True, self.cluster.number, cta.number))
-            cta.shadow_read(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
-            cta.shadow_write(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
+            cta.shadow.read(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
+            cta.shadow.write(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
         view = cta.memory.views[p.element_bytes].view(p.dtype)
         old = np.zeros(offsets.shape, p.dtype)
         cells = (offsets // p.element_bytes).reshape(-1).tolist()

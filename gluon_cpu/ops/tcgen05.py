@@ -126,7 +126,7 @@ class MmaTask(PipeTask):
         else:
             if cta.checks:
                 runs, base = pattern.runs_at(m)
-                cta.shadow_read(runs, base, self.clk, self.access()._replace(is_async=True))
+                cta.shadow.read(runs, base, self.clk, self.access()._replace(is_async=True))
                 cta.touched[self.slot] = (self.time, self.who, self.info)
             raw = pattern.load(cta.memory, m)
         return to_f32(raw) if raw.dtype.kind not in "iu" else raw
@@ -168,7 +168,7 @@ class CopyTask(PipeTask):
             cta = cluster.ctas[c]
             if cta.checks:
                 runs, base = info.source_pattern.runs_at(self.source)
-                cta.shadow_read(runs, base, self.clk, self.access()._replace(is_async=True))
+                cta.shadow.read(runs, base, self.clk, self.access()._replace(is_async=True))
                 cta.touched[self.slot] = (self.time, self.who, info)
             data = info.source_pattern.load(cta.memory, self.source)
             cta.tensor().write(info.target_pattern, self.target, self.clk, self.access(), data)

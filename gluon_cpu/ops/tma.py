@@ -87,7 +87,7 @@ class LoadTask(Task):
             cta = cluster.ctas[d]
             if cta.checks:
                 runs, base = info.pattern.runs_at(self.m)
-                cta.shadow_write(runs, base, self.clk, access)
+                cta.shadow.write(runs, base, self.clk, access)
                 cta.touched[self.slot] = (self.time, self.who, info)
             info.pattern.store(cta.memory, self.m, data)
             home = cluster.ctas[d & ~info.zero]
@@ -140,7 +140,7 @@ class StoreRead(Task):
         cta, info = self.agent.cta, self.info
         if cta.checks:
             runs, base = info.pattern.runs_at(self.m)
-            cta.shadow_read(runs, base, self.clk, self.access())
+            cta.shadow.read(runs, base, self.clk, self.access())
             if cta.touched.get(self.slot, (0,))[0] < self.time:
                 cta.touched[self.slot] = (self.time, self.who, info)
         self.store.data = info.pattern.load(cta.memory, self.m)
@@ -199,7 +199,7 @@ class PeerStore(Task):
             cta = cluster.ctas[number]
             flat = offsets + (self.m & OFFSET_MASK)
             if cta.checks:
-                cta.shadow_write(runs_of(flat, info.item), 0, self.clk, self.access()._replace(is_async=False))
+                cta.shadow.write(runs_of(flat, info.item), 0, self.clk, self.access()._replace(is_async=False))
                 cta.touched[self.slot] = (self.time, self.who, info)
             view = cta.memory.views[info.item]
             view[flat // info.item] = values.view(view.dtype)

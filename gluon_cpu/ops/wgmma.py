@@ -51,7 +51,7 @@ class Product:
         cta = self.agent.cta
         if cta.checks:
             runs, base = pattern.runs_at(x)
-            cta.shadow_read(runs, base, self.clk, access)
+            cta.shadow.read(runs, base, self.clk, access)
         raw = pattern.load(cta.memory, x)
         return to_f32(raw) if raw.dtype.kind not in "iu" else raw
 
