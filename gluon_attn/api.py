@@ -33,13 +33,14 @@ from .runtime.kernel import Launches
 UNSUPPORTED = {
     **dict.fromkeys(("attn_bias", "bias", "score_mod"), "a bias or another change to the scores"),
     **dict.fromkeys(("attn_mask", "attention_mask", "block_mask", "mask_mod"), "a mask other than causal"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "variable lengths"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "a batch of variable lengths"),
     **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
     **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),
-    **dict.fromkeys(("window_size", "sliding_window", "attention_chunk"), "a sliding window"),
+    **dict.fromkeys(("window", "window_size", "sliding_window", "attention_chunk"), "a sliding window"),
     **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
-    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "attention sinks"),
+    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "an attention sink"),
     "alibi_slopes": "ALiBi",
+    "deterministic": "a choice between kinds of gradients",
     "softcap": "a soft cap on the scores",
     "qv": "a V head dim unlike Q's",
 }
@@ -178,7 +179,7 @@ def refuse(**unsupported: Any) -> None:
     """Raise for the first argument that attention() does not know, or knows but does not support."""
     for name in unsupported:
         if name in UNSUPPORTED:
-            raise NotImplementedError(f"{name}: {UNSUPPORTED[name]} is not supported; leave the argument out")
+            raise NotImplementedError(f"{name}: {UNSUPPORTED[name]} is not supported so far; leave the argument out")
         else:
             hint = f"; use {RENAMED[name]}" if name in RENAMED else ""
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")

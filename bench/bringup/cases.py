@@ -14,7 +14,7 @@ from gluon_attn.forward.table import pick_tile
 from gluon_attn.problem import FP8_DTYPES, Problem
 from gluon_attn.testing import check, poison_free_memory
 
-from . import here, levers
+from . import device_at_hand, levers
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LAUNCHES = 4  # of each case on a card, all with the same bits
@@ -55,20 +55,20 @@ class Case:
         ]
         if tensors[0].dtype in FP8_DTYPES:
             tensors += [torch.exp2(2 * torch.rand(self.batch, self.kv_heads, generator=generator) - 1) for _ in "qkv"]
-        return tuple(t.cuda() if here.on_card() else t for t in tensors)
+        return tuple(t.cuda() if device_at_hand.on_card() else t for t in tensors)
 
     def tile(self) -> TileConfig | None:
         if not self.lever:
             return None
         plain = levers.plain(table_tile(DTYPES[self.dtype], self.head_dim, self.causal, self.num_ctas))
-        return plain if self.lever == "plain" else levers.variants(plain, here.device().arch)[self.lever]
+        return plain if self.lever == "plain" else levers.variants(plain, device_at_hand.device().arch)[self.lever]
 
 
 def table_tile(dtype: torch.dtype, head_dim: int, causal: bool, num_ctas: int | None, length: int = 512) -> TileConfig:
     """The table's tile for much work: those for little are small."""
     sizes = {"batch": 4096, "heads": 1, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": head_dim}
     problem = Problem(dtype=dtype, causal=causal, scale=head_dim**-0.5, layout="bhsd", **sizes)
-    return pick_tile(problem, here.device(), num_ctas)
+    return pick_tile(problem, device_at_hand.device(), num_ctas)
 
 
 def run(case: Case) -> None:
@@ -80,11 +80,11 @@ def run(case: Case) -> None:
     tile = case.tile()
     asked = {"tile": tile} if tile else {"num_ctas": case.num_ctas}
     first = None
-    for _ in range(LAUNCHES if here.on_card() else 1):
+    for _ in range(LAUNCHES if device_at_hand.on_card() else 1):
         out.fill_(math.nan)
-        if here.on_card():
+        if device_at_hand.on_card():
             poison_free_memory(((case.batch, case.heads, case.q_len), torch.float32))
-        _, lse = here.call(*tensors, out=out, **options, **asked)
+        _, lse = device_at_hand.call(*tensors, out=out, **options, **asked)
         if first is None:
             check(q, k, v, out, lse, scales=scales, what=case.name, **options)
             first = out.clone(), lse
@@ -114,7 +114,7 @@ def rows() -> Iterator[dict[str, Any]]:
         yield {"name": f"{dtype}, D={d}, {name}", "dtype": dtype, "head_dim": d, **heads}
     # More tiles than programs: every channel lives on from tile to tile.
     for d in (64, 128):
-        heads = 2 * here.device().sm_count + 1
+        heads = 2 * device_at_hand.device().sm_count + 1
         yield {"name": f"D={d}, {heads} heads", "head_dim": d, "heads": heads, "q_len": 300, "kv_len": 300}
 
 
@@ -129,12 +129,12 @@ def supported(case: Case) -> bool:
 
 def lever_rows(head_dim: int, causal: bool, num_ctas: int) -> Iterator[dict[str, Any]]:
     plain = levers.plain(table_tile(torch.bfloat16, head_dim, causal, num_ctas))
-    for lever in ("plain", *levers.variants(plain, here.device().arch)):
+    for lever in ("plain", *levers.variants(plain, device_at_hand.device().arch)):
         yield {"name": f"D={head_dim}, {lever}", "head_dim": head_dim, "lever": lever, "q_len": 700, "kv_len": 660}
 
 
 def for_card() -> Iterator[Case]:
-    for num_ctas, causal in itertools.product(here.cta_counts(), (False, True)):
+    for num_ctas, causal in itertools.product(device_at_hand.cta_counts(), (False, True)):
         tiles = itertools.chain(rows(), *(lever_rows(d, causal, num_ctas) for d in (64, 128)))
         yield from (named(row, num_ctas, causal) for row in tiles)
 
@@ -158,7 +158,7 @@ def named(row: dict[str, Any], num_ctas: int, causal: bool) -> Case:
 
 def all_cases() -> dict[str, Case]:
     """By name, those that there is a kernel for here."""
-    cases = [case for case in (for_card() if here.on_card() else for_cpu()) if supported(case)]
+    cases = [case for case in (for_card() if device_at_hand.on_card() else for_cpu()) if supported(case)]
     by_name = {case.name: case for case in cases}
     assert len(by_name) == len(cases), "two cases have one name"
     return by_name

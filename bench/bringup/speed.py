@@ -18,7 +18,7 @@ from gluon_attn import TileConfig, attention
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.testing import check
 
-from . import cases, here, levers
+from . import cases, device_at_hand, levers
 from .runner import Notes
 
 LENGTHS = (1024, 4096, 16384)
@@ -72,7 +72,7 @@ def sweep(head_dim: int, causal: bool, notes: Notes) -> None:
         sdpas: Calls = {name: functools.partial(sdpa, backend, q, k, v, causal) for name, backend in BACKENDS.items()}
         baselines, _ = working(notes, what, sdpas)
         ours = {"ours": partials(q, k, v, causal=causal)}
-        ours |= {f"ours, {n} CTAs": partials(q, k, v, causal=causal, num_ctas=n) for n in here.cta_counts()}
+        ours |= {f"ours, {n} CTAs": partials(q, k, v, causal=causal, num_ctas=n) for n in device_at_hand.cta_counts()}
         ours["ours, e4m3"] = partials(*dataclasses.replace(point, dtype="e4m3").arguments([q, k, v]), causal=causal)
         right, failed = working(notes, what, {name: checked for name, (checked, _) in ours.items()})
         wrong += (f"{what}, {name}" for name in failed)
@@ -134,10 +134,10 @@ def compare_levers(head_dim: int, causal: bool, notes: Notes) -> None:
     """Each lever turned on its own against the table's tile; then the gains together: a proposal for the table."""
     q, k, v = Point(head_dim=head_dim, causal=causal, length=LEVER_LENGTH).tensors()
     table = cases.table_tile(q.dtype, head_dim, causal, None, LEVER_LENGTH)
-    tiles = {TABLE: table, **levers.variants(table, here.device().arch)}
+    tiles = {TABLE: table, **levers.variants(table, device_at_hand.device().arch)}
     tiles |= {
         f"{n} CTAs": cases.table_tile(q.dtype, head_dim, causal, n, LEVER_LENGTH)
-        for n in here.cta_counts()
+        for n in device_at_hand.cta_counts()
         if n != table.num_ctas
     }
 
@@ -153,13 +153,13 @@ def compare_levers(head_dim: int, causal: bool, notes: Notes) -> None:
 
     try:
         for _ in precompile(
-            {(q.dtype, head_dim, Mask(causal=causal), tile) for tile in tiles.values()}, here.device().arch
+            {(q.dtype, head_dim, Mask(causal=causal), tile) for tile in tiles.values()}, device_at_hand.device().arch
         ):
             pass
     except Exception as error:  # it only saves time: what does not compile is found below, by name
         notes.say(f"compiling ahead failed: {error}")
     timings = timed(tiles)
-    notes.put("table", here.fields_of(table))
+    notes.put("table", device_at_hand.fields_of(table))
     notes.put("gains", {n: {"gain": g, "noise": noise(timings, n)} for n, g in gains(timings).items()})
     for name, gain in sorted(gains(timings).items(), key=lambda item: -item[1]):
         notes.say(f"{gain:+.1%} (noise {noise(timings, name):.1%}): {name}")
@@ -170,7 +170,7 @@ def compare_levers(head_dim: int, causal: bool, notes: Notes) -> None:
         candidates["together: " + levers.label(table, together)] = together
     final = timed({TABLE: table, **candidates})
     best = next(iter(winners(final)), TABLE)
-    notes.put("proposal", here.fields_of(tiles[TABLE] if best == TABLE else candidates[best]))
+    notes.put("proposal", device_at_hand.fields_of(tiles[TABLE] if best == TABLE else candidates[best]))
     if best == TABLE:
         notes.say("proposal: the table as it is")
     else:

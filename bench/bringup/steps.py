@@ -24,7 +24,7 @@ from gluon_attn.runtime.assembler import assembler_version
 from gluon_attn.runtime.compiler import check_triton_version
 from tests.gpu.checks import Apart, Outcome
 
-from . import cases, here, speed
+from . import cases, device_at_hand, speed
 from .runner import Notes, Step
 
 SANITIZER = {"TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"}
@@ -60,12 +60,12 @@ def machine(notes: Notes) -> None:
 
 def card(notes: Notes) -> None:
     """torch, the driver and Triton's launches work at all: a sum, and a kernel of two roles with one channel."""
-    here.require_card()
+    device_at_hand.require_card()
     assert float(torch.ones(1000, device="cuda").sum()) == 1000
     from tests.gpu.test_consan import run_hand_over
 
     run_hand_over(True)
-    notes.say(f"{here.device()}")
+    notes.say(f"{device_at_hand.device()}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,8 +75,8 @@ def card(notes: Notes) -> None:
 
 def table_rows() -> dict[str, tuple[Row, int]]:
     """Each row of the table that is for this card, or without one each of Blackwell, with what to compile it for."""
-    rows = [(row, here.device().arch if here.on_card() else row.tile.archs[0]) for row in TABLE]
-    wanted = [(row, arch) for row, arch in rows if arch in row.tile.archs and (here.on_card() or arch != 90)]
+    rows = [(row, device_at_hand.device().arch if device_at_hand.on_card() else row.tile.archs[0]) for row in TABLE]
+    wanted = [(row, arch) for row, arch in rows if arch in row.tile.archs and (device_at_hand.on_card() or arch != 90)]
     return {f"{i}: sm_{arch}a {describe(row)}": (row, arch) for i, (row, arch) in enumerate(wanted)}
 
 
@@ -149,7 +149,7 @@ def last_line(text: str) -> str:
 
 def smallest(num_ctas: int, notes: Notes) -> None:
     """One row and one key, then one key block, then two with a causal mask."""
-    here.require_ctas(num_ctas)
+    device_at_hand.require_ctas(num_ctas)
     for q_len, kv_len, causal in ((1, 1, False), (128, 128, False), (129, 200, True)):
         name = f"{q_len} x {kv_len}, {'causal' if causal else 'full'}"
         print(name, flush=True)  # seen if the next line hangs
@@ -159,7 +159,7 @@ def smallest(num_ctas: int, notes: Notes) -> None:
 
 def sanitizer_finds(notes: Notes) -> None:
     """The sanitizer is silent about a role that waits, and finds the race of one that does not."""
-    here.require_card()
+    device_at_hand.require_card()
     from tests.gpu.test_consan import FINDING
 
     apart = Apart(function="tests.gpu.test_consan:run", item_seconds=200, processes=1, restarts=0)
@@ -171,10 +171,10 @@ def sanitizer_finds(notes: Notes) -> None:
 
 
 def sanitize(num_ctas: int, causal: bool, notes: Notes) -> None:
-    here.require_card()
-    here.require_ctas(num_ctas)
+    device_at_hand.require_card()
+    device_at_hand.require_ctas(num_ctas)
     tile = cases.table_tile(torch.bfloat16, 64, causal, num_ctas)
-    kernel = compiled(torch.bfloat16, 64, Mask(causal=causal), tile, arch=here.device().arch, device_index=0)
+    kernel = compiled(torch.bfloat16, 64, Mask(causal=causal), tile, arch=device_at_hand.device().arch, device_index=0)
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
     assert kernel.metadata.profile_scratch_size > 0, "the kernel is not instrumented"
     notes.say("compiled")
@@ -201,8 +201,8 @@ def grid(notes: Notes) -> None:
 
 def repeated(num_ctas: int, notes: Notes) -> None:
     """Bit by bit the same, launch after launch, into poisoned outputs."""
-    here.require_card()
-    here.require_ctas(num_ctas)
+    device_at_hand.require_card()
+    device_at_hand.require_ctas(num_ctas)
     from tests.gpu.test_repeats import repeat
 
     for head_dim, causal in itertools.product((64, 128), (False, True)):

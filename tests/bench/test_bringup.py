@@ -190,8 +190,8 @@ def test_hopper_has_levers_too():
 
 
 def every_case(monkeypatch, device):
-    monkeypatch.setattr(cases.here, "on_card", lambda: True)
-    monkeypatch.setattr(cases.here, "device", lambda: device)
+    monkeypatch.setattr(cases.device_at_hand, "on_card", lambda: True)
+    monkeypatch.setattr(cases.device_at_hand, "device", lambda: device)
     return list(cases.all_cases().values())
 
 
@@ -258,8 +258,8 @@ def test_changes_are_combined_as_far_as_they_go_together():
 def timed_without_a_card(monkeypatch):
     """The speed steps with everything of the card replaced: what was asked to be timed, and times by tile."""
     b200 = Device.blackwell()
-    monkeypatch.setattr(cases.here, "on_card", lambda: True)
-    monkeypatch.setattr(cases.here, "device", lambda: b200)
+    monkeypatch.setattr(cases.device_at_hand, "on_card", lambda: True)
+    monkeypatch.setattr(cases.device_at_hand, "device", lambda: b200)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     small = [torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)] * 3
     monkeypatch.setattr(speed.Point, "tensors", lambda point: small)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def importing(*path: Path, statement: str = "import gluon_attn") -> subprocess.CompletedProcess[str]:
