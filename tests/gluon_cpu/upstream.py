@@ -184,6 +184,7 @@ class Adapter:
         if report.failed:
             self.errors.append(str(report.longrepr))
 
+    @pytest.hookimpl(trylast=True)  # after -k
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.name not in self.done]
         self.total = len(items)
@@ -255,8 +256,8 @@ def work(args: argparse.Namespace) -> int:
     def write(case: Case, shown: bool = True) -> None:
         with log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(case)) + "\n")
+        adapter.count += bool(case.verdict)
         if shown and case.verdict:
-            adapter.count += 1
             reason = f": {case.reason}" if case.reason else ""
             print(
                 f"[{args.target} {adapter.count}/{adapter.total}, {case.seconds:.1f} s] {case.name}: "
