@@ -239,6 +239,8 @@ def test_mistakes_end_with_status_2(text, arguments, says, tmp_path):
         ("Buffer being accessed has outstanding writes", gluon_cpu.DataRace("x"), True),
         ("Buffer being accessed has outstanding reads", gluon_cpu.Deadlock("x"), False),
         ("Accessing buffer with pending access. Pending access type: any", gluon_cpu.ReuseRace("x"), True),
+        ("Async shared-memory access is missing fence_async_shared", gluon_cpu.MissingFence("x"), True),
+        ("Async shared-memory access is missing fence_async_shared", gluon_cpu.DataRace("x"), False),
         ("Barrier used before initialization or after invalidation", gluon_cpu.BarrierMisuse("x"), True),
         ("Barrier used before initialization or after invalidation", gluon_cpu.DataRace("x"), False),
         ("Barrier is being reused while still tracking writes", gluon_cpu.DataRace("x"), True),

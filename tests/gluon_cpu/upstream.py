@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 import gluon_cpu
 from gluon_cpu.findings import Finding
 from gluon_cpu.verdicts import SEEN, Seen
+from tests.compat import triton_testing
 
 TARGETS = {"sm_90a": (9, 0), "sm_100a": (10, 0)}  # with the capability that a card has
 IN_CHECKOUT = Path("python/test/gluon/test_consan.py")
@@ -51,6 +52,7 @@ ORDER = (gluon_cpu.RaceError, gluon_cpu.LifetimeError)
 MESSAGES: dict[str, tuple[type[Finding], ...]] = {
     "Buffer being accessed has outstanding": ORDER,
     "Accessing buffer with pending access": ORDER,
+    "Async shared-memory access is missing fence": (gluon_cpu.MissingFence,),
     "Barrier is being reused": (gluon_cpu.BarrierMisuse, gluon_cpu.RaceError),
     "Barrier": (gluon_cpu.BarrierMisuse,),
     "Deadlock detected": (gluon_cpu.Deadlock, gluon_cpu.BarrierMisuse),
@@ -275,9 +277,7 @@ def work(args: argparse.Namespace) -> int:
     options += ["-k", args.only] if args.only else []
     try:
         with gluon_cpu.machine(**adapter.options):
-            import triton._internal_testing as theirs  # which asks for the card
-
-            patch.setattr(theirs, "run_in_process", adapter.run_in_process)
+            patch.setattr(triton_testing(), "run_in_process", adapter.run_in_process)
             pytest.main([*options, str(path)], plugins=[adapter])
     finally:
         patch.undo()
