@@ -1,5 +1,7 @@
 """The names of Gluon that the kernels of these tests use. Experimental, they move with every release: imported here."""
 
+from typing import Any
+
 from triton.compiler.errors import CompilationError
 from triton.experimental.gluon.language.extra import libdevice
 from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_commit
@@ -31,6 +33,14 @@ tcgen05_mma = gl.nvidia.blackwell.tcgen05_mma
 tcgen05_mma_barrier_count = gl.nvidia.blackwell.tcgen05_mma_barrier_count
 tcgen05_mma_scaled = gl.nvidia.blackwell.tcgen05_mma_scaled
 
+
+def triton_testing() -> Any:
+    """What Triton's own tests share. Its import asks for the card."""
+    from triton import _internal_testing
+
+    return _internal_testing
+
+
 __all__ = [
     "CompilationError",
     "TensorDescriptor",
@@ -56,6 +66,7 @@ __all__ = [
     "tcgen05_mma_scaled",
     "tma",
     "tma_blackwell",
+    "triton_testing",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]

@@ -3,16 +3,12 @@
 After a change of a message or a picture: `python -m tests.docs.test_gluon_cpu_page` writes the real ones.
 """
 
-import contextlib
 import importlib
-import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,70 +16,11 @@ import pytest
 import torch
 
 import gluon_cpu
+from tests.docs.examples import Page, mended
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "gluon_cpu.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Block:
-    name: str  # the file that its first line names, "" for a piece of the running example
-    code: str
-    message: str | None  # what the page says is printed
-
-
-def blocks() -> list[Block]:
-    found = []
-    for match in BLOCK.finditer(PAGE.read_text(encoding="utf-8")):
-        first = re.match(r"# examples/(\w+)\.py\n", match[1])
-        found.append(Block(first[1] if first else "", match[1], match[2]))
-    return found
-
-
-FILES = {b.name: b for b in blocks() if b.name}
-FINDINGS = [b for b in blocks() if b.message is not None]
-
-
-def mended(code: str) -> str:
-    """The code with what its `# fix:` comments say done."""
-    lines = []
-    for line in code.splitlines():
-        head, mark, fix = line.partition("# fix: ")
-        if not mark:
-            lines.append(line)
-        elif fix != "delete":
-            lines.append(head[: len(head) - len(head.lstrip())] + fix)
-    return "\n".join(lines) + "\n"
-
-
-@contextlib.contextmanager
-def examples(folder: Path, **replaced: str) -> Iterator[Path]:
-    """The files of the page in `folder`/examples, importable by their bare names."""
-    place = folder / "examples"
-    place.mkdir()
-    for name, block in FILES.items():
-        (place / f"{name}.py").write_text(replaced.get(name, block.code), encoding="utf-8")
-    before = {name: sys.modules.pop(name, None) for name in FILES}
-    sys.path.insert(0, str(place))
-    importlib.invalidate_caches()
-    try:
-        yield place
-    finally:
-        sys.path.remove(str(place))
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-def printed(block: Block, folder: Path) -> str:
-    """What `check` prints of the example."""
-    with examples(folder), contextlib.redirect_stdout(io.StringIO()) as out:
-        run = importlib.import_module(block.name).run
-        with contextlib.suppress(gluon_cpu.Finding):
-            gluon_cpu.check(run)
-    return out.getvalue()
+PAGE = Page("gluon_cpu.md")
+TEXT = PAGE.path.read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
@@ -98,28 +35,27 @@ def special_cases(kind: type) -> set[str]:
 
 
 def test_every_finding_is_on_the_page():
-    page = PAGE.read_text(encoding="utf-8")
-    assert [name for name in special_cases(gluon_cpu.Finding) if f"`{name}`" not in page] == []
+    assert [name for name in special_cases(gluon_cpu.Finding) if f"`{name}`" not in TEXT] == []
 
 
-@pytest.mark.parametrize("block", FINDINGS, ids=lambda b: b.name)
+@pytest.mark.parametrize("block", PAGE.findings, ids=lambda b: b.name)
 def test_message_is_as_printed(block, tmp_path):
-    assert printed(block, tmp_path) == block.message
+    assert PAGE.printed(block, tmp_path) == block.message
 
 
-@pytest.mark.parametrize("block", FINDINGS, ids=lambda b: b.name)
+@pytest.mark.parametrize("block", PAGE.findings, ids=lambda b: b.name)
 def test_fix_silences_it(block, tmp_path):
     fixed = mended(block.code)
     assert fixed != block.code, "the example shows no fix"
-    with examples(tmp_path, **{block.name: fixed}):
+    with PAGE.examples(tmp_path, **{block.name: fixed}):
         assert gluon_cpu.check(importlib.import_module(block.name).run, schedules=10, quiet=True).ok
 
 
 def test_pieces_run(tmp_path):
     """The blocks that are no files: one after the other, in one namespace."""
-    with examples(tmp_path):
+    with PAGE.examples(tmp_path):
         names: dict[str, Any] = {"double": importlib.import_module("double").double}
-        for block in blocks():
+        for block in PAGE.blocks:
             if not block.name:
                 exec(block.code, names)
 
@@ -128,7 +64,7 @@ def test_looking_inside(tmp_path, monkeypatch, capsys):
     stops = []
     monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(sys._getframe(1).f_locals))
     x, out = torch.arange(128, dtype=torch.int32), torch.full((1,), -1, dtype=torch.int32)
-    with examples(tmp_path):
+    with PAGE.examples(tmp_path):
         gluon_cpu.launch(importlib.import_module("looking").total, (1,), x, out)
     assert out.item() == 127 * 64
     assert str(127 * 64) in capsys.readouterr().out
@@ -138,7 +74,7 @@ def test_looking_inside(tmp_path, monkeypatch, capsys):
 
 def test_assembly(tmp_path):
     x, out = torch.arange(128, dtype=torch.int32), torch.full((128,), -1, dtype=torch.int32)
-    with examples(tmp_path):
+    with PAGE.examples(tmp_path):
         gluon_cpu.launch(importlib.import_module("assembly").bits_set, (1,), x, out)
     assert out.tolist() == [i.bit_count() for i in range(128)]
 
@@ -151,7 +87,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_pytest_example(tmp_path):
-    with examples(tmp_path):
+    with PAGE.examples(tmp_path):
         done = command(
             tmp_path, "pytest", "-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider", "examples/test_double.py"
         )
@@ -160,10 +96,10 @@ def test_pytest_example(tmp_path):
 
 
 def test_command_prints_what_the_page_shows(tmp_path):
-    with examples(tmp_path):
+    with PAGE.examples(tmp_path):
         done = command(tmp_path, "gluon_cpu", "check", "examples/race.py::run")
     assert done.returncode == 1, done.stderr
-    assert done.stdout == FILES["race"].message
+    assert done.stdout == PAGE.files["race"].message
 
 
 def forgotten(code: str) -> str:
@@ -176,8 +112,8 @@ PICTURES = {"timeline": mended, "timeline_deadlock": forgotten}
 
 def picture(name: str, folder: Path) -> str:
     """What the page's command draws."""
-    with examples(folder, product=PICTURES[name](FILES["product"].code)):
-        (words,) = re.findall(r"^python -m (gluon_cpu .* --timeline timeline\.svg)$", PAGE.read_text(), re.MULTILINE)
+    with PAGE.examples(folder, product=PICTURES[name](PAGE.files["product"].code)):
+        (words,) = re.findall(r"^python -m (gluon_cpu .* --timeline timeline\.svg)$", TEXT, re.MULTILINE)
         done = command(folder, *words.split())
     assert done.returncode == int(name != "timeline"), done.stdout + done.stderr
     return (folder / "timeline.svg").read_text(encoding="utf-8")
@@ -191,7 +127,7 @@ def shown(svg: str) -> list[str]:
 @pytest.mark.parametrize("name", PICTURES)
 def test_picture_is_as_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
-    kept = PAGE.with_name(f"{name}.svg")
+    kept = PAGE.path.with_name(f"{name}.svg")
     assert kept.stat().st_size < 60_000
     drawn = shown(picture(name, tmp_path))
     assert drawn == shown(kept.read_text(encoding="utf-8"))
@@ -201,19 +137,10 @@ def test_picture_is_as_drawn(name, tmp_path):
 
 def update() -> None:
     """Write the messages as they are printed now into the page, and draw its pictures."""
-
-    def renewed(match: re.Match[str]) -> str:
-        if match[2] is None:
-            return match[0]
-        name = str(re.match(r"# examples/(\w+)\.py\n", match[1])[1])  # type: ignore[index]
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["GLUON_CPU_CACHE"] = folder
-            return f"```python\n{match[1]}```\n\n```text\n{printed(FILES[name], Path(folder))}```\n"
-
-    PAGE.write_text(BLOCK.sub(renewed, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_messages()
     for name in PICTURES:
         with tempfile.TemporaryDirectory() as folder:
-            PAGE.with_name(f"{name}.svg").write_text(picture(name, Path(folder)), encoding="utf-8")
+            PAGE.path.with_name(f"{name}.svg").write_text(picture(name, Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":
