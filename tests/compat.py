@@ -4,6 +4,7 @@ from triton.compiler.errors import CompilationError
 from triton.experimental.gluon.language.extra import libdevice
 from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_commit
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor, TensorDescriptorIm2Col
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from channels.compat import (
     TensorMemoryLayout,
@@ -33,6 +34,8 @@ tcgen05_mma_scaled = gl.nvidia.blackwell.tcgen05_mma_scaled
 
 __all__ = [
     "CompilationError",
+    "ConstexprFunction",
+    "JITFunction",
     "TensorDescriptor",
     "TensorDescriptorIm2Col",
     "TensorMemoryLayout",

@@ -11,7 +11,6 @@ from gluon_cpu.ir.tensor_memory import tensor_memory_offsets
 from gluon_cpu.ir.types import MemDesc, Scalar
 from tests.compat import (
     TensorDescriptor,
-    TensorDescriptorIm2Col,
     cluster,
     gl,
     jit,
@@ -46,48 +45,9 @@ def refused(kernel, *arguments, marker: str, words: str, **options) -> None:
     assert line_of(marker) in str(caught.value)
 
 
-@jit
-def load_im2col(desc, out_ptr):
-    tile = gl.allocate_shared_memory(gl.float16, [32, 32], desc.layout)
-    loaded = new_barrier(1)
-    gl.barrier()
-    mbarrier.expect(loaded, 2048)
-    tma.async_load_im2col(
-        desc, [0, 0, 0, 0], [gl.to_tensor(0).to(gl.int16), gl.to_tensor(0).to(gl.int16)], loaded, tile
-    )  # <- im2col
-    mbarrier.wait(loaded, 0)
-
-
-def test_im2col():
-    x = normal(1, 8, 8, 32, dtype=torch.float16)
-    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float16)
-    desc = TensorDescriptorIm2Col(
-        x, list(x.shape), list(x.stride()), [32, 32], layout, pixel_box_lower_corner=[0, 0],
-        pixel_box_upper_corner=[0, 0],
-    )  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"im2col(.|\n)*test_refusals.py"):
-        gluon_cpu.launch(load_im2col, (1,), desc, poisoned(32, 32))
-
-
-@jit
-def padded_fp4(desc, out_ptr):
-    tile = gl.allocate_shared_memory(gl.uint8, desc.block_shape, desc.layout)  # <- padded fp4
-    loaded = new_barrier(1)
-    gl.barrier()
-    mbarrier.expect(loaded, tile.nbytes_per_cta)
-    tma.async_load(desc, [0, 0], loaded, tile)
-    mbarrier.wait(loaded, 0)
-
-
-def test_padded_fp4_in_shared_memory():
-    layout = gl.NVMMASharedLayout.get_default_for([128, 128], gl.uint8, fp4_padded=True)
-    desc = TensorDescriptor.from_tensor(torch.zeros(128, 128, dtype=torch.uint8), [128, 128], layout)
-    refused(padded_fp4, desc, poisoned(1), marker="padded fp4", words="fp4", target="sm_100a")
-
-
 def test_padded_fp4_in_tensor_memory():
     layout = "#ttng.tensor_memory_encoding<blockM = 128, blockN = 64, colStride = 1, fp4Padded = true>"
-    with pytest.raises(NotImplementedError, match="fp4 values padded to bytes"):
+    with pytest.raises(NotImplementedError, match="padded fp4 in tensor memory"):
         tensor_memory_offsets(MemDesc((128, 64), Scalar("i8"), layout, "tensor", (128, 64)), 1)
 
 
