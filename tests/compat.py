@@ -20,6 +20,10 @@ from channels.compat import (
     tma,
 )
 
+ampere_mbarrier = gl.nvidia.ampere.mbarrier
+fpsan = gl.fpsan
+MBarrierLayout = gl.nvidia.hopper.mbarrier.MBarrierLayout
+warpgroup_mma_init = gl.nvidia.hopper.warpgroup_mma_init
 warpgroup_mma = gl.nvidia.hopper.warpgroup_mma
 warpgroup_mma_wait = gl.nvidia.hopper.warpgroup_mma_wait
 
@@ -27,6 +31,7 @@ async_store = gl.nvidia.hopper.async_store
 async_copy = gl.nvidia.ampere.async_copy
 blackwell = gl.nvidia.blackwell
 tma_blackwell = gl.nvidia.blackwell.tma
+rubin = gl.nvidia.rubin
 tcgen05_copy = gl.nvidia.blackwell.tcgen05_copy
 tcgen05_mma = gl.nvidia.blackwell.tcgen05_mma
 tcgen05_mma_barrier_count = gl.nvidia.blackwell.tcgen05_mma_barrier_count
@@ -36,11 +41,13 @@ __all__ = [
     "CompilationError",
     "ConstexprFunction",
     "JITFunction",
+    "MBarrierLayout",
     "TensorDescriptor",
     "TensorDescriptorIm2Col",
     "TensorMemoryLayout",
     "aggregate",
     "allocate_tensor_memory",
+    "ampere_mbarrier",
     "async_copy",
     "async_store",
     "blackwell",
@@ -48,10 +55,12 @@ __all__ = [
     "cluster",
     "constexpr_function",
     "fence_async_shared",
+    "fpsan",
     "gl",
     "jit",
     "libdevice",
     "mbarrier",
+    "rubin",
     "tcgen05_commit",
     "tcgen05_copy",
     "tcgen05_mma",
@@ -60,5 +69,6 @@ __all__ = [
     "tma",
     "tma_blackwell",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

@@ -266,8 +266,10 @@ def packed_arith(e: Emitter, op: Op) -> None:
     values = e.operands(op)
     kind = op.result_types[0]
     name = op.body.split()[0]
-    if name not in PACKED or any(e.dtype(v.type) != e.dtype(kind) for v in values):
-        raise unsupported(op)
+    if name not in PACKED or any(e.dtype(v.type) != e.dtype(kind) for v in values) or e.dtype(kind).itemsize == 1:
+        raise unsupported(op, "packed arithmetic of fp8 or fp4, which Rubin has")
+    if e.dtype(kind).itemsize == 4 and "cuda:90" in e.module.attrs.get("ttg.target", ""):
+        raise unsupported(op, "packed arithmetic of fp32, which Hopper has not")
     code = PACKED[name].format(*(v.code for v in values))
     e.set(op.results[0], code, kind, joint_shape(*values), array=any(v.is_array for v in values))
 

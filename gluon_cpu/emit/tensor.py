@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .. import libdevice
 from ..generate import Emitter, Value, handles, log2, unsupported
 from ..ir.layouts import Shard
 from ..ir.parse import Op, Region
@@ -351,13 +352,17 @@ def dot(e: Emitter, op: Op) -> None:
 def extern(e: Emitter, op: Op) -> None:
     symbol = op.attrs.get("symbol", "").strip('"')
     known = {
-        "__nv_fmaf_rn": "fma", "__nv_rsqrtf": "rsqrt", "__nv_tanhf": "np.tanh", "__nv_expf": "np.exp",
+        "__nv_fmaf_rn": "fma", "__nv_fmaf": "fma", "__nv_rsqrtf": "rsqrt", "__nv_tanhf": "np.tanh",
+        "__nv_expf": "np.exp",
         "__nv_exp2f": "np.exp2", "__nv_log2f": "np.log2", "__nv_logf": "np.log", "__nv_fabsf": "np.abs",
         "__nv_sqrtf": "np.sqrt", "__nv_powf": "np.power", "__nv_floorf": "np.floor", "__nv_ceilf": "np.ceil",
     }  # fmt: skip
-    if symbol not in known:
-        raise unsupported(op, f"library function {symbol}")
     values = e.operands(op)
-    shape = tuple(np.broadcast_shapes(*(v.shape for v in values)))
-    code = f"{known[symbol]}({', '.join(v.code for v in values)})"
-    e.set(op.results[0], code, op.result_types[0], shape, array=any(v.is_array for v in values))
+    kind, shape = op.result_types[0], tuple(np.broadcast_shapes(*(v.shape for v in values)))
+    if symbol in known:
+        code = f"{known[symbol]}({', '.join(v.code for v in values)})"
+    elif libdevice.known(symbol):
+        code = f"libdevice({symbol!r}, {e.dtype_code(kind)}, {', '.join(map(e.typed, values))})"
+    else:
+        raise unsupported(op, f"library function {symbol}")
+    e.set(op.results[0], code, kind, shape, array=any(v.is_array for v in values))

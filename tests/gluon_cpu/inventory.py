@@ -29,6 +29,8 @@ ONE_SIDE = ("neg", "invert", "not")
 
 def is_operation(x: Any) -> bool:
     """Whether kernels call it: a builtin, a function that Gluon compiles, or one that it runs while compiling."""
+    if inspect.isfunction(x) and x.__module__ == libdevice.__name__:
+        return True  # by name only: each target has its own
     if isinstance(x, (JITFunction, ConstexprFunction)) or getattr(x, "__triton_builtin__", False):
         return True
     return inspect.isfunction(x) and "_semantic" in inspect.signature(x).parameters
@@ -60,8 +62,14 @@ def public(module: ModuleType) -> dict[str, Any]:
 def methods(kind: type) -> dict[str, Any]:
     """The operations among a class's members; `__add__` and its like too."""
     every = {n: inspect.getattr_static(kind, n) for n in dir(kind)}
-    every = {n: getattr(x, "__func__", x) for n, x in every.items()}
-    return {n: x for n, x in every.items() if is_operation(x) and (n.startswith("__") or not n.startswith("_"))}
+    every = {n: getattr(x, "__func__", x) for n, x in every.items() if n.startswith("__") or not n.startswith("_")}
+    # Of what kernels hold, a plain function is an operation too.
+    values = issubclass(kind, gl.base_value) and kind is not gl.constexpr
+    return {n: x for n, x in every.items() if is_operation(x) or (values and is_plain(n, x))}
+
+
+def is_plain(name: str, x: Any) -> bool:
+    return inspect.isfunction(x) and not name.startswith("_")
 
 
 @functools.cache
@@ -76,7 +84,7 @@ def offered() -> tuple[dict[str, Any], dict[str, Any]]:
             if id(x) in seen and not isinstance(x, (int, str, float)):
                 continue
             seen.add(id(x))
-            if is_operation(x):
+            if is_operation(x) or inspect.isfunction(x):
                 operations[full] = x
             else:
                 others[full] = x
@@ -133,15 +141,24 @@ def value_of(node: ast.AST, names: dict[str, Any]) -> Any:
     return None
 
 
+def is_device_code(statement: ast.AST) -> bool:
+    """A function or class that Gluon compiles, not one that Python runs, whose `x.exp()` may be torch's."""
+    decorators = getattr(statement, "decorator_list", [])
+    return any(n.id in ("jit", "aggregate") for d in decorators for n in ast.walk(d) if isinstance(n, ast.Name))
+
+
 def uses(file: Path, test: str) -> tuple[list[Any], set[str]]:
     """(objects that a test's source names, itself or through its kernels; names of methods and operators there)."""
     objects: list[Any] = []
     called: set[str] = set()
     for where, statement in reached(file, test):
         names = vars(module_of(where))
+        on_device = is_device_code(statement)
         for node in ast.walk(statement):
             if isinstance(node, (ast.Attribute, ast.Name)) and (x := value_of(node, names)) is not None:
                 objects.append(x)
+            elif not on_device:
+                continue
             elif isinstance(node, ast.Attribute):
                 called.add(node.attr)
             elif type(node) in OPERATORS:
@@ -152,8 +169,18 @@ def uses(file: Path, test: str) -> tuple[list[Any], set[str]]:
     return objects, called
 
 
+# Classes whose methods are called on values, which only the compiler can tell apart: what makes such a value.
+MAKERS = {
+    "gl.shared_memory_descriptor": "gl.allocate_shared_memory",
+    "gl.nvidia.blackwell.tensor_memory_descriptor": "gl.nvidia.blackwell.allocate_tensor_memory",
+    "gl.nvidia.blackwell.clc.clc_result": "gl.nvidia.blackwell.clc.load_result",
+}
+
+
 def is_used(name: str, operation: Any, objects: list[Any], called: set[str]) -> bool:
-    owner = name.rsplit(".", 1)[0]
-    if owner in offered()[1]:  # a class: its methods are called on values, which only the compiler can tell apart
-        return name.rsplit(".", 1)[1] in called or any(x is operation for x in objects)
-    return any(x is operation for x in objects)
+    """Whether a test with these objects and calls uses an operation."""
+    if any(x is operation for x in objects):
+        return True
+    owner, _, method = name.rpartition(".")
+    maker = offered()[0].get(MAKERS.get(owner, ""))
+    return owner in offered()[1] and method in called and (maker is None or any(x is maker for x in objects))

@@ -11,10 +11,10 @@ from gluon_cpu.ir.tensor_memory import tensor_memory_offsets
 from gluon_cpu.ir.types import MemDesc, Scalar
 from tests.compat import (
     TensorDescriptor,
+    blackwell,
     cluster,
     gl,
     jit,
-    libdevice,
     mbarrier,
     tma,
     tma_blackwell,
@@ -22,7 +22,6 @@ from tests.compat import (
 from tests.gluon_cpu.support import (
     MATRIX,
     MATRIX_COPIES,
-    ROW,
     ROW_COPIES,
     ROW_HALVES,
     descriptor,
@@ -49,19 +48,6 @@ def test_padded_fp4_in_tensor_memory():
     layout = "#ttng.tensor_memory_encoding<blockM = 128, blockN = 64, colStride = 1, fp4Padded = true>"
     with pytest.raises(NotImplementedError, match="padded fp4 in tensor memory"):
         tensor_memory_offsets(MemDesc((128, 64), Scalar("i8"), layout, "tensor", (128, 64)), 1)
-
-
-@jit
-def unpack_fp4(x_ptr, out_ptr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    rows, columns = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
-    x = gl.load(x_ptr + rows[:, None] * 32 + columns[None, :])
-    y = gl.fp4_to_fp(x, gl.bfloat16, 1)  # <- fp4 to bf16
-    gl.store(out_ptr, gl.sum(gl.sum(y.to(gl.float32), 1), 0))
-
-
-def test_fp4_conversion():
-    refused(unpack_fp4, torch.zeros(32, 32, dtype=torch.uint8), poisoned(1), marker="fp4 to bf16", words="fp4_to_fp")
 
 
 @jit
@@ -96,17 +82,6 @@ def test_gather_of_rows_over_ctas():
     options: dict[str, Any] = {"target": "sm_100a", "num_ctas": 2}
     with pytest.raises((NotImplementedError, RuntimeError)):  # Triton itself refuses some forms
         gluon_cpu.launch(gather_split_rows, (1,), desc, poisoned(1), **options)
-
-
-@jit
-def other_rounding(x_ptr, out_ptr):
-    i = gl.arange(0, 128, ROW)
-    y = gl.load(x_ptr + i).to(gl.bfloat16, fp_downcast_rounding="rtz")  # <- towards zero
-    gl.store(out_ptr + i, y.to(gl.float32))
-
-
-def test_rounding_towards_zero():
-    refused(other_rounding, normal(128), poisoned(128), marker="towards zero", words="round")
 
 
 @jit
@@ -163,13 +138,14 @@ def test_gather_over_ctas():
 
 
 @jit
-def library_function(x_ptr, out_ptr):
-    i = gl.arange(0, 128, ROW)
-    gl.store(out_ptr + i, libdevice.j0(gl.load(x_ptr + i)))  # <- a Bessel function
+def packed_fp32(x_ptr, out_ptr):
+    i = gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0]))
+    x = gl.load(x_ptr + i)
+    gl.store(out_ptr + i, blackwell.add2(x, x))  # <- fp32 in pairs
 
 
-def test_library_function():
-    refused(library_function, normal(128), poisoned(128), marker="a Bessel function", words="j0")
+def test_packed_fp32_on_hopper():
+    refused(packed_fp32, normal(256), poisoned(256), marker="fp32 in pairs", words="which Hopper has not")
 
 
 def test_descriptor_that_rounds():
