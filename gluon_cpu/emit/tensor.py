@@ -149,12 +149,21 @@ def gather(e: Emitter, op: Op) -> None:
 @handles("tt.histogram")
 def histogram(e: Emitter, op: Op) -> None:
     x, kind = e.use(op.operands[0]), result_tensor(op)
-    if e.shard(x.type).cta_bits or len(op.operands) > 2:
-        raise unsupported(op, "across CTAs")
-    values = f"{e.full(x)}[{e.full(e.use(op.operands[1]))}]" if len(op.operands) == 2 else e.full(x)
+    wholes = []
+    for v in (x, *(e.use(name) for name in op.operands[1:])):
+        code, shard = e.full(v), e.shard(v.type)
+        if shard.cta_bits:
+            name = e.fresh("gathered")
+            e.emit(f"{name} = {e.exchange(op, code, shard, Shard(shard.shape, ((),) * len(shard.shape)))}")
+            code = name
+        wholes.append(code)
+    values = "[".join(wholes) + "]" * (len(wholes) - 1)
     code = (
         f"np.bincount({values}.reshape(-1), minlength={kind.shape[0]})[:{kind.shape[0]}].astype({e.dtype_code(kind)})"
     )
+    if e.shard(kind).cta_bits:
+        info = e.info(op, "histogram", target_shard=e.shard(kind))
+        code = f"part_of({info}.target_shard, {code}, A.cta.number)"
     e.set(op.results[0], code, kind, e.local(kind), array=True)
 
 

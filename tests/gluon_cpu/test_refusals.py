@@ -102,18 +102,6 @@ def test_scan_over_ctas():
 
 
 @jit
-def histogram_over_ctas(out_ptr):
-    i = gl.arange(0, 256, ROW_HALVES)
-    counts = gl.histogram(i, 256, layout=ROW_HALVES)  # <- histogram over CTAs
-    gl.store(out_ptr + i, counts)
-
-
-def test_histogram_over_ctas():
-    out = poisoned(256, dtype=torch.int32)
-    refused(histogram_over_ctas, out, marker="histogram over CTAs", words="CTA|histogram", num_ctas=2)
-
-
-@jit
 def atomic_of_all_ctas(out_ptr):
     i = gl.arange(0, 128, ROW_COPIES)
     gl.atomic_add(out_ptr + i, 1)  # <- both CTAs add
