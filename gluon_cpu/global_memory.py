@@ -147,3 +147,41 @@ class Descriptor:
         if found is None:
             found = self.extents[extent] = strided_runs(extent, self.strides, self.item)
         return found, self.offset + sum(x * s for x, s in zip(a, self.strides, strict=True))
+
+
+class Im2colDescriptor(Descriptor):
+    """A tensor [N, D, H, W, C], with one to three spatial dimensions, of which a copy takes pixels, window by window.
+
+    The window of each image goes from `lower` to its last pixel + `upper`, both included, in steps of `steps`; a filter
+    tap moves it. Pixels beyond the tensor are filled.
+    """
+
+    def __init__(
+        self, buffer: GlobalBuffer, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int, nan: bool,
+        lower: tuple[int, ...], upper: tuple[int, ...], steps: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        super().__init__(buffer, offset, shape, strides, item, nan)
+        self.lower = lower
+        self.upper = tuple(size - 1 + u for size, u in zip(shape[1:-1], upper, strict=True))
+        self.steps = steps  # of all dimensions but that of the channels
+
+    def pixels(self, start: tuple[int, ...], tap: tuple[int, ...], count: int) -> Any:
+        """The coordinates of `count` pixels from `start` on, moved by a filter tap: [count, dimensions - 1]."""
+        at = list(start)
+        found = np.empty((count, len(at)), np.int64)
+        for i in range(count):
+            found[i] = at
+            for d in range(len(at) - 1, 0, -1):
+                at[d] += self.steps[d]
+                if at[d] <= self.upper[d - 1]:
+                    break
+                at[d] = self.lower[d - 1]
+            else:
+                at[0] += self.steps[0]
+        found[:, 1:] += np.array(tap)
+        return found
+
+    def pixel_runs(self, pixels: Any, first: int, last: int) -> list[tuple[int, int]]:
+        """Byte ranges of channels [first, last) of pixels that lie in the tensor."""
+        starts = np.unique(self.offset + pixels @ np.array(self.strides[:-1]) + first * self.item).tolist()
+        return merge_runs([(a, a + (last - first) * self.item) for a in starts])

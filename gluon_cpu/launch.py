@@ -12,7 +12,7 @@ import numpy as np
 from . import findings, programmatic_launch
 from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, LAUNCHED
 from .front import MODES, Compiled, arch_of, backend_for, compile_source
-from .global_memory import Descriptor, GlobalBuffer, merge_runs, strided_runs
+from .global_memory import Descriptor, GlobalBuffer, Im2colDescriptor, merge_runs, strided_runs
 from .ir.types import Scalar, TensorDesc
 from .machine import Machine
 from .ops.mbarrier import plural
@@ -207,7 +207,13 @@ def convert(machine: Machine, bound: Bound) -> tuple[Any, ...]:
             if getattr(value, "round_f32_to_tf32", False):
                 raise NotImplementedError(f"{name}: a descriptor with round_f32_to_tf32; here copies keep their values")
             nan = getattr(value, "padding", "zero") == "nan"
-            out += [Descriptor(placed[base], offset, shape, steps, item, nan), *shape, *strides]
+            tensor = (placed[base], offset, shape, steps, item, nan)
+            if getattr(value, "mode", "tiled") == "im2col":
+                pixel_steps = tuple((value.element_strides or [1] * len(shape))[:-1])
+                window = (tuple(value.pixel_box_lower_corner), tuple(value.pixel_box_upper_corner), pixel_steps)
+                out += [Im2colDescriptor(*tensor, *window), *shape, *strides]
+            else:
+                out += [Descriptor(*tensor), *shape, *strides]
         elif i in where:
             base, offset = where[i]
             # On a card an empty tensor has no memory, and so a null address.

@@ -7,12 +7,23 @@ from typing import Any
 import numpy as np
 
 from .asm import run_asm
+from .fpsan import embed, unembed
+from .libdevice import libdevice
 from .ops.cluster import Meeting
 from .ops.global_ops import scalar
 from .ops.misc import assemble, part_of
-from .ops.tcgen05 import clc_cancelled, clc_program
+from .ops.tcgen05 import clc_cancelled, clc_program, unpack_fp4
 from .poison import divide
-from .values import DTYPES, cast_float, float_to_int, full, truncating_div, truncating_rem
+from .values import (
+    DTYPES,
+    UNSIGNED,
+    cast_float,
+    cast_float_down,
+    float_to_int,
+    full,
+    truncating_div,
+    truncating_rem,
+)
 
 
 def sdiv(a: Any, b: Any) -> Any:
@@ -47,6 +58,20 @@ def fma(a: Any, b: Any, c: Any) -> Any:
         return a * b + c
     out = np.asarray(a, np.float64) * np.asarray(b, np.float64) + np.asarray(c, np.float64)
     return out.astype(dtype) if isinstance(out, np.ndarray) and out.ndim else dtype.type(out)
+
+
+def upper_half(a: Any, b: Any, bits: int) -> Any:
+    """The upper half of the product of unsigned integers of `bits`, which come as uint64."""
+    if bits < 64:
+        return (a * b >> np.uint64(bits)).astype(UNSIGNED[bits // 8])
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
+    middle = (a0 * b0 >> half) + (a1 * b0 & low) + (a0 * b1 & low)
+    return a1 * b1 + (a1 * b0 >> half) + (a0 * b1 >> half) + (middle >> half)
+
+
+def unpack_fp4_to(x: Any, dtype: Any, axis: int) -> Any:
+    return unpack_fp4(x, axis).astype(dtype)
 
 
 def erf(x: Any) -> Any:
@@ -155,7 +180,7 @@ def shift_shrui(a: Any, b: Any, bits: int) -> Any:
 HELPERS = (
     full, cast_float, float_to_int, scalar, assemble, part_of, Meeting, exp2, rsqrt, fma, erf, row_max, fold,
     accumulate, by_element, map_packed, map_scalars, shift_shli, shift_shrsi, shift_shrui, run_asm, clc_cancelled,
-    clc_program, sdiv, srem, floordiv, mod,
+    clc_program, sdiv, srem, floordiv, mod, upper_half, unpack_fp4_to, cast_float_down, embed, unembed, libdevice,
 )  # fmt: skip
 
 

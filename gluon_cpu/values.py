@@ -37,6 +37,17 @@ def cast_float(x: Any, dtype: Any) -> Any:
     return np.asarray(x).astype(dtype) if isinstance(x, np.ndarray) else dtype.type(x)
 
 
+def cast_float_down(x: Any, dtype: Any) -> Any:
+    """To a narrower float format, towards zero; what is beyond its largest number becomes that."""
+    wide = np.asarray(x)
+    near = np.asarray(cast_float(wide, dtype))
+    # Of a format's numbers of one sign, the next towards zero is the one with the next lower bits.
+    bits = near.view(UNSIGNED[dtype.itemsize])
+    too_far = np.abs(near.astype(np.float64)) > np.abs(wide.astype(np.float64))
+    out = (bits - too_far.astype(bits.dtype)).view(dtype)
+    return out if isinstance(x, np.ndarray) else out[()]
+
+
 def float_to_int(x: Any, dtype: Any) -> Any:
     """Towards zero, saturating, NaN to 0, as PTX converts."""
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max

@@ -302,10 +302,8 @@ def mulhiui(e: Emitter, op: Op) -> None:
     a, b = e.operands(op)
     kind, bits = op.operand_types[0], bits_of(op.operand_types[0])
     if a.is_array or b.is_array:
-        if bits != 32:
-            raise unsupported(op)
         x, y = (f"{unsigned(e, v)}.astype(np.uint64)" if v.is_array else f"np.uint64({unsigned(e, v)})" for v in (a, b))
-        code = f"(({x} * {y}) >> np.uint64(32)).astype(np.uint32).view(D_i32)"
+        code = f"upper_half({x}, {y}, {bits}).view({e.dtype_code(kind)})"
     else:
         code = wrap(f"({unsigned(e, a)} * {unsigned(e, b)}) >> {bits}", bits)
     put(e, op, code, kind, [a, b])

@@ -49,21 +49,26 @@ def atomic(e: Emitter, op: Op) -> None:
         e.emit(code)
 
 
+TRIES = 64
+
+
 @handles("tt.atomic_poll")
 def atomic_poll(e: Emitter, op: Op) -> None:
-    if " timeout " in op.body:
-        raise unsupported(op, "a poll that gives up after some time: there is no time here")
+    # There is no time here: a poll with a time limit gives up after some tries.
+    limit = TRIES if " timeout " in op.body else None
     _, semantics, scope = manner(op)
-    pointers, wanted = e.operands(op)
+    pointers, wanted = e.operands(op)[:2]
     kind = op.operand_types[0]
     if e.num_ctas > 1 and is_owner(e, kind):
         raise unsupported(op, "an atomic on pointers that several CTAs hold")
     info = e.info(
         op, "atomic poll", dtype=element_dtype(e, op, kind), shape=e.local(kind), kind="load", semantics="",
-        on_success=semantics, scope=scope, plain=False,
+        on_success=semantics, scope=scope, plain=False, limit=limit,
     )  # fmt: skip
-    found = e.fresh("found")
+    found, tries = e.fresh("found"), e.fresh("tries")
     e.emit("yield")
-    e.emit(f"while ({found} := A.poll({info}, {pointers.code}, {wanted.code})) is None: yield")
+    e.emit(f"{tries} = 0")
+    call = f"A.poll({info}, {pointers.code}, {wanted.code}, {tries})"
+    e.emit(f"while ({found} := {call}) is None: {tries} += 1; yield")
     for name, t in zip(op.results, op.result_types, strict=True):
         e.set(name, found, t, e.local(t), array=isinstance(t, Tensor))

@@ -10,7 +10,13 @@ from ..generate import Emitter, Value, handles, unsupported
 from ..ir.layouts import shared_buffer
 from ..ir.locations import buffer_name
 from ..ir.parse import Op
-from ..ir.tensor_memory import COLUMN_BYTES, tensor_memory_offsets, tensor_memory_shard
+from ..ir.tensor_memory import (
+    COLUMN_BYTES,
+    fp4_containers,
+    is_padded_fp4,
+    tensor_memory_offsets,
+    tensor_memory_shard,
+)
 from ..ir.text import int_attr
 from ..ir.types import MemDesc
 from ..memory import Pattern
@@ -154,6 +160,8 @@ def tc_gen5_mma(e: Emitter, op: Op) -> None:
     barriers = parts[n + 2 :]
     pair = "two_ctas" in op.attrs
     am, bm, accm = memdesc(op, a.type), memdesc(op, b.type), memdesc(op, acc.type)
+    a_padded = am.space == "tensor" and is_padded_fp4(am)
+    am = fp4_containers(am) if a_padded else am
     patterns: dict[str, Any] = {}
     for name, m in (("a", am), ("b", bm)):
         in_tensor = m.space == "tensor"
@@ -163,7 +171,7 @@ def tc_gen5_mma(e: Emitter, op: Op) -> None:
     element = am.element.name
     if scaled:
         kinds = re.findall(r"(?:lhs|rhs) = (\w+)", op.body)
-        packed = {"a_packed": kinds[0] == "e2m1", "b_packed": kinds[1] == "e2m1"}
+        packed = {"a_packed": kinds[0] == "e2m1" and not a_padded, "b_packed": kinds[1] == "e2m1"}
         patterns["a_scale_pattern"] = tensor_pattern(e, memdesc(op, scales[0].type))
         patterns["b_scale_pattern"] = tensor_pattern(e, memdesc(op, scales[1].type))
         element = "f8E4M3FN"
@@ -175,7 +183,7 @@ def tc_gen5_mma(e: Emitter, op: Op) -> None:
     shared_over = [zero_bits(e, m) for m in smem] if "multicast" in op.attrs else []
     info = e.info(
         op, "tcgen05.mma", two_ctas=pair, b_split=b_split, acc_pattern=tensor_pattern(e, accm),
-        multiply=multiplier(op, element, accm.element.name, ""), **patterns, **packed,
+        multiply=multiplier(op, element, accm.element.name, ""), a_padded=a_padded, **patterns, **packed,
     )  # fmt: skip
     signals = []
     for text in barriers:
@@ -258,8 +266,10 @@ def packed_arith(e: Emitter, op: Op) -> None:
     values = e.operands(op)
     kind = op.result_types[0]
     name = op.body.split()[0]
-    if name not in PACKED or any(e.dtype(v.type) != e.dtype(kind) for v in values):
-        raise unsupported(op)
+    if name not in PACKED or any(e.dtype(v.type) != e.dtype(kind) for v in values) or e.dtype(kind).itemsize == 1:
+        raise unsupported(op, "packed arithmetic of fp8 or fp4, which Rubin has")
+    if e.dtype(kind).itemsize == 4 and "cuda:90" in e.module.attrs.get("ttg.target", ""):
+        raise unsupported(op, "packed arithmetic of fp32, which Hopper has not")
     code = PACKED[name].format(*(v.code for v in values))
     e.set(op.results[0], code, kind, joint_shape(*values), array=any(v.is_array for v in values))
 

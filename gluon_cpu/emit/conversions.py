@@ -2,7 +2,10 @@
 
 from ..generate import Emitter, handles, unsupported
 from ..ir.parse import Op
+from ..ir.text import int_attr
 from .arith import bits_of, element_of, put, unsigned, wrap
+
+ROUNDINGS = {"rtne": "cast_float", "rtz": "cast_float_down"}
 
 
 @handles("arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast", "arith.index_castui")
@@ -57,10 +60,30 @@ def float_to_int(e: Emitter, op: Op) -> None:
 @handles("arith.extf", "arith.truncf", "tt.fp_to_fp")
 def float_cast(e: Emitter, op: Op) -> None:
     (a,) = e.operands(op)
-    if "rounding" in op.body and "rtne" not in op.body:
+    rounding = op.body.split("rounding = ")[1].split()[0] if "rounding" in op.body else "rtne"
+    if rounding not in ROUNDINGS:
         raise unsupported(op, "this rounding mode")
     target = op.result_types[0]
-    put(e, op, f"cast_float({a.code}, {e.dtype_code(target)})", target, [a])
+    put(e, op, f"{ROUNDINGS[rounding]}({a.code}, {e.dtype_code(target)})", target, [a])
+
+
+@handles("ttg.fp4_to_fp")
+def fp4_to_fp(e: Emitter, op: Op) -> None:
+    """Two values to a byte, the lower half first, along an axis."""
+    (a,) = e.operands(op)
+    target, axis = op.result_types[0], int_attr(op.attrs["axis"])
+    if e.shard(a.type).bits[axis]:
+        raise unsupported(op, "along a dimension that is split over CTAs")
+    code = f"unpack_fp4_to({e.full(a)}, {e.dtype_code(target)}, {axis})"
+    e.set(op.results[0], code, target, e.local(target), array=True)
+
+
+@handles("tti.experimental_fpsan_embed", "tti.experimental_fpsan_unembed")
+def fpsan(e: Emitter, op: Op) -> None:
+    (a,) = e.operands(op)
+    target = op.result_types[0]
+    function = op.name.rsplit("_", 1)[1]
+    put(e, op, f"{function}({e.typed(a)}, {e.dtype_code(target)})", target, [a])
 
 
 @handles("arith.bitcast", "tt.bitcast")

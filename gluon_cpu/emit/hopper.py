@@ -44,15 +44,17 @@ def by_type(e: Emitter, op: Op, kind: type) -> list[Value]:
 def tma_load(e: Emitter, op: Op) -> None:
     check_attrs(op, "multicast", "isVolatile", "cache", "evict", "i16Offsets", "operandSegmentSizes")
     desc = e.use(op.operands[0])
-    if not isinstance(desc.type, TensorDesc) or "im2col" in op.types or op.body.count("[") > 1:
-        raise unsupported(op, "im2col")
+    assert isinstance(desc.type, TensorDesc)
     coords = [e.use(v).code for v in bracketed(e, op)]
+    taps = [e.use(v).code for v in bracketed(e, op, 1)] if op.body.count("[") > 1 else []
     tile, barrier = by_type(e, op, MemDesc)
     m = memdesc(op, tile.type)
     b = memdesc(op, barrier.type)
     multicast = "multicast" in op.attrs and op.attrs["multicast"] != "false"
     info = e.info(op, "TMA load", multicast=multicast, **({"zero": zero_bits(e, b)} | box(e, op, m, desc.type)))
     call = f"A.tma_load({info}, {desc.code}, ({', '.join(coords)},), {barrier.code}, {tile.code})"
+    if taps:
+        call = f"{call[:-1]}, ({', '.join(taps)},))"
     guarded(e, predicate(e, op), ["yield", call])
 
 

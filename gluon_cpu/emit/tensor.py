@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .. import libdevice
 from ..generate import Emitter, Value, handles, log2, unsupported
 from ..ir.layouts import Shard
 from ..ir.parse import Op, Region
@@ -148,12 +149,21 @@ def gather(e: Emitter, op: Op) -> None:
 @handles("tt.histogram")
 def histogram(e: Emitter, op: Op) -> None:
     x, kind = e.use(op.operands[0]), result_tensor(op)
-    if e.shard(x.type).cta_bits or len(op.operands) > 2:
-        raise unsupported(op, "across CTAs")
-    values = f"{e.full(x)}[{e.full(e.use(op.operands[1]))}]" if len(op.operands) == 2 else e.full(x)
+    wholes = []
+    for v in (x, *(e.use(name) for name in op.operands[1:])):
+        code, shard = e.full(v), e.shard(v.type)
+        if shard.cta_bits:
+            name = e.fresh("gathered")
+            e.emit(f"{name} = {e.exchange(op, code, shard, Shard(shard.shape, ((),) * len(shard.shape)))}")
+            code = name
+        wholes.append(code)
+    values = "[".join(wholes) + "]" * (len(wholes) - 1)
     code = (
         f"np.bincount({values}.reshape(-1), minlength={kind.shape[0]})[:{kind.shape[0]}].astype({e.dtype_code(kind)})"
     )
+    if e.shard(kind).cta_bits:
+        info = e.info(op, "histogram", target_shard=e.shard(kind))
+        code = f"part_of({info}.target_shard, {code}, A.cta.number)"
     e.set(op.results[0], code, kind, e.local(kind), array=True)
 
 
@@ -351,13 +361,17 @@ def dot(e: Emitter, op: Op) -> None:
 def extern(e: Emitter, op: Op) -> None:
     symbol = op.attrs.get("symbol", "").strip('"')
     known = {
-        "__nv_fmaf_rn": "fma", "__nv_rsqrtf": "rsqrt", "__nv_tanhf": "np.tanh", "__nv_expf": "np.exp",
+        "__nv_fmaf_rn": "fma", "__nv_fmaf": "fma", "__nv_rsqrtf": "rsqrt", "__nv_tanhf": "np.tanh",
+        "__nv_expf": "np.exp",
         "__nv_exp2f": "np.exp2", "__nv_log2f": "np.log2", "__nv_logf": "np.log", "__nv_fabsf": "np.abs",
         "__nv_sqrtf": "np.sqrt", "__nv_powf": "np.power", "__nv_floorf": "np.floor", "__nv_ceilf": "np.ceil",
     }  # fmt: skip
-    if symbol not in known:
-        raise unsupported(op, f"library function {symbol}")
     values = e.operands(op)
-    shape = tuple(np.broadcast_shapes(*(v.shape for v in values)))
-    code = f"{known[symbol]}({', '.join(v.code for v in values)})"
-    e.set(op.results[0], code, op.result_types[0], shape, array=any(v.is_array for v in values))
+    kind, shape = op.result_types[0], tuple(np.broadcast_shapes(*(v.shape for v in values)))
+    if symbol in known:
+        code = f"{known[symbol]}({', '.join(v.code for v in values)})"
+    elif libdevice.known(symbol):
+        code = f"libdevice({symbol!r}, {e.dtype_code(kind)}, {', '.join(map(e.typed, values))})"
+    else:
+        raise unsupported(op, f"library function {symbol}")
+    e.set(op.results[0], code, kind, shape, array=any(v.is_array for v in values))

@@ -137,8 +137,6 @@ def shared_bases(layout: str, shape: tuple[int, ...]) -> tuple[list[list[int]], 
         for d in (int(x) for x in found[1].split(",")):
             steps += [[1 << i if k == d else 0 for k in range(len(shape))] for i in range((shape[d] - 1).bit_length())]
         return steps, []
-    if f.get("fp4Padded", "false") != "false":
-        raise NotImplementedError("fp4 values padded to bytes")
     linear = linear_layout(layout, shape)
     if not hasattr(linear, "offset_bases"):
         raise NotImplementedError(f"shared memory layout {layout}")
@@ -164,7 +162,8 @@ def shared_buffer(m: MemDesc, num_ctas: int) -> Buffer:
     element = m.element.bytes
     offsets = np.zeros(count, np.int64)
     gaps = padding(m.layout)
-    offsets[flat] = padded(np.arange(len(flat)), gaps) * element
+    # Backwards: an element that several offsets name, as those of padded fp4 are, lies at the lowest.
+    offsets[flat[::-1]] = padded(np.arange(len(flat))[::-1], gaps) * element
     full = offsets.reshape(local)
     shape = m.shape[-rank:] if len(m.shape) >= rank else m.shape
     view = full[tuple(slice(0, n) for n in local_view(shape, tail, local))]

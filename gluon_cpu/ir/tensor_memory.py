@@ -31,13 +31,25 @@ def tensor_memory_shard(m: MemDesc, num_ctas: int) -> Shard:
     return shard_of_bases(shape, [[b * n for b, n in zip(basis, local, strict=True)] for basis in cga])
 
 
+def is_padded_fp4(m: MemDesc) -> bool:
+    return fields(m.layout)[1].get("fp4Padded", "false") != "false"
+
+
+def fp4_containers(m: MemDesc) -> MemDesc:
+    """The bytes behind a view of padded fp4, which counts two values as one: each value has a byte, its bits 2 to 5."""
+    layout = m.layout.replace("fp4Padded = true", "fp4Padded = false")
+    return MemDesc(
+        (*m.shape[:-1], 2 * m.shape[-1]), m.element, layout, m.space, (*m.alloc_shape[:-1], 2 * m.alloc_shape[-1])
+    )
+
+
 def local_layout(m: MemDesc) -> Any:
     """The layout of one CTA's part."""
     kind, f = fields(m.layout)
     if kind == "tensor_memory_scales_encoding":
         return TensorMemoryScalesLayout([])
-    if f.get("fp4Padded", "false") != "false":
-        raise NotImplementedError("fp4 values padded to bytes")
+    if is_padded_fp4(m):
+        raise NotImplementedError("padded fp4 in tensor memory, but as an operand of a product")
     block = [int_attr(f["blockM"]), int_attr(f["blockN"])]
     return TensorMemoryLayout(block, int_attr(f["colStride"]), [], False, False)
 

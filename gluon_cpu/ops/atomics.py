@@ -58,14 +58,14 @@ class AtomicOps(GlobalOps):
         self.release(info, written)
         return old_out.reshape(shape) if shape else scalar(old_out[0])
 
-    def poll(self, info: Any, pointers: Any, wanted: Any) -> Any:
-        """None as long as an address holds something else than wanted; then True for each, and acquired."""
-        values = self.atomic(info, pointers, 0)
-        if not np.all(values == np.broadcast_to(np.asarray(wanted, info.dtype), info.shape)):
+    def poll(self, info: Any, pointers: Any, wanted: Any, tries: int) -> Any:
+        """None as long as an address holds something else than wanted, and tries are left; then what does, acquired."""
+        found = self.atomic(info, pointers, 0) == np.broadcast_to(np.asarray(wanted, info.dtype), info.shape)
+        if not np.all(found) and (info.limit is None or tries < info.limit):
             return None
         if "acq" in info.on_success:
-            self.acquire(info, spread(pointers, True, info.shape)[0])
-        return np.ones(info.shape, np.bool_) if info.shape else True
+            self.acquire(info, spread(pointers, True, info.shape)[0][np.asarray(found).reshape(-1)])
+        return found if info.shape else bool(found)
 
     def acquire(self, info: Any, addresses: Any) -> None:
         """Know what was released at these addresses within this agent's scope, by other programs too."""

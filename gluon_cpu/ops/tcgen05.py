@@ -140,7 +140,9 @@ class MmaTask(PipeTask):
             if raw.dtype.kind in "iu":
                 raw = np.exp2(raw.view(np.uint8).astype(np.float32) - 127.0)
             factors.append(raw.astype(np.float32))
-        if info.a_packed:
+        if info.a_padded:
+            left = E2M1[left.view(np.uint8) >> 2 & 15]
+        elif info.a_packed:
             left = unpack_fp4(left, 1)
         if info.b_packed:
             right = unpack_fp4(right, 0)

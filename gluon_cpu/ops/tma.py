@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..clocks import ORDER
-from ..global_memory import Descriptor
+from ..findings import OutOfBounds
+from ..global_memory import Descriptor, Im2colDescriptor
 from ..memory import OFFSET_MASK, runs_of
 from ..shadow import Access, Conflict, Scope
 from .base import AgentBase
@@ -66,6 +67,30 @@ def read_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[i
         a, b = box
         data[tuple(slice(x - lo, y - lo) for x, y, lo in zip(a, b, low, strict=True))] = inside
     return data
+
+
+def read_pixels(
+    task: Task, desc: Im2colDescriptor, start: tuple[int, ...], tap: tuple[int, ...], extent: tuple[int, ...]
+) -> Any:
+    """The raw elements of an im2col copy: [pixels, channels], filled where there is no pixel or no channel."""
+    count, channels = extent
+    pixels = desc.pixels(start[:-1], tap, count)
+    first, last = max(0, start[-1]), min(desc.shape[-1], start[-1] + channels)
+    data = np.full(extent, NAN_BITS[desc.item] if desc.nan else 0, desc.array.dtype)
+    rows = ((pixels >= 0) & (pixels < np.array(desc.shape[:-1]))).all(axis=1)
+    if first >= last or not rows.any():
+        return data
+    inside = pixels[rows]
+    machine = task.cluster.machine
+    if machine.checks:
+        runs = desc.pixel_runs(inside, first, last)
+        machine.global_read(desc.buffer, runs, 0, task.clk, task.access(), task.foreign)
+    data[rows, first - start[-1] : last - start[-1]] = desc.array[tuple(inside.T)][:, first:last]
+    return data
+
+
+# Bits that a filter tap has for each spatial dimension, by their number.
+TAP_BITS = {1: 16, 2: 8, 3: 5}
 
 
 class LoadTask(Task):
@@ -233,7 +258,9 @@ class TmaOps(AgentBase):
         self.tick()
         self.cluster.machine.add_task(PeerStore(self, info, clk, slot, time, parts, m, barrier_m))
 
-    def tma_load(self, info: Any, desc: Descriptor, coords: tuple[int, ...], barrier_m: int, m: int) -> None:
+    def tma_load(
+        self, info: Any, desc: Descriptor, coords: tuple[int, ...], barrier_m: int, m: int, tap: tuple[int, ...] = ()
+    ) -> None:
         self.at = info
         c = self.cta.number
         destinations = [c]
@@ -241,9 +268,35 @@ class TmaOps(AgentBase):
             if c & info.data_zero:
                 return  # the CTA without these bits issues for all of them
             destinations = [c | x for x in range(self.cluster.num_ctas) if x & ~info.data_zero == 0]
-        low = tuple(int(x) + o for x, o in zip(coords, info.low[c], strict=True))
         extent = info.extent
+        if isinstance(desc, Im2colDescriptor):
+            start, moved = self.im2col_start(info, desc, coords, tap)
+            self.issue_load(
+                info, lambda task: read_pixels(task, desc, start, moved, extent), m, barrier_m, destinations
+            )
+            return
+        low = tuple(int(x) + o for x, o in zip(coords, info.low[c], strict=True))
         self.issue_load(info, lambda task: read_box(task, desc, low, extent), m, barrier_m, destinations)
+
+    def im2col_start(
+        self, info: Any, desc: Im2colDescriptor, coords: tuple[int, ...], tap: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(first pixel and channel of this CTA's part, filter tap), once they are known to be defined."""
+        below, channel = info.low[self.cta.number]
+        # As compiled: the pixels before this CTA's part are added to the innermost coordinate, not carried over.
+        start = (*(int(x) for x in coords[:-2]), int(coords[-2]) + below, int(coords[-1]) + channel)
+        where = f"\n    at {info.site.where}\n      {info.site.source}"
+        bits, moved = TAP_BITS[len(tap)], tuple(int(x) & 0xFFFF for x in tap)
+        if any(x >> bits for x in moved):
+            said = f"{self.who}: offsets {[int(x) for x in tap]} of an im2col load; each has {bits} bits and no sign"
+            self.cluster.machine.found(OutOfBounds(said + where, (info.site,)))
+        if any(not lo <= x <= hi for x, lo, hi in zip(start[1:-1], desc.lower, desc.upper, strict=True)):
+            raise NotImplementedError(
+                f"{self.who}: an im2col load that starts outside of its window: pixel {list(start[1:-1])} of CTA "
+                f"{self.cta.number}, window {list(desc.lower)} to {list(desc.upper)}; what a card does then is not "
+                f"documented{where}"
+            )
+        return start, moved
 
     def issue_load(
         self, info: Any, fetch: Any, m: int, barrier_m: int, destinations: list[int], kind: type[LoadTask] = LoadTask

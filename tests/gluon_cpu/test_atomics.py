@@ -164,12 +164,17 @@ def test_an_atomic_load_writes_nothing(launch):
 
 @jit
 def gives_up(flag_ptr, out_ptr):
-    gl.store(out_ptr, gl.atomic_poll(flag_ptr, 1, timeout_ns=100).to(gl.int32))
+    """Every second flag comes to hold what is waited for; the others never do."""
+    i = gl.arange(0, 128, ROW)
+    gl.atomic_xchg(flag_ptr + i, i & 1)
+    gl.store(out_ptr + i, gl.atomic_poll(flag_ptr + i, 1, timeout_ns=100).to(gl.int32))
+    gl.store(out_ptr + 128, flag_ptr.atomic_poll(0, timeout_ns=100).to(gl.int32))
 
 
-def test_a_poll_with_a_time_limit_is_refused(launch):
-    with pytest.raises(NotImplementedError, match=r"there is no time here(.|\n)*test_atomics.py"):
-        launch(gives_up, (1,), flag(), poisoned(1, dtype=torch.int32))
+def test_a_poll_with_a_time_limit_gives_up(launch):
+    out = poisoned(129, dtype=torch.int32)
+    launch(gives_up, (1,), torch.full((128,), 7, dtype=torch.int32), out)
+    same(out, torch.tensor([0, 1] * 64 + [1], dtype=torch.int32))
 
 
 @jit

@@ -11,11 +11,10 @@ from gluon_cpu.ir.tensor_memory import tensor_memory_offsets
 from gluon_cpu.ir.types import MemDesc, Scalar
 from tests.compat import (
     TensorDescriptor,
-    TensorDescriptorIm2Col,
+    blackwell,
     cluster,
     gl,
     jit,
-    libdevice,
     mbarrier,
     tma,
     tma_blackwell,
@@ -23,7 +22,6 @@ from tests.compat import (
 from tests.gluon_cpu.support import (
     MATRIX,
     MATRIX_COPIES,
-    ROW,
     ROW_COPIES,
     ROW_HALVES,
     descriptor,
@@ -46,62 +44,10 @@ def refused(kernel, *arguments, marker: str, words: str, **options) -> None:
     assert line_of(marker) in str(caught.value)
 
 
-@jit
-def load_im2col(desc, out_ptr):
-    tile = gl.allocate_shared_memory(gl.float16, [32, 32], desc.layout)
-    loaded = new_barrier(1)
-    gl.barrier()
-    mbarrier.expect(loaded, 2048)
-    tma.async_load_im2col(
-        desc, [0, 0, 0, 0], [gl.to_tensor(0).to(gl.int16), gl.to_tensor(0).to(gl.int16)], loaded, tile
-    )  # <- im2col
-    mbarrier.wait(loaded, 0)
-
-
-def test_im2col():
-    x = normal(1, 8, 8, 32, dtype=torch.float16)
-    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float16)
-    desc = TensorDescriptorIm2Col(
-        x, list(x.shape), list(x.stride()), [32, 32], layout, pixel_box_lower_corner=[0, 0],
-        pixel_box_upper_corner=[0, 0],
-    )  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"im2col(.|\n)*test_refusals.py"):
-        gluon_cpu.launch(load_im2col, (1,), desc, poisoned(32, 32))
-
-
-@jit
-def padded_fp4(desc, out_ptr):
-    tile = gl.allocate_shared_memory(gl.uint8, desc.block_shape, desc.layout)  # <- padded fp4
-    loaded = new_barrier(1)
-    gl.barrier()
-    mbarrier.expect(loaded, tile.nbytes_per_cta)
-    tma.async_load(desc, [0, 0], loaded, tile)
-    mbarrier.wait(loaded, 0)
-
-
-def test_padded_fp4_in_shared_memory():
-    layout = gl.NVMMASharedLayout.get_default_for([128, 128], gl.uint8, fp4_padded=True)
-    desc = TensorDescriptor.from_tensor(torch.zeros(128, 128, dtype=torch.uint8), [128, 128], layout)
-    refused(padded_fp4, desc, poisoned(1), marker="padded fp4", words="fp4", target="sm_100a")
-
-
 def test_padded_fp4_in_tensor_memory():
     layout = "#ttng.tensor_memory_encoding<blockM = 128, blockN = 64, colStride = 1, fp4Padded = true>"
-    with pytest.raises(NotImplementedError, match="fp4 values padded to bytes"):
+    with pytest.raises(NotImplementedError, match="padded fp4 in tensor memory"):
         tensor_memory_offsets(MemDesc((128, 64), Scalar("i8"), layout, "tensor", (128, 64)), 1)
-
-
-@jit
-def unpack_fp4(x_ptr, out_ptr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    rows, columns = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
-    x = gl.load(x_ptr + rows[:, None] * 32 + columns[None, :])
-    y = gl.fp4_to_fp(x, gl.bfloat16, 1)  # <- fp4 to bf16
-    gl.store(out_ptr, gl.sum(gl.sum(y.to(gl.float32), 1), 0))
-
-
-def test_fp4_conversion():
-    refused(unpack_fp4, torch.zeros(32, 32, dtype=torch.uint8), poisoned(1), marker="fp4 to bf16", words="fp4_to_fp")
 
 
 @jit
@@ -139,17 +85,6 @@ def test_gather_of_rows_over_ctas():
 
 
 @jit
-def other_rounding(x_ptr, out_ptr):
-    i = gl.arange(0, 128, ROW)
-    y = gl.load(x_ptr + i).to(gl.bfloat16, fp_downcast_rounding="rtz")  # <- towards zero
-    gl.store(out_ptr + i, y.to(gl.float32))
-
-
-def test_rounding_towards_zero():
-    refused(other_rounding, normal(128), poisoned(128), marker="towards zero", words="round")
-
-
-@jit
 def add_two(a, b):
     return a + b
 
@@ -164,18 +99,6 @@ def scan_over_ctas(out_ptr):
 def test_scan_over_ctas():
     out = poisoned(256, dtype=torch.int32)
     refused(scan_over_ctas, out, marker="scan over CTAs", words="CTA|scan", num_ctas=2)
-
-
-@jit
-def histogram_over_ctas(out_ptr):
-    i = gl.arange(0, 256, ROW_HALVES)
-    counts = gl.histogram(i, 256, layout=ROW_HALVES)  # <- histogram over CTAs
-    gl.store(out_ptr + i, counts)
-
-
-def test_histogram_over_ctas():
-    out = poisoned(256, dtype=torch.int32)
-    refused(histogram_over_ctas, out, marker="histogram over CTAs", words="CTA|histogram", num_ctas=2)
 
 
 @jit
@@ -203,13 +126,14 @@ def test_gather_over_ctas():
 
 
 @jit
-def library_function(x_ptr, out_ptr):
-    i = gl.arange(0, 128, ROW)
-    gl.store(out_ptr + i, libdevice.j0(gl.load(x_ptr + i)))  # <- a Bessel function
+def packed_fp32(x_ptr, out_ptr):
+    i = gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0]))
+    x = gl.load(x_ptr + i)
+    gl.store(out_ptr + i, blackwell.add2(x, x))  # <- fp32 in pairs
 
 
-def test_library_function():
-    refused(library_function, normal(128), poisoned(128), marker="a Bessel function", words="j0")
+def test_packed_fp32_on_hopper():
+    refused(packed_fp32, normal(256), poisoned(256), marker="fp32 in pairs", words="which Hopper has not")
 
 
 def test_descriptor_that_rounds():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.compat import async_store, cluster, gl, jit, mbarrier, tma
+from tests.compat import ampere_mbarrier, async_store, cluster, gl, jit, mbarrier, tma
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu.support import (
     MATRIX_COLUMN_HALVES,
@@ -38,6 +38,26 @@ def fresh_barrier(out_ptr):
 def test_a_fresh_barrier_passes_parity_one_and_alternates(launch):
     out = poisoned(1, dtype=torch.int32)
     launch(fresh_barrier, (1,), out)
+    assert out.item() == 1
+
+
+@jit
+def ampere_barrier(out_ptr):
+    """The barriers of before Hopper: an arrival counts one, and there are no bytes."""
+    barrier = ampere_mbarrier.allocate_mbarrier()
+    ampere_mbarrier.init(barrier, count=2)
+    gl.barrier()
+    ampere_mbarrier.arrive(barrier)
+    ampere_mbarrier.arrive(barrier, pred=False)
+    ampere_mbarrier.arrive(barrier)
+    ampere_mbarrier.wait(barrier, 0)
+    ampere_mbarrier.invalidate(barrier)
+    gl.store(out_ptr, 1)
+
+
+def test_ampere_arrival(launch):
+    out = poisoned(1, dtype=torch.int32)
+    launch(ampere_barrier, (1,), out)
     assert out.item() == 1
 
 

@@ -167,6 +167,7 @@ def aggregates(out_ptr, n):
     counter = Counter(gl.to_tensor(0), 3)
     for _ in range(n):
         counter = counter.next()
+    counter = gl.aggregate_replace(counter, count=counter.count * 2)
     SQUARES: gl.constexpr = squares(5)
     gl.store(out_ptr, counter.count)
     gl.store(out_ptr + 1, SQUARES[4])
@@ -175,7 +176,7 @@ def aggregates(out_ptr, n):
 def test_aggregates_and_compile_time_functions(launch):
     out = poisoned(2, dtype=torch.int32)
     launch(aggregates, (1,), out, 5)
-    assert out.tolist() == [15, 16]
+    assert out.tolist() == [30, 16]
 
 
 @jit

@@ -394,3 +394,21 @@ def initial_value_of_other_shards(out_ptr):
 def test_an_initial_value_of_other_shards_is_refused(launch):
     with pytest.raises(NotImplementedError, match="per CTA in shared memory"):
         launch(initial_value_of_other_shards, (1,), poisoned(128, dtype=torch.int32), num_ctas=2)
+
+
+@jit
+def histogram_over_ctas(x_ptr, out_ptr, INPUT: gl.constexpr, BINS: gl.constexpr):
+    x = gl.load(x_ptr + gl.arange(0, 256, INPUT))
+    gl.store(out_ptr + gl.arange(0, 64, BINS), gl.histogram(x, 64, layout=BINS))
+    gl.store(out_ptr + 64 + gl.arange(0, 64, BINS), gl.histogram(x, 64, mask=x > 9, layout=BINS))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_histogram_over_ctas(launch, copies):
+    """Each CTA counts the elements of both, and keeps its half of the bins."""
+    x = torch.randint(0, 64, (256,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    out = poisoned(128, dtype=torch.int32)
+    layout = ROW_COPIES if copies else ROW_HALVES
+    launch(histogram_over_ctas, (1,), x, out, INPUT=layout, BINS=ROW_HALVES, num_ctas=2)
+    count = torch.bincount(x, minlength=64).to(torch.int32)
+    same(out, torch.cat([count, torch.where(torch.arange(64) > 9, count, 0)]))

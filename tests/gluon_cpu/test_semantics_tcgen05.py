@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.compat import (
+    TensorDescriptor,
     TensorMemoryLayout,
     allocate_tensor_memory,
     blackwell,
@@ -288,6 +289,66 @@ def test_scaled_mma_of_fp4(blackwell_launch):
     blackwell_launch(scaled, (1,), *descriptors, *exponents, out, GROUPS=8, KIND="e2m1")
     wide = [values[c] * 2.0 ** s.float().repeat_interleave(32, 1) for c, s in zip(codes, scales, strict=True)]
     same(out, wide[0] @ wide[1].T)
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@jit
+def ones_as_scales(ROWS: gl.constexpr, GROUPS: gl.constexpr):
+    scale = allocate_tensor_memory(gl.uint8, [ROWS, GROUPS], blackwell.TensorMemoryScalesLayout())
+    scale.store(gl.full([ROWS, GROUPS], 127, gl.uint8, scale.get_reg_layout()))
+    return scale
+
+
+@jit
+def mixed_scaled(a_desc, b_desc, out_ptr):
+    """fp8 times fp4: both in containers of a byte, so that TMA spreads the fp4 values."""
+    a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
+    acc = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    done = new_barrier(1)
+    gl.barrier()
+    tcgen05_mma_scaled(
+        a, b, acc, ones_as_scales(128, 4), ones_as_scales(64, 4), "e4m3", "e2m1", use_acc=False, mbarriers=[done]
+    )
+    mbarrier.wait(done, 0)
+    store_matrix(out_ptr, gl.convert_layout(acc.load(), MATRIX))
+
+
+@pytest.mark.parametrize("mode", ["fast", "lowered"])
+def test_scaled_mma_of_fp8_and_padded_fp4(blackwell_launch, mode):
+    a, codes = small_integers(128, 128, dtype=torch.float8_e4m3fn), small_integers(64, 128, dtype=torch.int32) + 8
+    b = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.uint8, fp4_padded=True)
+    out = poisoned(128, 64)
+    b_desc = TensorDescriptor.from_tensor(b, [64, 64], layout)
+    blackwell_launch(mixed_scaled, (1,), descriptor(a, [128, 128]), b_desc, out, mode=mode)
+    same(out, a.float() @ E2M1[codes].T)
+
+
+@jit
+def left_operand_padded(a_ptr, b_desc, out_ptr):
+    """fp4 in tensor memory beside fp8: a byte for each value, whose bits 2 to 5 count."""
+    b = load_tile(b_desc).permute((1, 0))
+    bytes_ = allocate_tensor_memory(gl.uint8, [128, 128], TensorMemoryLayout((128, 128), col_stride=1))
+    bytes_.store(gl.load(addresses(a_ptr, 128, 128, bytes_.get_reg_layout())))
+    a = bytes_.reinterpret(gl.uint8, [128, 64], TensorMemoryLayout((128, 64), col_stride=1, fp4_padded=True))
+    acc = allocate_tensor_memory(gl.float32, [128, 64], TensorMemoryLayout((128, 64), col_stride=1))
+    done = new_barrier(1)
+    gl.barrier()
+    tcgen05_mma_scaled(
+        a, b, acc, ones_as_scales(128, 4), ones_as_scales(64, 4), "e2m1", "e4m3", use_acc=False, mbarriers=[done]
+    )
+    mbarrier.wait(done, 0)
+    store_matrix(out_ptr, gl.convert_layout(acc.load(), MATRIX))
+
+
+def test_scaled_mma_of_padded_fp4_in_tensor_memory(blackwell_launch):
+    codes, b = small_integers(128, 128, dtype=torch.int32) + 8, small_integers(64, 128, dtype=torch.float8_e4m3fn)
+    a = (codes << 2 | 0xC3).to(torch.uint8)  # the other bits do not count
+    out = poisoned(128, 64)
+    blackwell_launch(left_operand_padded, (1,), a, descriptor(b, [64, 128]), out)
+    same(out, E2M1[codes] @ b.float().T)
 
 
 @jit

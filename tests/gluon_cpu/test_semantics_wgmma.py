@@ -11,6 +11,7 @@ from tests.compat import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from tests.gluon_cpu.support import (
@@ -144,6 +145,24 @@ def test_queue_completes_in_order(launch):
     launch(queue, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out)
     product = a.float() @ b.float().T
     same(out, torch.stack([product, product + 1, product + 2]))
+
+
+@jit
+def from_an_accumulator(a_desc, b_desc, out_ptr):
+    """An accumulator made of a tensor, so that a loop may start with it."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
+    acc = warpgroup_mma_init(gl.full([64, 32], 3.0, gl.float32, ACC))
+    for _ in range(2):
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+    store_matrix(out_ptr, warpgroup_mma_wait(0, deps=[acc]))
+
+
+def test_accumulator_of_a_loop(launch):
+    a, b = exact_case(torch.bfloat16)
+    out = poisoned(64, 32)
+    launch(from_an_accumulator, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out)
+    same(out, 2 * (a.float() @ b.float().T) + 3)
 
 
 @jit
