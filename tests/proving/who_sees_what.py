@@ -113,7 +113,7 @@ def faults() -> Iterator[Fault]:
     yield of_case("the peer's slot is loaded into while it reads", "a multicast over what the peer still reads")
     yield of_product("a product of what is not loaded", "multiplies what is not loaded")
     yield of_product("a slot freed before the product is done", "frees a slot before the product is done")
-    yield of_product("tensor memory read before the product is done", "takes out what is not done")
+    yield of_product("tensor memory read before its product ends", "takes out what is not done")
     yield of_product("a pair multiplies before the peer's half is there", "does not wait for the peer's half", 2)
     yield of_product("a slot is never freed", "never frees a slot")
     yield of_case("an arrival too few", "an arrival too few")
