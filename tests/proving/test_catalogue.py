@@ -2,6 +2,9 @@
 
 import collections
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +12,11 @@ from channels import barriers as barriers_module
 from gluon_attn.forward.table import BLACKWELL
 from proving import __main__ as command
 from proving import attention, prove, store
+from proving import check as proofs_check
 from proving.attention import ARCH, DTYPES, QUICK, Case, catalogue
 from proving.launch import TensorMap
 
+ROOT = Path(__file__).parents[2]
 RECORD = store.Record(
     name="",
     key="k" * 64,
@@ -158,15 +163,24 @@ def test_a_proof_without_a_record_does_not_hold(record, capsys):
 
 
 def test_another_verifier_asks_for_new_proofs(record, capsys, monkeypatch):
-    monkeypatch.setattr(command, "version", lambda: "9.9")
+    monkeypatch.setattr(proofs_check, "version", lambda: "9.9")
     status, printed = check(capsys)
     assert status == 1
     assert "made with sentryward 0.1.1, installed is 9.9" in printed
 
 
 def test_a_check_needs_no_verifier(record, capsys, monkeypatch):
-    monkeypatch.setattr(command, "version", lambda: None)
+    monkeypatch.setattr(proofs_check, "version", lambda: None)
     assert check(capsys)[0] == 0
+
+
+@pytest.mark.slow
+def test_records_are_checked_on_all_cores():
+    """Those that are committed, by the command as it is run."""
+    arguments = [sys.executable, "-m", "proving", "list", "d64-bf16-*", "--check"]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "does not hold" not in done.stdout
 
 
 @pytest.mark.slow  # it compiles the kernel
