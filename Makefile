@@ -34,7 +34,7 @@ BENCH_READY := $(VENV)/.ready-bench
 PARALLEL := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),,-n auto --dist loadfile)
 endif
 
-.PHONY: help run test test-slow check format gpu-test bench blackwell-bringup explore mutants prove races clean
+.PHONY: help run test test-slow check format gpu-test bench blackwell-bringup explore mutants prove check-proofs who-sees-what races clean
 
 help: ## List every command
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -82,6 +82,12 @@ mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in 
 
 prove: $(TEST_READY) ## Prove the Blackwell kernels free of deadlocks and races, where no record of it holds (hours)
 	@$(PY) -m proving $(or $(ARGS),all)
+
+check-proofs: $(TEST_READY) ## Does each proof on record still hold for the kernels as they are? (under a minute; proves nothing)
+	@$(PY) -m proving list --check $(ARGS)
+
+who-sees-what: $(TEST_READY) ## Which judge finds which kind of fault? The table of docs/checked.md, from planted faults (minutes)
+	@$(PY) -m tests.proving.who_sees_what
 
 races: $(TEST_READY) ## Run the kernels under Triton's concurrency sanitizer (needs a Hopper card)
 	@$(PY) -m pytest tests/gpu/test_consan.py $(ARGS)

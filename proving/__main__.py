@@ -13,6 +13,7 @@ from pathlib import Path
 
 from . import store
 from .attention import catalogue
+from .check import checked
 from .failure import describe
 from .prove import Proof, Task, explained
 from .verifier import PACKAGE, Verdict, version
@@ -24,7 +25,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m proving", description=__doc__)
     parser.add_argument("command", choices=("list", "quick", "all", "one"), help="quick: the set for every commit")
     parser.add_argument("pattern", nargs="?", default="*", help="only proofs whose name matches, such as 'd64-*'")
-    parser.add_argument("--check", action="store_true", help="list: compile, and say whether each record still holds")
+    parser.add_argument(
+        "--check", action="store_true", help="list: does each record still hold? Compiles nothing; exit status 1 if not"
+    )
+    parser.add_argument("--compile", action="store_true", help="list --check: compile where sources changed (minutes)")
     parser.add_argument("--again", action="store_true", help="run the verifier even where a record of the proof holds")
     return parser.parse_args(arguments)
 
@@ -37,31 +41,40 @@ def cost(seconds: float, memory_mib: float) -> str:
     return f"{seconds:6.1f} s {memory_mib / 1024:5.2f} GiB"
 
 
-def list_proofs(proofs: Sequence[Proof], *, check: bool) -> None:
+def list_proofs(proofs: Sequence[Proof]) -> None:
     for proof in proofs:
-        say(f"{proof.name:44} {'quick' if proof.quick else '':5}  {described(proof, check=check)}")
+        say(f"{proof.name:44} {'quick' if proof.quick else '':5}  {described(store.load(proof.name))}")
 
 
-def described(proof: Proof, *, check: bool) -> str:
-    """What is on record of a proof. check: and whether it holds for the kernel as it is now."""
-    record = store.load(proof.name)
+def described(record: store.Record | None) -> str:
+    """What is on record of a proof."""
     if record is None:
         return "no record"
-    words = [f"{record.result:9} {cost(record.seconds, record.memory_mib)} {record.date}"]
-    if record.same_as:
-        words.append(f"as {record.same_as}")
-    if check:
-        words.append("holds" if record.key == Task.of(proof).key else "of another kernel")
-    return " ".join(words)
+    same = f" as {record.same_as}" if record.same_as else ""
+    return f"{record.result:9} {cost(record.seconds, record.memory_mib)} {record.date}{same}"
+
+
+def check_proofs(proofs: Sequence[Proof], *, compiling: bool) -> int:
+    """Say of each record whether it still holds: 0 if all do, else 1."""
+    fallen = []
+    for i, (proof, wrong) in enumerate(zip(proofs, checked(proofs, compiling=compiling), strict=True)):
+        say(f"[{i + 1}/{len(proofs)}] {proof.name:44} {wrong or 'holds'}")
+        if wrong:
+            fallen.append(proof.name)
+    say(f"{len(proofs) - len(fallen)} of {len(proofs)} hold")
+    for name in fallen:
+        say(f"does not hold: {name}")
+    if fallen:
+        say("make prove proves what does not hold, and renews records whose PTX is still the same")
+    return 1 if fallen else 0
 
 
 def prove(proof: Proof, *, again: bool) -> bool:
     """Whether the proof holds: by its record, or by one made now."""
     task = Task.of(proof)
     if not again and (record := store.find(task.key)):
-        if record.name != proof.name:
-            record = task.same_as(record)
-            store.save(record)
+        record = task.same_as(record) if record.name != proof.name else task.renewed(record)
+        store.save(record)
         say(f"{record.result}, on record", f"as {record.same_as}" if record.same_as else "")
         return True
     verdict = task.run()
@@ -101,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"pattern: expected one proof, got {len(proofs)}: {', '.join(p.name for p in proofs)}")
         return 2
     if args.command == "list":
-        list_proofs(proofs, check=args.check)
+        if args.check or args.compile:
+            return check_proofs(proofs, compiling=args.compile)
+        list_proofs(proofs)
         return 0
     if version() is None:
         say(f"{PACKAGE}: the verifier is not installed; pip install -e '.[prove]' installs it")

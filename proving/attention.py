@@ -2,27 +2,32 @@
 
 import dataclasses
 import functools
-import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellTile
-from gluon_attn.forward.launch import compiled, launches_of
+from gluon_attn.forward.launch import BLACKWELL as KERNEL
+from gluon_attn.forward.launch import build_of, compiled, launches_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import BLACKWELL, Row
-from gluon_attn.kernels.blackwell.forward import correction as correction_module
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import FP8_DTYPES, SCALES, Problem, output_dtype
 
+from .attention_ptx import (
+    RescaleDecision,
+    choose_divisors,
+    leave_out_early_arrivals,
+    leave_out_floor,
+    leave_out_lse,
+)
 from .capture import describe
-from .equivalence import Equivalence, Operand, leave_barriers_valid, without
+from .equivalence import Equivalence, Operand, leave_barriers_valid
 from .launch import Launch
 from .prove import Proof
-from .ptx import branches_of, strip_comment
-from .registers import Definitions, definitions, the_definition
+from .source import arguments_text, hash_of
 from .verifier import Limits
 
 DTYPES = {
@@ -32,7 +37,8 @@ DTYPES = {
     "e5m2": torch.float8_e5m2,
 }
 MINUTES = 60
-ARCH = 100  # the verifier knows sm_100a
+ARCH = 100  # sm_100a, which the verifier knows
+RUN_TIME = tuple(p.name for group in (KERNEL.tma, KERNEL.pointers, KERNEL.scalars) for p in group)
 # Levers of a tile that decide at run time what is done next, by the data or by the hardware: the verifier follows one
 # way only. They are off where a row of the table is proved; `rescale_proofs` and `LEVERS` say what holds with them on.
 UNDECIDED: dict[str, Any] = {"rescale_threshold": 0.0, "dynamic": False}
@@ -76,8 +82,24 @@ class Case:
     heads: int = 1
     kv_heads: int = 1
     clusters: int = 148
+    arch: int = ARCH
 
     def launch(self) -> Launch:
+        mask, plan, values = self.call()
+        kernel = compiled(self.dtype, self.head_dim, mask, self.tile, arch=self.arch)
+        return describe(kernel, (plan.programs,), values)
+
+    def proof(self, name: str, limits: Limits, **more: Any) -> Proof:
+        return Proof(name=name, launch=self.launch, source=self.source, limits=limits, **more)
+
+    def source(self) -> str:
+        """All that `launch` is made from, without compiling it; see source.py."""
+        mask, plan, values = self.call()
+        made = front_end(self.dtype, self.head_dim, mask, self.tile, self.arch)
+        return hash_of(made, str(plan.programs), arguments_text(values, RUN_TIME))
+
+    def call(self) -> tuple[Mask, Plan, dict[str, Any]]:
+        """(mask, plan, arguments by the kernel's names)"""
         q = torch.empty(1, self.heads, self.q_len, self.head_dim, dtype=self.dtype)
         k = torch.empty(1, self.kv_heads, self.kv_len, self.head_dim, dtype=self.dtype)
         v, out, lse = torch.empty_like(k), torch.empty_like(q, dtype=output_dtype(self.dtype)), torch.empty(q.shape[:3])
@@ -87,9 +109,13 @@ class Case:
         device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.tile.num_ctas)
         plan = Plan.of(problem, self.tile, device)
         (launch,) = launches_of(plan, q, k, v, out)
-        values = launch.arguments({"q": q, "k": k, "v": v, "out": out, "lse": lse, **scales})
-        kernel = compiled(self.dtype, problem.padded_head_dim, problem.mask, self.tile, arch=ARCH)
-        return describe(kernel, (plan.programs,), values)
+        return problem.mask, plan, launch.arguments({"q": q, "k": k, "v": v, "out": out, "lse": lse, **scales})
+
+
+@functools.lru_cache(maxsize=256)
+def front_end(dtype: torch.dtype, head_dim: int, mask: Mask, tile: BlackwellTile, arch: int) -> str:
+    """A hash of what the kernel's machine code depends on. Two proofs in a row are often of one kernel."""
+    return hash_of(build_of(dtype, head_dim, mask, tile).front_end(arch))
 
 
 def one_tile(dtype: torch.dtype, row: Row) -> Case:
@@ -116,73 +142,18 @@ def odd_lengths(case: Case) -> Case:
     return dataclasses.replace(case, q_len=case.q_len - 27, kv_len=case.kv_len - 61, heads=2, kv_heads=1, clusters=1)
 
 
+def laps(case: Case) -> Case:
+    """One program computes two tiles, with two slots for keys and values: every ring of the kernel goes round twice at
+    least, that of keys and values four times."""
+    tile = dataclasses.replace(case.tile, kv_slots=2)
+    return dataclasses.replace(case, tile=tile, q_len=2 * case.q_len, clusters=1)
+
+
 # In the kernel's own scale, as exp2 replaces exp: what is taken from fp32 is the same number on both sides.
 REFERENCE = """def reference(q_desc, k_desc, v_desc, scale_log2):
     weights = (q_desc.float() @ k_desc.float().transpose(0, 1) * scale_log2).exp2()
     return (weights @ v_desc.float() / weights.sum(1, keepdim=True)).to(q_desc.dtype)
 """
-
-
-def leave_out_lse(ptx: str) -> tuple[str, int]:
-    """Without the stores to global memory that are not TMA's: LSE's.
-
-    Why: every output must be compared, and the verifier finds no proof for a logarithm. Exact for O, which goes by TMA.
-    """
-    return without(r"(@!?%p\d+ )?st\.global\.")(ptx)
-
-
-LARGER = re.compile(r"max\.NaN\.f32\s+(?P<result>%r\d+), (?P<first>%r\d+), (?P<second>%r\d+);")
-LONGEST_CHOICE = 4  # lines from a division to the choice between its result and 0
-LEAST_LOG2_BITS = "0fF1800000"  # -2^100, `LEAST_LOG2` of row_stats.py
-
-
-def leave_out_floor(ptx: str) -> tuple[str, int]:
-    """Without the least maximum that a first block leaves: see `first_maximum`.
-
-    Why: it makes the function another one for a row whose scores are all below -2^100 in units of log 2. Exact above,
-    and below it fp32 holds no difference of two scores.
-    """
-    lines, sources, count = ptx.split("\n"), definitions(ptx.split("\n")), 0
-    for i, line in enumerate(lines):
-        found = LARGER.fullmatch(strip_comment(line))
-        if found and is_floor(found["second"], sources):
-            lines[i] = f"\tmov.b32 {found['result']}, {found['first']};"
-            count += 1
-    return "\n".join(lines), count
-
-
-def is_floor(value: str, sources: Definitions) -> bool:
-    operation, reads = the_definition(value, sources)
-    return operation == "div.full.f32" and the_definition(reads[0], sources) == ("mov.b32", [LEAST_LOG2_BITS])
-
-
-RECIPROCAL = re.compile(r"div\.full\.f32\s+(?P<result>%r\d+), (?P<one>%r\d+), (?P<divisor>%r\d+);")
-ZERO, ONE = "0f00000000", "0f3F800000"
-
-
-def choose_divisors(ptx: str) -> tuple[str, int]:
-    """x == 0 ? 0 : 1 / x becomes 1 / (x == 0 ? 1 : x), in `inverse` of row_stats.py.
-
-    Why: the verifier decides a choice between divisors, and none between a quotient and 0. Exact for a row that sees a
-    key, as every row of this proof does: its largest score adds 1 to the sum x, which is never 0 then.
-    """
-    lines, sources, count = ptx.split("\n"), definitions(ptx.split("\n")), 0
-    for i, line in enumerate(lines):
-        division = RECIPROCAL.fullmatch(strip_comment(line))
-        if not division or the_definition(division["one"], sources) != ("mov.b32", [ONE]):
-            continue
-        quotient, divisor = division["result"], division["divisor"]
-        for j in range(i + 1, min(i + LONGEST_CHOICE, len(lines))):
-            choice = re.fullmatch(rf"selp\.f32\s+(%r\d+), {ZERO}, {quotient}, (%p\d+);", strip_comment(lines[j]))
-            if choice and the_definition(choice[2], sources) == ("setp.eq.f32", [divisor, ZERO]):
-                lines[i] = (
-                    f"\t{{ .reg .b32 %divisor; selp.f32 %divisor, {ONE}, {divisor}, {choice[2]}; "
-                    f"div.full.f32 {quotient}, {division['one']}, %divisor; }}"
-                )
-                lines[j] = f"\tmov.b32 {choice[1]}, {quotient};"
-                count += 1
-                break
-    return "\n".join(lines), count
 
 
 def equals_softmax(case: Case, name: str) -> Proof:
@@ -202,21 +173,7 @@ def equals_softmax(case: Case, name: str) -> Proof:
         rewrites=(leave_barriers_valid, leave_out_lse, leave_out_floor, choose_divisors),
     )
     limits = Limits(seconds=60 * MINUTES, memory_mib=10000)
-    return Proof(name=name, launch=case.launch, limits=limits, equivalence=equivalence)
-
-
-def rescale_decision(taken: bool) -> Callable[[str], dict[int, bool]]:
-    """For a kernel that rescales only where a maximum has grown: that the branch over it is always taken, or never."""
-
-    def decisions(ptx: str) -> dict[int, bool]:
-        source = inspect.getsource(correction_module).split("\n")
-        place = 1 + next(i for i, line in enumerate(source) if line.strip().startswith("if needed"))
-        lines = branches_of(ptx, f"correction.py:{place}")
-        if not lines:
-            raise ValueError(f"ptx: expected branches of correction.py:{place}, which rescales, found none")
-        return dict.fromkeys(lines, taken)
-
-    return decisions
+    return case.proof(name, limits, equivalence=equivalence)
 
 
 def lever_proofs(case: Case, name: str) -> Iterator[Proof]:
@@ -225,17 +182,16 @@ def lever_proofs(case: Case, name: str) -> Iterator[Proof]:
     plain = defaults | {"cga_layout": case.tile.cga_layout}
     for lever, options in LEVERS.items():
         changed = dataclasses.replace(case, tile=dataclasses.replace(case.tile, **plain | options))
-        yield Proof(name=f"{name}-{lever}", launch=changed.launch, limits=LIMITS[1])
+        yield changed.proof(f"{name}-{lever}", LIMITS[1])
 
 
 def rescale_proofs(case: Case, row: Row, name: str) -> Iterator[Proof]:
     """The row's own tile, which rescales by need: that every block does, or that none does."""
     assert isinstance(row.tile, BlackwellTile)
     tile = dataclasses.replace(case.tile, rescale_threshold=row.tile.rescale_threshold)
-    launch = dataclasses.replace(case, tile=tile).launch
-    limits = LIMITS[tile.num_ctas]
-    yield Proof(name=f"{name}-every-rescale", launch=launch, limits=limits, decisions=rescale_decision(False))
-    yield Proof(name=f"{name}-no-rescale", launch=launch, limits=limits, decisions=rescale_decision(True))
+    case, limits = dataclasses.replace(case, tile=tile), LIMITS[tile.num_ctas]
+    yield case.proof(f"{name}-every-rescale", limits, decisions=RescaleDecision(skipped=False))
+    yield case.proof(f"{name}-no-rescale", limits, decisions=RescaleDecision(skipped=True))
 
 
 def proofs_of(row: Row) -> Iterator[Proof]:
@@ -246,7 +202,10 @@ def proofs_of(row: Row) -> Iterator[Proof]:
         name = f"d{row.padded_head_dim}-{dtype_name}-{'causal' if row.causal else 'full'}-{n}cta"
         case = one_tile(dtype, row)
         quick = name in QUICK
-        yield Proof(name=name, launch=case.launch, limits=LIMITS[n], quick=quick)
+        yield case.proof(name, LIMITS[n], quick=quick)
+        if name.startswith("d64-e4m3-full"):
+            rewrites = (leave_out_early_arrivals,) if n == 4 else ()
+            yield laps(case).proof(f"{name}-laps", LIMITS[n], rewrites=rewrites)
         if dtype_name != "bf16" or n > 2:
             continue
         if isinstance(row.tile, BlackwellTile) and row.tile.rescale_threshold:
@@ -255,14 +214,30 @@ def proofs_of(row: Row) -> Iterator[Proof]:
             continue
         for suffix, more in (("two-tiles", two_tiles(case)), ("odd-lengths", odd_lengths(case))):
             quick = f"{name}-{suffix}" in QUICK
-            yield Proof(name=f"{name}-{suffix}", launch=more.launch, limits=LIMITS[n], quick=quick)
+            yield more.proof(f"{name}-{suffix}", LIMITS[n], quick=quick)
         if name == "d64-bf16-full-1cta":
             yield from lever_proofs(case, name)
             yield equals_softmax(case, f"{name}-equals-softmax")
+
+
+def max_in_load_proofs() -> Iterator[Proof]:
+    """Rows that let the loads find the maxima, which sm_103 alone has: D=64, bf16, no mask. With one CTA also compiled
+    for sm_103 with maxima apart."""
+    for row in BLACKWELL:
+        n = row.tile.num_ctas
+        if row.tile.archs != (103,) or (row.padded_head_dim, row.causal, row.element_bytes) != (64, False, 2):
+            continue
+        case = dataclasses.replace(one_tile(torch.bfloat16, row), arch=103)
+        name = f"sm103-d64-bf16-full-{n}cta"
+        yield case.proof(name, LIMITS[n])
+        if n == 1:
+            apart = dataclasses.replace(case, tile=dataclasses.replace(case.tile, max_in_load=False))
+            yield apart.proof(f"{name}-max-apart", LIMITS[n])
 
 
 @functools.cache
 def catalogue() -> tuple[Proof, ...]:
     """Every proof, the cheapest first."""
     proofs = [proof for row in BLACKWELL if ARCH in row.tile.archs for proof in proofs_of(row)]
+    proofs += max_in_load_proofs()
     return tuple(sorted(proofs, key=lambda proof: proof.limits.seconds))

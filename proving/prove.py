@@ -13,24 +13,40 @@ from .equivalence import Equivalence
 from .kernel_input import kernel_input
 from .launch import Launch
 from .rewrites import DIAGNOSIS, SAFETY, Rewrite, rewritten
+from .source import adapter, hash_of
 from .verifier import PACKAGE, Limits, Verdict, verify, version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """Something to prove. launch: compiles, so it is called when the proof is due.
+    """Something to prove. launch: compiles, so it is called when the proof is due. source: all that the launch is made
+    from, as a text, without compiling (see source.py).
 
     equivalence: what the kernel computes, to be proved as well; None: only that no schedule deadlocks or races.
-    decisions: from the PTX, which branches on data every thread takes, or does not, each time: the proof is of such
-    runs only. quick: part of the set for every commit.
+    rewrites: those that this proof needs beyond what all do. decisions: from the PTX, which branches on data every
+    thread takes, or does not, each time: the proof is of such runs only. quick: part of the set for every commit.
     """
 
     name: str
     launch: Callable[[], Launch]
+    source: Callable[[], str]
     limits: Limits
     equivalence: Equivalence | None = None
+    rewrites: tuple[Rewrite, ...] = ()
     decisions: Callable[[str], dict[int, bool]] | None = None
     quick: bool = False
+
+    @property
+    def all_rewrites(self) -> tuple[Rewrite, ...]:
+        return (*SAFETY, *self.rewrites, *(self.equivalence.rewrites if self.equivalence else ()))
+
+    def source_key(self) -> str:
+        """The same as long as the PTX and the verifier's input are. Takes a second."""
+        made = self.equivalence
+        equivalence = made and [made.reference, made.inputs, made.outputs, made.scalars]
+        rewrites = [rewrite.__qualname__ for rewrite in self.all_rewrites]
+        parts = (triton.__version__, adapter(), self.source(), repr(equivalence), repr(rewrites), repr(self.decisions))
+        return hash_of(*parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +65,7 @@ class Task:
     def of(proof: Proof, *more: Rewrite) -> "Task":
         """more: rewrites beyond those that a proof needs."""
         launch, equivalence = proof.launch(), proof.equivalence
-        ptx, applied = rewritten(launch.ptx, (*SAFETY, *more, *(equivalence.rewrites if equivalence else ())))
+        ptx, applied = rewritten(launch.ptx, (*proof.all_rewrites, *more))
         return Task(
             proof=proof,
             launch=launch,
@@ -62,7 +78,11 @@ class Task:
 
     @property
     def key(self) -> str:
-        return store.key_of(self.ptx, (self.input, self.reference, self.binding), version())
+        return self.key_with(version())
+
+    def key_with(self, verifier: str | None) -> str:
+        """The key of a record made with that version of the verifier."""
+        return store.key_of(self.ptx, (self.input, self.reference, self.binding), verifier)
 
     def run(self) -> Verdict:
         return verify(self.ptx, self.input, self.proof.limits, reference=self.reference, binding=self.binding)
@@ -74,6 +94,7 @@ class Task:
         return store.Record(
             name=self.proof.name,
             key=self.key,
+            source=self.proof.source_key(),
             result=verdict.result,
             seconds=round(verdict.seconds, 1),
             memory_mib=round(verdict.memory_mib),
@@ -84,9 +105,13 @@ class Task:
             rewrites=self.rewrites,
         )
 
+    def renewed(self, record: store.Record) -> store.Record:
+        """A record of this proof with the same key, whose sources may have changed since."""
+        return dataclasses.replace(record, source=self.proof.source_key())
+
     def same_as(self, record: store.Record) -> store.Record:
         """A record of this proof by another one with the same key."""
-        return dataclasses.replace(record, name=self.proof.name, same_as=record.name)
+        return dataclasses.replace(record, name=self.proof.name, source=self.proof.source_key(), same_as=record.name)
 
 
 def explained(proof: Proof, verdict: Verdict) -> tuple[Task, Verdict]:

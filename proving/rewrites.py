@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from .branches import straighten_branches
 from .dispatch import name_roles, recompute_captures, store_roles_once
+from .loads import spell_out_maxima
 from .reductions import store_reductions_once
 
 Rewrite = Callable[[str], tuple[str, int]]
 
 # Under these a proof is made. The others only make a failure easier to read: they do away with reads that a proof
 # should cover.
-SAFETY: tuple[Rewrite, ...] = (straighten_branches, store_roles_once, store_reductions_once)
+SAFETY: tuple[Rewrite, ...] = (straighten_branches, store_roles_once, store_reductions_once, spell_out_maxima)
 DIAGNOSIS: tuple[Rewrite, ...] = (recompute_captures, name_roles)
 
 

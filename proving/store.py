@@ -26,11 +26,14 @@ def key_of(ptx: str, inputs: Iterable[Any], verifier: str | None) -> str:
 class Record:
     """A proof that was found. same_as: the proof of the very same kernel and launch that was run in its stead.
 
+    key: of what was proved, see `key_of`. source: of what that was made from, see source.py: the same as long as the
+    key is, and sooner found. It may change where the key does not.
     rewrites: how often each exact rewrite applied. seconds, memory_mib: of the verifier.
     """
 
     name: str
     key: str
+    source: str
     result: str
     seconds: float
     memory_mib: float
@@ -42,28 +45,28 @@ class Record:
     same_as: str | None = None
 
 
-def path_of(name: str, folder: Path = RESULTS) -> Path:
-    return folder / f"{name}.json"
+def path_of(name: str, folder: Path | None = None) -> Path:
+    return (folder or RESULTS) / f"{name}.json"
 
 
-def save(record: Record, folder: Path = RESULTS) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(asdict(record), indent=1)
-    path_of(record.name, folder).write_text(text + "\n", encoding="utf-8")
+def save(record: Record, folder: Path | None = None) -> None:
+    path = path_of(record.name, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
 
 
-def load(name: str, folder: Path = RESULTS) -> Record | None:
+def load(name: str, folder: Path | None = None) -> Record | None:
     path = path_of(name, folder)
     return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def find(key: str, folder: Path = RESULTS) -> Record | None:
+def find(key: str, folder: Path | None = None) -> Record | None:
     """The record of a proof with this key that was run, whatever its name."""
-    names = sorted(path.stem for path in folder.glob("*.json"))
+    names = sorted(path.stem for path in (folder or RESULTS).glob("*.json"))
     records = (load(name, folder) for name in names)
     return next((r for r in records if r and r.key == key and r.same_as is None), None)
 
 
-def drop(name: str, folder: Path = RESULTS) -> None:
+def drop(name: str, folder: Path | None = None) -> None:
     """Forget a proof that no longer holds."""
     path_of(name, folder).unlink(missing_ok=True)

@@ -3,9 +3,11 @@
 import triton
 import triton.backends.nvidia.compiler as nvidia_compiler
 import triton.knobs as knobs
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.compiler import CompiledKernel
+from triton.compiler.compiler import make_backend
 from triton.experimental.gluon import GluonASTSource
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
@@ -40,8 +42,10 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "gl",
+    "ir",
     "jit",
     "knobs",
+    "make_backend",
     "mul2",
     "nvidia_compiler",
     "tcgen05_mma",

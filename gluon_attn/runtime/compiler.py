@@ -3,7 +3,7 @@
 from typing import Any
 
 from .assembler import newest_assembler, warn_if_serialised
-from .compat import CompiledKernel, GluonASTSource, GPUTarget, knobs, triton
+from .compat import CompiledKernel, GluonASTSource, GPUTarget, ir, knobs, make_backend, triton
 
 
 def check_triton_version() -> None:
@@ -32,18 +32,54 @@ def compile_gluon(
     starts_early: a launch may begin before the kernel launched before it ends, if that one says so; `gdc_wait` waits
     for the end (CUDA's programmatic dependent launch).
     """
+    source = source_of(fn, signature, constants)
+    options = options_of(num_warps, num_ctas, starts_early)
+    with newest_assembler():
+        kernel = triton.compile(source, target=target_of(arch), options=options)
+    warn_if_serialised(kernel)
+    return kernel
+
+
+def front_end(
+    fn: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    arch: int,
+    num_warps: int,
+    num_ctas: int,
+    starts_early: bool = False,
+) -> str:
+    """What Triton's front end makes of a kernel, without lines of the source, and the options that it is compiled with:
+    all that `compile_gluon` of the same arguments depends on, but for Triton itself. Takes about a second."""
+    options = options_of(num_warps, num_ctas, starts_early)
+    backend = make_backend(target_of(arch))
+    parsed = backend.parse_options(dict(options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    module = source_of(fn, signature, constants).make_ir(target_of(arch), parsed, *made, context)
+    return f"{options}\n{module.str_nodebug()}"
+
+
+def source_of(fn: Any, signature: dict[str, str], constants: dict[str, Any]) -> Any:
+    """What Triton compiles."""
     names = fn.arg_names
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
-    source = GluonASTSource(fn, types, {(names.index(n),): value for n, value in constants.items()}, aligned)
-    options = {
+    return GluonASTSource(fn, types, {(names.index(n),): value for n, value in constants.items()}, aligned)
+
+
+def options_of(num_warps: int, num_ctas: int, starts_early: bool) -> dict[str, Any]:
+    return {
         "num_warps": num_warps,
         "num_ctas": num_ctas,
         "launch_pdl": starts_early,
         "enable_fp_fusion": True,
         "instrumentation_mode": knobs.compilation.instrumentation_mode,
     }
-    with newest_assembler():
-        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    warn_if_serialised(kernel)
-    return kernel
+
+
+def target_of(arch: int) -> Any:
+    return GPUTarget("cuda", arch, 32)

@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from .compat import CompiledKernel
-from .compiler import compile_gluon
+from .compiler import compile_gluon, front_end
 from .descriptors import Block, View
 from .launcher import Launcher
 
+Compiled = TypeVar("Compiled")
 Tensors = dict[str, Any]  # what a call is given, by name: a Tensor, or None where a pointer may be null
 
 
@@ -89,7 +90,14 @@ class Build:
 
     def compile(self, arch: int) -> CompiledKernel:
         """arch: 90, 100 or 103, for sm_90a and so on. Needs no card."""
-        return compile_gluon(
+        return self.given_to(compile_gluon, arch)
+
+    def front_end(self, arch: int) -> str:
+        """All that `compile` depends on but Triton itself, as a text; takes a second, see `compiler.front_end`."""
+        return self.given_to(front_end, arch)
+
+    def given_to(self, compiling: Callable[..., Compiled], arch: int) -> Compiled:
+        return compiling(
             self.kernel.fn,
             self.kernel.types(self.blocks),
             dict(self.constants),

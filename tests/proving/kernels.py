@@ -121,26 +121,28 @@ def shapes(num_ctas: int) -> tuple[int, int, int]:
     return 128 * num_ctas, 64 * num_ctas, K_TILE * STEPS
 
 
-def launch(num_ctas: int = 1, *, bug: str = "") -> Launch:
+def call(num_ctas: int = 1, *, bug: str = "") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(arguments, compile-time parameters and options) of a launch of `product`."""
     m, n, k = shapes(num_ctas)
-    a, b = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(k, n, dtype=torch.bfloat16)
+    a, b = torch.ones(m, k, dtype=torch.bfloat16), torch.ones(k, n, dtype=torch.bfloat16)
 
     def descriptor(t: torch.Tensor, block: list[int], cga: list[list[int]]) -> Any:
         layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16, cga_layout=cga)
         return TensorDescriptor.from_tensor(t, block, layout)
 
     pair = num_ctas == 2
-    return capture(
-        product,
-        (1,),
+    arguments = (
         descriptor(a, [m, K_TILE], [[1, 0]] if pair else []),
         descriptor(b, [K_TILE, n], [[0, 1]] if pair else []),
-        torch.empty(m, n),
+        torch.full((m, n), float("nan")),
         STEPS,
-        CGA=((1, 0),) if pair else (),
-        BUG=bug,
-        num_ctas=num_ctas,
     )
+    return arguments, {"CGA": ((1, 0),) if pair else (), "BUG": bug, "num_ctas": num_ctas}
+
+
+def launch(num_ctas: int = 1, *, bug: str = "") -> Launch:
+    arguments, options = call(num_ctas, bug=bug)
+    return capture(product, (1,), *arguments, **options)
 
 
 def equivalence(num_ctas: int = 1) -> Equivalence:

@@ -1,14 +1,35 @@
 """The list of proofs, and the command that goes through it. No verifier is needed."""
 
 import collections
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from channels import barriers as barriers_module
 from gluon_attn.forward.table import BLACKWELL
 from proving import __main__ as command
-from proving import store
-from proving.attention import ARCH, DTYPES, QUICK, catalogue
+from proving import attention, prove, store
+from proving import check as proofs_check
+from proving.attention import ARCH, DTYPES, QUICK, Case, catalogue
 from proving.launch import TensorMap
+
+ROOT = Path(__file__).parents[2]
+RECORD = store.Record(
+    name="",
+    key="k" * 64,
+    source="",
+    result="race_free",
+    seconds=12.5,
+    memory_mib=480,
+    verifier="sentryward 0.1.1",
+    triton="3.9.0",
+    date="2026-11-20",
+    launch={"grid_dim": [1, 1, 1]},
+    rewrites={},
+)
 
 
 def test_every_row_of_the_tuning_table_has_its_proofs():
@@ -68,6 +89,109 @@ def test_list_names_every_proof(capsys):
     assert command.main(["list"]) == 0
     printed = capsys.readouterr().out.split("\n")
     assert [line.split()[0] for line in printed if line] == [proof.name for proof in catalogue()]
+
+
+ONE = "d64-bf16-full-1cta"
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch) -> store.Record:
+    """The record of one proof, in a folder of its own; it holds."""
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    proof = next(proof for proof in catalogue() if proof.name == ONE)
+    record = dataclasses.replace(RECORD, name=ONE, source=proof.source_key())
+    store.save(record)
+    return record
+
+
+def check(capsys) -> tuple[int, str]:
+    status = command.main(["list", ONE, "--check"])
+    return status, capsys.readouterr().out
+
+
+def test_a_record_that_holds(record, capsys):
+    status, printed = check(capsys)
+    assert status == 0
+    assert "1 of 1 hold" in printed
+
+
+def change_launch(case: Case) -> Case:
+    return dataclasses.replace(case, kv_len=case.kv_len + 1)
+
+
+def change_tile(case: Case) -> Case:
+    return dataclasses.replace(case, tile=dataclasses.replace(case.tile, kv_slots=2))
+
+
+@pytest.mark.parametrize("change", [change_launch, change_tile])
+def test_a_record_of_something_else_does_not_hold(record, capsys, monkeypatch, change):
+    proof = next(proof for proof in catalogue() if proof.name == ONE)
+    case = change(proof.source.__self__)  # type: ignore[attr-defined]  # a bound method
+    monkeypatch.setattr(command, "catalogue", lambda: [dataclasses.replace(proof, source=case.source)])
+    status, printed = check(capsys)
+    assert status == 1
+    assert f"does not hold: {ONE}" in printed
+
+
+def test_a_changed_kernel_has_no_proof(record, capsys, monkeypatch):
+    """The source of a function that it calls, deep below, changes: what Triton reads, not the file."""
+    function = barriers_module.init_barriers
+    monkeypatch.setattr(function, "_src", function.src.replace("count=COUNT", "count=COUNT + 1"))
+    monkeypatch.setattr(attention, "front_end", attention.front_end.__wrapped__)  # nothing kept
+    status, printed = check(capsys)
+    assert status == 1
+    assert "its kernel, launch or rewrites changed" in printed
+
+
+def test_a_comment_changes_nothing(record, capsys, monkeypatch):
+    function = barriers_module.init_barriers
+    monkeypatch.setattr(function, "_src", function.src.replace("count=COUNT)", "count=COUNT)  # all of them"))
+    monkeypatch.setattr(attention, "front_end", attention.front_end.__wrapped__)
+    assert check(capsys)[0] == 0
+
+
+def test_a_changed_rewrite_makes_records_stale(record, capsys, monkeypatch):
+    monkeypatch.setattr(prove, "adapter", lambda: "another")
+    assert check(capsys)[0] == 1
+
+
+def test_a_proof_without_a_record_does_not_hold(record, capsys):
+    store.drop(ONE)
+    status, printed = check(capsys)
+    assert status == 1
+    assert "no record" in printed
+
+
+def test_another_verifier_asks_for_new_proofs(record, capsys, monkeypatch):
+    monkeypatch.setattr(proofs_check, "version", lambda: "9.9")
+    status, printed = check(capsys)
+    assert status == 1
+    assert "made with sentryward 0.1.1, installed is 9.9" in printed
+
+
+def test_a_check_needs_no_verifier(record, capsys, monkeypatch):
+    monkeypatch.setattr(proofs_check, "version", lambda: None)
+    assert check(capsys)[0] == 0
+
+
+@pytest.mark.slow
+def test_records_are_checked_on_all_cores():
+    """Those that are committed, by the command as it is run."""
+    arguments = [sys.executable, "-m", "proving", "list", "d64-bf16-*", "--check"]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "does not hold" not in done.stdout
+
+
+@pytest.mark.slow  # it compiles the kernel
+def test_what_the_compiler_makes_has_the_last_word(record, capsys):
+    """The sources changed and the PTX did not, or it did."""
+    key = prove.Task.of(next(proof for proof in catalogue() if proof.name == ONE)).key_with("0.1.1")
+    store.save(dataclasses.replace(record, source="other", key=key))
+    assert check(capsys)[0] == 1
+    assert command.main(["list", ONE, "--check", "--compile"]) == 0
+    store.save(dataclasses.replace(record, source="other", key="other"))
+    assert command.main(["list", ONE, "--check", "--compile"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import pytest
 
-from proving.attention import choose_divisors, leave_out_floor
+from channels import shared_memory
+from proving.attention_ptx import choose_divisors, leave_out_early_arrivals, leave_out_floor, line_of
 from proving.branches import straighten_branches
 from proving.dispatch import name_roles, recompute_captures, store_roles_once
 from proving.equivalence import leave_barriers_valid
+from proving.loads import spell_out_maxima
 from proving.reductions import store_reductions_once
 from proving.rewrites import SAFETY, rewritten
 
@@ -317,3 +319,60 @@ def test_what_a_warp_reduced_is_stored_by_its_first_lane(shift, bits):
 )
 def test_other_stores_of_a_warp_are_left_alone(before):
     assert store_reductions_once(before) == (before, 0)
+
+
+LOAD = "\ttcgen05.ld.{red}sync.aligned.32x32b.x2.{kind} {{%r1, %r2}}, {maximum}[%r4 + 0];\n"
+
+
+def test_a_load_with_a_maximum_becomes_a_load_and_a_maximum():
+    before = LOAD.format(red="red.", kind="max.NaN.f32", maximum="{%r3}, ")
+    after, count = spell_out_maxima(before)
+    assert count == 1
+    assert [line for _, line in changed(before, after)] == [
+        "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r2}, [%r4 + 0]; tcgen05.wait::ld.sync.aligned; "
+        "mov.b32 %r3, %r1; max.NaN.f32 %r3, %r3, %r2;"
+    ]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        LOAD.format(red="", kind="b32", maximum=""),
+        LOAD.format(red="red.", kind="min.f32", maximum="{%r3}, "),
+        LOAD.format(red="red.", kind="max.abs.f32", maximum="{%r3}, "),
+        LOAD.format(red="red.", kind="max.s32", maximum="{%r3}, "),
+    ],
+)
+def test_other_loads_are_left_alone(before):
+    assert spell_out_maxima(before) == (before, 0)
+
+
+TWO_PAIRS = """\t.loc\t4 {line} 13, function_name $L__info_string0, inlined_at 3 38 9
+\t.loc\t3 11 9, function_name $L__info_string0, inlined_at 4 {line} 13
+\t@%p1 mbarrier.init.shared::cta.b64 [%r1], 2;
+\t.loc\t3 11 9, function_name $L__info_string0, inlined_at 5 {line} 13
+\t@%p1 mbarrier.init.shared::cta.b64 [%r2], 2;
+\tmov.b16 \t%rs1, {mask};
+\t@%p2 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r1], %rs1;
+\tmov.b16 \t%rs2, 15;
+\t.file\t3 "/somewhere/barriers.py"
+\t.file\t4 "/somewhere/shared_memory.py"
+\t.file\t5 "/somewhere/tensor_memory.py"
+"""
+OF_COMMITS = line_of(shared_memory, "init_barriers(self.freed, commit_arrivals(")
+
+
+def test_the_first_pair_does_not_arrive_in_the_second():
+    before = TWO_PAIRS.format(line=OF_COMMITS, mask=15)
+    after, count = leave_out_early_arrivals(before)
+    assert count == 2
+    (init, first), (mask, second) = changed(before, after)
+    assert (init, mask) == ("@%p1 mbarrier.init.shared::cta.b64 [%r1], 2;", "mov.b16 \t%rs1, 15;")
+    assert "setp.lt.u32 %first, %rank, 2; selp.b32 %count, 2, 1, %first; @%p1 mbarrier.init" in first
+    assert first.endswith("[%r1], %count; }")
+    assert second.endswith("setp.lt.u32 %first, %rank, 2; selp.b16 %rs1, 3, 15, %first; }")
+
+
+def test_arrivals_in_the_own_pair_and_other_barriers_are_left_alone():
+    before = TWO_PAIRS.format(line=OF_COMMITS + 1, mask=3)
+    assert leave_out_early_arrivals(before) == (before, 0)

@@ -17,6 +17,7 @@ $L__tmp3:
 RECORD = store.Record(
     name="d64",
     key="k" * 64,
+    source="s" * 64,
     result="race_free",
     seconds=12.5,
     memory_mib=480,

@@ -34,7 +34,7 @@ def test_commands_run_in_a_bare_environment(tmp_path):
     }
     printed = subprocess.run(["bash", CI], env=environment, capture_output=True, text=True, check=True).stdout
     of_each = re.split(r"^make (.*)\n", printed, flags=re.MULTILINE)[1:]
-    assert of_each[::2] == ["test", "test-slow", "check"]
+    assert of_each[::2] == ["test", "test-slow", "check", "check-proofs"]
     kept = environment.keys() - {"PYTHONUNBUFFERED", "PYTEST_ADDOPTS", "TRITON_CACHE_DIR"}
     for lines in of_each[1::2]:
         seen = dict(line.split("=", 1) for line in lines.splitlines())
