@@ -93,8 +93,22 @@ def store(desc, coords, tile):
 
 
 @jit
+def add(desc, coords, tile):
+    """Start adding a shared memory tile that another role has published to what global memory holds. Of several that
+    add to one place, none is lost; their order is open, and with it how the sum is rounded."""
+    gl.static_assert(wrong_coords((coords,), (desc,)) is None, wrong_coords((coords,), (desc,)))
+    tma.async_atomic_add(desc, coords, tile)
+
+
+@jit
+def wait_stores_done():
+    """Wait until every store or addition this role started is in global memory, where others see it."""
+    tma.store_wait(0, read_only=False)
+
+
+@jit
 def wait_stores_read():
-    """Wait until every store this role started has read its tile, which may then be written again.
+    """Wait until every store or addition this role started has read its tile, which may then be written again.
 
     All of them, not the first alone: there is no wait that leaves the newest ones in flight.
     """

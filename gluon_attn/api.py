@@ -12,6 +12,7 @@ from .forward.configs import TileConfig
 from .forward.launch import launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_tile, require_ctas, require_fits, require_supported
+from .gradients import Attention, require_gradients
 from .problem import (
     FP8_DTYPES,
     SCALES,
@@ -40,7 +41,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
     **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "an attention sink"),
     "alibi_slopes": "ALiBi",
-    "deterministic": "a choice between kinds of gradients",
     "softcap": "a soft cap on the scores",
     "qv": "a V head dim unlike Q's",
 }
@@ -71,6 +71,7 @@ def attention(
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
+    deterministic: bool | None = None,
     out: Tensor | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
@@ -88,6 +89,9 @@ def attention(
     multiplies fp8 only with V transposed, and at D > 128, or where many queries use each key, a kernel of its own does
     that before, into memory for as many elements as V's shape has, also of a V that is expanded.
 
+    On Hopper, in 16 bits, q, k and v have gradients, through O and through LSE; see `gradients.attention_backward`.
+    Those gradients have none.
+
     Only q, k and v are positional. There is no `attn_mask`: the only mask is `causal`.
 
     Args:
@@ -101,6 +105,8 @@ def attention(
             with them O, lose digits, and beyond 1e9 there are NaN, as in other kernels of this method.
         layout: "bhsd" or "bshd".
         return_lse: also return the log-sum-exp of the scores of each row.
+        deterministic: whether dQ is added up in a fixed order in the backward pass, so that its bits are the same in
+            each run. None: as `torch.use_deterministic_algorithms` says. All else is always deterministic.
         out: where to put O: shape and dtype of q (of fp8 inputs: bfloat16), sharing no memory with q, k, v. Default: a
             new tensor like q.
         q_scale, k_scale, v_scale: for fp8 inputs, what they are multiplied with: (B, Hkv) fp32, contiguous. Default 1.
@@ -127,8 +133,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message says which, what was expected and what to do.
-        NotImplementedError: a feature that is not supported, by its name; gradients (inputs that require grad while
-            grad mode is on).
+        NotImplementedError: a feature that is not supported, by its name.
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernel.
         RuntimeError: no Hopper or Blackwell card, or another version of Triton than 3.9.
     """
@@ -136,8 +141,23 @@ def attention(
         refuse(**unsupported)
     if return_lse is not False and return_lse is not True:
         check_bool("return_lse", return_lse)  # type: ignore[unreachable]  # by its annotation
+    if deterministic is not None:
+        check_bool("deterministic", deterministic)
     if is_compiling():
         refuse_compiling()
+    if torch.is_grad_enabled() and wants_gradient(q, k, v):
+        refuse_unusual(q=q, k=k, v=v)
+        require_gradients(q, out, device)
+        options: dict[str, Any] = {
+            "causal": causal,
+            "scale": scale,
+            "layout": layout,
+            "num_ctas": num_ctas,
+            "tile": tile,
+        }
+        options |= {"device": device, "deterministic": deterministic}
+        out, lse = Attention.apply(q, k, v, options, attention)
+        return (out, lse) if return_lse else out
     scales = (q_scale, k_scale, v_scale)
     try:
         key = (
@@ -173,6 +193,13 @@ def attention(
             {"q": q, "k": k, "v": v, "out": out, "lse": lse, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         )
     return out if lse is None else (out, lse)
+
+
+def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    try:
+        return q.requires_grad or k.requires_grad or v.requires_grad
+    except AttributeError:  # no tensor, which is found later
+        return False
 
 
 def refuse(**unsupported: Any) -> None:
@@ -244,7 +271,7 @@ def check_scales(scales: Scales) -> None:
 
 def refuse_gradient(name: str) -> NoReturn:
     raise NotImplementedError(
-        f"{name}: expected a tensor that does not require grad, as only the forward pass is supported so far, got "
+        f"{name}: expected a tensor that does not require grad, as only q, k and v have gradients, got "
         "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
     )
 

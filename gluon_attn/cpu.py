@@ -6,6 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .backward.launch import backward_launches_of
+from .backward.launch import temporaries_of as backward_temporaries_of
+from .backward.plan import BackwardPlan
 from .forward.launch import launches_of, temporaries_of
 from .forward.plan import Plan
 from .kernels.hopper.inline_asm import twins
@@ -59,3 +62,10 @@ def launches_on_cpu(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) ->
     register_twins()
     steps = [CpuLaunch(launch, plan.arch) for launch in launches_of(plan, q, k, v, out)]
     return Launches(steps, temporaries_of(plan))
+
+
+def backward_on_cpu(plan: BackwardPlan, tensors: Tensors) -> Launches:
+    """As `launches_on_cpu`, of the gradients. tensors: as for `backward_launches_of`."""
+    register_twins()
+    steps = [CpuLaunch(launch, plan.arch) for launch in backward_launches_of(plan, tensors)]
+    return Launches(steps, backward_temporaries_of(plan))

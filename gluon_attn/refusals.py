@@ -33,5 +33,5 @@ def unusual(t: Tensor) -> str | None:
     if _functorch.is_batchedtensor(t):
         return "one that torch.vmap has batched (put its dimension into the batch of q, k and v instead)"
     if _functorch.is_gradtrackingtensor(t):
-        return "one that torch.func differentiates, as only the forward pass is supported so far"
+        return "one that torch.func differentiates, which is not supported: call backward() or torch.autograd.grad"
     return None

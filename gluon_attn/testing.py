@@ -213,6 +213,49 @@ def check(
     assert error <= budget, f"{what}: LSE is off by {error:.3e}, budget {budget:.3e} (plain fp32: {single_error:.3e})"
 
 
+def check_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    grads: Sequence[Tensor | None],
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    what: str = "",
+) -> None:
+    """The gradients (dQ, dK, dV) against float64; raises AssertionError with what is wrong, after `what`.
+
+    dout, dlse: of O and of LSE. Each gradient may be off by twice what plain PyTorch in the same dtype is, plus one
+    unit in the last place at its largest number.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        out, lse = reference_attention(*inputs, causal=causal, scale=scale, layout=layout)
+        outputs, with_grads = [out], [dout.to(dtype)]
+        if dlse is not None:
+            # A row that sees no key has an LSE that no input moves.
+            outputs, with_grads = [out, lse], [*with_grads, dlse.masked_fill(lse == float("-inf"), 0.0).to(lse.dtype)]
+        return list(torch.autograd.grad(outputs, inputs, with_grads))
+
+    for name, t, got, want, same_dtype in zip(
+        "qkv", (q, k, v), grads, plain(torch.float64), plain(q.dtype), strict=True
+    ):
+        assert got is not None, f"{what}: no gradient of {name}"
+        assert (got.shape, got.dtype, got.device) == (t.shape, t.dtype, t.device), f"{what}: d{name} {got.shape}"
+        bad = int((~got.isfinite()).sum())
+        assert bad == 0, f"{what}: {bad} of {got.numel()} elements of d{name} are not finite"
+        error, plain_error = largest(got.double() - want), largest(same_dtype.double() - want)
+        budget = 2 * plain_error + last_place(got.dtype, largest(want))
+        assert error <= budget, (
+            f"{what}: d{name} is off by {error:.3e}, budget {budget:.3e} ({plain_error:.3e} in torch)"
+        )
+
+
 def largest_score(q: Tensor, k: Tensor, scale: float | None, layout: str) -> float:
     """Of the scaled scores, masked or not, the largest magnitude."""
     q, k = (t if layout == "bhsd" else t.transpose(1, 2) for t in (q, k))

@@ -11,6 +11,7 @@ from .compat import TMA_DTYPE_DEVICE_TO_HOST, TensorDescriptor, driver, gl
 DTYPE_NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }
@@ -32,10 +33,11 @@ class Block:
     @staticmethod
     def of(dtype: torch.dtype, rows: int, columns: int, cga_layout: Bases = ()) -> "Block":
         """A tile of [rows, columns] of one head. Its shared memory layout has as wide a swizzle as a CTA's rows of it
-        allow, at most the 128 bytes at which tensor cores and TMA read it without bank conflicts."""
+        allow, at most the 128 bytes at which tensor cores and TMA read it without bank conflicts; but none if it has
+        fewer than the eight rows over which a swizzle goes."""
         splits = 2 ** sum(column != 0 for _, column in cga_layout)
         layout = gl.NVMMASharedLayout(
-            swizzle_byte_width=min(MAX_SWIZZLE_BYTES, columns * dtype.itemsize // splits),
+            swizzle_byte_width=min(MAX_SWIZZLE_BYTES, columns * dtype.itemsize // splits) if rows >= 8 else 0,
             element_bitwidth=dtype.itemsize * 8,
             rank=4,
             cga_layout=[[0, 0, *basis] for basis in cga_layout],

@@ -78,6 +78,7 @@ class Build:
 
     blocks: of each TMA parameter's tensor. constants: the compile-time parameters; and None for a pointer that is not
     there in this kernel at all. starts_early: it may begin before the kernel launched before it ends.
+    num_warps: that it is launched with; those of further roles come on top.
     """
 
     kernel: Kernel
@@ -85,8 +86,7 @@ class Build:
     constants: Mapping[str, Any]
     num_ctas: int = 1
     starts_early: bool = False
-
-    NUM_WARPS = 4  # that a kernel is launched with; those of further roles come on top
+    num_warps: int = 4
 
     def compile(self, arch: int) -> CompiledKernel:
         """arch: 90, 100 or 103, for sm_90a and so on. Needs no card."""
@@ -102,7 +102,7 @@ class Build:
             self.kernel.types(self.blocks),
             dict(self.constants),
             arch=arch,
-            num_warps=self.NUM_WARPS,
+            num_warps=self.num_warps,
             num_ctas=self.num_ctas,
             starts_early=self.starts_early,
         )
@@ -145,7 +145,7 @@ class Launch:
         """The options of that launch."""
         build = self.build
         return {
-            "num_warps": build.NUM_WARPS,
+            "num_warps": build.num_warps,
             "num_ctas": build.num_ctas,
             "enable_fp_fusion": True,
             "launch_pdl": build.starts_early,

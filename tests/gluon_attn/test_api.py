@@ -261,14 +261,6 @@ def test_options_are_keywords():
         attention(*qkv(), True)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("i", [0, 1, 2], ids=["q", "k", "v"])
-def test_gradients_are_refused_in_grad_mode(i):
-    tensors = qkv()
-    tensors[i].requires_grad_()
-    with pytest.raises(NotImplementedError, match="forward"):
-        attention(*tensors)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inputs_that_require_grad_are_fine_without_grad_mode(mode):
     tensors = qkv(requires_grad=True)

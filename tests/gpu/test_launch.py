@@ -129,16 +129,16 @@ def empty_dimensions() -> None:
 
 
 @launch_test
-def without_gradients() -> None:
+def with_and_without_gradients() -> None:
     q, k, v = (t.requires_grad_() for t in normal_qkv(q_len=130))
     for modes in (torch.no_grad, torch.inference_mode):
         with modes():
             run_and_check(q, k, v, causal=True)
-    raises(NotImplementedError, "forward", q, k, v, causal=True)
+    assert attention(q, k, v, causal=True).requires_grad
     # Neither has spoilt the other: both again, now with everything cached.
     with torch.no_grad():
         run_and_check(q, k, v, causal=True)
-    raises(NotImplementedError, "forward", q, k, v, causal=True)
+    assert attention(q, k, v, causal=True).requires_grad
     run_and_check(q.detach(), k.detach(), v.detach(), causal=True)
 
 

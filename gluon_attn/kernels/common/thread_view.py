@@ -55,3 +55,25 @@ def keep_first_columns(x, columns, other, DIAGONAL: gl.constexpr):
     limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]
     kept = gl.where(column < limit, view, other)
     return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@jit
+def keep_columns_from(x, column, rows, other, DIAGONAL: gl.constexpr):
+    """`other` in all rows but the first `rows`; if DIAGONAL, in row m also where the column is below `column` + m.
+
+    As in `keep_first_columns`, each comparison is with a constant.
+    """
+    if not DIAGONAL:
+        index = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+        return gl.where((index < rows)[:, None], x, other)
+    view = thread_view(x)
+    layout: gl.constexpr = view.type.layout
+    row = gl.arange(0, view.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    columns = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
+    limits = gl.where(row < rows, column + row, x.shape[1])
+    limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]
+    kept = gl.where(columns >= limit, view, other)
+    return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)

@@ -1,0 +1,55 @@
+"""How the backward's kernels are cut. Frozen, and they check themselves."""
+
+from dataclasses import dataclass
+
+from ..forward.configs import BARRIER_BYTES, REGISTERS_PER_ROLE, REGISTERS_PER_SM, WARPGROUP
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperBackward:
+    """A program owns `keys` keys at a time, and walks the query rows that see them in blocks of `block_m`.
+
+    block_m: 64 or 128. keys: 128, or 64 at a padded head dim of 256, where P too goes through shared memory.
+    row_slots: depth of the channel of Q and dO.
+    ds_slots: tiles of memory for dS.
+    load_registers: registers per thread of the single warps, load and reduce; the warpgroups that compute have what
+        these leave.
+    """
+
+    block_m: int
+    keys: int
+    row_slots: int
+    ds_slots: int
+    load_registers: int = 24
+
+    WARPS = 8  # that compute, two warpgroups
+    num_ctas = 1
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "keys"):
+            if getattr(self, name) not in (64, 128):
+                raise ValueError(f"self.{name}={getattr(self, name)} must be 64 or 128")
+        if self.row_slots < 1:
+            raise ValueError(f"{self.row_slots=} must be at least 1")
+        if self.ds_slots not in (1, 2):
+            raise ValueError(f"{self.ds_slots=} must be 1 or 2")
+        if self.load_registers not in REGISTERS_PER_ROLE:
+            raise ValueError(f"{self.load_registers=} must be a multiple of 8 from 24 to 256")
+
+    @property
+    def gradient_registers(self) -> int:
+        """Registers are handed out by warpgroup, and the two single warps are in one."""
+        return (REGISTERS_PER_SM // WARPGROUP - self.load_registers) // 2 // 8 * 8
+
+    @property
+    def exchanges_p(self) -> bool:
+        """Whether both warpgroups have all keys, and so exchange P."""
+        return self.keys == 64
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of a CTA for a padded head dim (64, 128 or 256), with barriers and the compiler's own use."""
+        row = 2 * head_dim
+        statistics = 2 * 4 * self.block_m * self.row_slots
+        operands = 2 * (self.keys + self.row_slots * self.block_m) * row
+        scores = (self.ds_slots + self.exchanges_p) * self.keys * self.block_m * 2
+        return operands + statistics + scores + 4 * self.block_m * head_dim + BARRIER_BYTES

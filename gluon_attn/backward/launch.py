@@ -1,0 +1,146 @@
+"""From a plan to the launches of attention backward: three kernels, which hand on statistics and sums of dQ."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..kernels.common.mask import Mask
+from ..kernels.hopper.backward.kernel import attention_backward
+from ..kernels.hopper.backward.postprocess import finish_backward
+from ..kernels.hopper.backward.preprocess import prepare_backward
+from ..problem import in_bhsd
+from ..runtime.compat import CompiledKernel
+from ..runtime.descriptors import Block, View
+from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
+from .configs import HopperBackward
+from .plan import BackwardPlan
+
+PREPARE = Kernel(
+    prepare_backward,
+    Tma("out_desc", "out"),
+    Tma("do_desc", "dout"),
+    Pointer("lse_ptr", "lse"),
+    Pointer("dlse_ptr", "dlse"),
+    Pointer("lse_log2_ptr", "lse_log2"),
+    Pointer("delta_ptr", "delta"),
+    Pointer("dq_ptr", "dq_sums"),
+    Pointer("added_ptr", "added", "i32"),
+)
+MAIN = Kernel(
+    attention_backward,
+    Tma("q_desc", "q"),
+    Tma("k_desc", "k"),
+    Tma("v_desc", "v"),
+    Tma("do_desc", "dout"),
+    Tma("dk_desc", "dk"),
+    Tma("dv_desc", "dv"),
+    Tma("lse_desc", "lse_log2"),
+    Tma("delta_desc", "delta"),
+    Tma("dq_desc", "dq_sums"),
+    Pointer("added_ptr", "added", "i32"),
+    Scalar("scale_log2", "fp32"),
+    Scalar("scale", "fp32"),
+)
+FINISH = Kernel(finish_backward, Tma("out_desc", "dq"), Pointer("dq_ptr", "dq_sums"), Scalar("scale", "fp32"))
+
+SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
+
+
+def builds_of(
+    dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: HopperBackward, deterministic: bool
+) -> tuple[Build, ...]:
+    """The kernel before, the main one and the one after, for these compile-time choices. dtype: float16 or bfloat16."""
+    absent = {} if deterministic else {"added_ptr": None}
+    rows = Block.of(dtype, config.block_m, padded_head_dim)
+    keys = Block.of(dtype, config.keys, padded_head_dim)
+    statistics = Block.of(torch.float32, 1, config.block_m)
+    sums = Block.of(torch.float32, config.block_m * padded_head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    blocks = dict.fromkeys(("q", "dout", "out", "dq"), rows) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
+    blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
+    return (
+        Build(kernel=PREPARE, blocks=blocks, constants=absent),
+        Build(
+            kernel=MAIN,
+            blocks=blocks,
+            constants={"MASK": mask, "CONFIG": config, **absent},
+            num_warps=config.WARPS,
+            starts_early=True,
+        ),
+        Build(kernel=FINISH, blocks=blocks, constants={}, num_warps=config.WARPS, starts_early=True),
+    )
+
+
+@lru_cache(maxsize=128)
+def compiled_backward(
+    dtype: torch.dtype,
+    padded_head_dim: int,
+    mask: Mask,
+    config: HopperBackward,
+    *,
+    deterministic: bool = False,
+    arch: int = 90,
+    device_index: int | None = None,
+) -> tuple[CompiledKernel, ...]:
+    """The three kernels. device_index: the card to launch them on; None: to look at only."""
+    return tuple(build.compile(arch) for build in builds_of(dtype, padded_head_dim, mask, config, deterministic))
+
+
+def workspaces(plan: BackwardPlan, device: torch.device | str) -> dict[str, Callable[[], Tensor]]:
+    """What makes the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R) fp32, and
+    the sums of dQ, (B, H, R D / 32, 32) fp32, with R queries, rounded up to whole blocks, and D padded; if it is
+    deterministic, how many key blocks have added to each row block, int32."""
+    problem = plan.problem
+    heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
+    sums = (plan.rows * problem.padded_head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("lse_log2", "delta"), (*heads, *statistics))
+    shapes["dq_sums"] = (*heads, *sums)
+    if plan.deterministic:
+        shapes["added"] = (*heads, plan.row_blocks)
+
+    def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        return lambda: torch.empty(shape, dtype=dtype, device=device)
+
+    return {n: maker(shape, torch.int32 if n == "added" else torch.float32) for n, shape in shapes.items()}
+
+
+def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
+    """The launches of a call, in order. tensors: q, k, v, out, dout, dq, dk, dv; looked at for shapes and strides only,
+    any may be on the meta device."""
+    problem, config = plan.problem, plan.config
+    views = {name: View.of(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
+    views |= {n: View.of(make()) for n, make in workspaces(plan, "meta").items() if n != "added"}
+    before, main, after = builds_of(problem.dtype, problem.padded_head_dim, problem.mask, config, plan.deterministic)
+    scale = {"scale": problem.scale}
+    return [
+        Launch(build=before, programs=plan.row_programs, views=views, scalars={}),
+        Launch(build=main, programs=plan.programs, views=views, scalars=scale | {"scale_log2": plan.scale_log2}),
+        Launch(build=after, programs=plan.row_programs, views=views, scalars=scale),
+    ]
+
+
+def temporaries_of(plan: BackwardPlan) -> dict[str, Callable[[Tensors], Tensor]]:
+    """`workspaces` as `Launches` asks for them, on q's device."""
+
+    def on_device(name: str) -> Callable[[Tensors], Tensor]:
+        return lambda tensors: workspaces(plan, tensors["q"].device)[name]()
+
+    return {name: on_device(name) for name in workspaces(plan, "meta")}
+
+
+def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
+    """A call on q's card. tensors: as for `backward_launches_of`."""
+    problem, index = plan.problem, tensors["q"].device.index
+    kernels = compiled_backward(
+        problem.dtype,
+        problem.padded_head_dim,
+        problem.mask,
+        plan.config,
+        deterministic=plan.deterministic,
+        arch=plan.arch,
+        device_index=index,
+    )
+    launches = backward_launches_of(plan, tensors)
+    steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
+    return Launches(steps, temporaries_of(plan))

@@ -1,0 +1,15 @@
+"""Which configuration of the backward serves which problem."""
+
+from ..problem import Problem
+from .configs import HopperBackward
+
+HOPPER = {
+    64: HopperBackward(block_m=128, keys=128, row_slots=3, ds_slots=1),
+    128: HopperBackward(block_m=64, keys=128, row_slots=2, ds_slots=2),
+    256: HopperBackward(block_m=64, keys=64, row_slots=1, ds_slots=1),
+}
+
+
+def pick_config(problem: Problem) -> HopperBackward:
+    """By the padded head dim."""
+    return HOPPER[problem.padded_head_dim]

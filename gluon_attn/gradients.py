@@ -1,0 +1,164 @@
+"""The gradients of attention: the backward call, and its place in torch's autograd."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .backward.launch import backward_on_card
+from .backward.plan import BackwardPlan
+from .backward.table import pick_config
+from .device import Device
+from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, Problem
+from .runtime.kernel import Launches
+
+ARCHS = (90,)  # for which there are backward kernels
+
+_launches: dict[tuple[Any, ...], Launches | None] = {}  # by everything they depend on, see api.py
+MAX_LAUNCHES = 4096
+
+
+def attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    deterministic: bool | None = None,
+    device: Device | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, given those of O and of LSE. What `attention` calls in a backward pass.
+
+    Args:
+        dout: of O, in O's shape and dtype, with any strides: if TMA cannot take them, it is copied. None: zero.
+        dlse: (B, H, Sq) fp32, of LSE; None: zero.
+        q, k, v, causal, scale, layout, device: as `attention` was given them; float16 or bfloat16, on Hopper.
+        out, lse: what it returned.
+        deterministic: add up dQ in a fixed order, so that each run gives the same bits. None: as
+            `torch.use_deterministic_algorithms` says. It takes no more memory.
+
+    Returns:
+        dQ, dK and dV in the shapes, dtypes and, where dense, strides of q, k and v. Sums are fp32. A row that sees no
+        key has dQ = 0, a key that no row sees dK = dV = 0.
+
+    Raises:
+        NotImplementedError: gradients that are not supported, by what stands against it.
+        gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernels.
+    """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
+    if dlse is not None:
+        dlse = dlse.resolve_neg().contiguous()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(), dout.stride(), q.dtype, q.device,
+        causal, scale, layout, deterministic, device,
+    )  # fmt: skip
+    if key not in _launches:
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+        _launches[key] = prepare(tensors, causal, scale, layout, deterministic, device)
+    launch = _launches[key]
+    if launch is None:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    launch({
+        "q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv,
+        "added": None,
+    })  # fmt: skip
+    return dq, dk, dv
+
+
+def prepare(
+    tensors: dict[str, Tensor],
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    deterministic: bool,
+    device: Device | None,
+) -> Launches | None:
+    """The launches for tensors of these shapes and strides; None if there is nothing to compute."""
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout)
+    if problem.is_empty:
+        return None
+    chosen = Device.of(q.device) if device is None else device
+    plan = BackwardPlan.of(problem, pick_config(problem), chosen, deterministic=deterministic)
+    if q.device.type == "cpu":
+        from .cpu import backward_on_cpu
+
+        return backward_on_cpu(plan, tensors)
+    return backward_on_card(plan, tensors)
+
+
+def readable_by_tma(t: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy if it is not stored as it reads, or in strides that TMA does not take."""
+    t = t.resolve_neg()
+    strides = (s * t.element_size() for s, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1)
+    aligned = t.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and all(s % TMA_ALIGNMENT_BYTES == 0 for s in strides)
+    return t if aligned and t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
+
+
+def require_gradients(q: Tensor, out: Tensor | None, device: Device | None) -> None:
+    """NotImplementedError, by name, where attention has no gradients."""
+    instead = "call under torch.no_grad(), or .detach() q, k and v"
+    if out is not None:
+        raise NotImplementedError(
+            f"out: expected None, as gradients are asked for, got a Tensor; leave it out, or {instead}"
+        )
+    if q.dtype in FP8_DTYPES:
+        raise NotImplementedError(
+            f"q: expected float16 or bfloat16, as gradients are asked for and fp8 has none, got {q.dtype}; {instead}"
+        )
+    chosen = Device.of(q.device) if device is None else device
+    chosen.require_supported()
+    if chosen.arch not in ARCHS:
+        raise NotImplementedError(
+            f"device: expected a Hopper card, as gradients are asked for and no other has them so far, got "
+            f"{chosen.name}; {instead}"
+        )
+
+
+class Attention(torch.autograd.Function):
+    """(O, LSE) with gradients, of q, k, v, a dict of the other options, and the function that computes them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], attend: Any) -> Any:
+        deterministic = options.pop("deterministic")
+        out, lse = attend(q, k, v, return_lse=True, **options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = {name: options[name] for name in ("causal", "scale", "layout", "device")}
+        ctx.options["deterministic"] = deterministic
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        if torch.is_grad_enabled():  # create_graph=True
+            return *Gradients.apply(dout, dlse, *ctx.saved_tensors, ctx.options), None, None
+        return *attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.options), None, None
+
+
+class Gradients(torch.autograd.Function):
+    """`attention_backward` where a graph of the backward pass is made: says what is missing if that is used."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *tensors, options = arguments
+        return attention_backward(*tensors, **options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise NotImplementedError(
+            "attention: gradients of its gradients are not supported; leave create_graph=True out, or keep attention "
+            "out of what is differentiated twice"
+        )

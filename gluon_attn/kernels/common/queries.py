@@ -1,0 +1,75 @@
+"""Which queries see a block of keys: the row blocks that every role of a backward walks, and the mask within them."""
+
+from gluon_attn.runtime.compat import aggregate, gl, jit
+
+from .sequence import Sequence
+from .thread_view import keep_columns_from
+
+
+@aggregate
+class QueryRange:
+    """The row blocks of one head that some keys walk, first ... end - 1, and from which on each query sees every key.
+    All int32 scalars.
+
+    They are walked in steps, the last block first, so that under a causal mask the masked ones come last. So programs
+    that have different keys of a head begin with the same rows.
+    """
+
+    first: gl.tensor
+    end: gl.tensor
+    unmasked_first: gl.tensor
+
+    @jit
+    def steps(self):
+        return self.end - self.first
+
+    @jit
+    def unmasked_steps(self):
+        return self.end - self.unmasked_first
+
+    @jit
+    def block(self, step):
+        return self.end - 1 - step
+
+
+@aggregate
+class Keys:
+    """KEYS consecutive keys of a sequence, from `first` on, against queries in blocks of BLOCK_M."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    first: gl.tensor  # of the sequence
+    sequence: Sequence
+    KEYS: gl.constexpr
+    BLOCK_M: gl.constexpr
+    MASK: gl.constexpr  # a Mask
+
+    @jit
+    def slice(self, offset, KEYS: gl.constexpr):
+        """KEYS of these keys, from key first + offset on."""
+        return Keys(self.batch, self.kv_head, self.first + offset, self.sequence, KEYS, self.BLOCK_M, self.MASK)
+
+    @jit
+    def queries(self):
+        """The QueryRange that they walk, the same in each head of the group. The last block alone may have fewer than
+        KEYS keys, and is masked throughout."""
+        sequence = self.sequence
+        end = (sequence.q_len + self.BLOCK_M - 1) // self.BLOCK_M
+        first = gl.to_tensor(0)
+        unmasked_first = gl.to_tensor(0)
+        if self.MASK.causal:
+            shift = sequence.k_len - sequence.q_len
+            first = gl.maximum(self.first - shift, 0) // self.BLOCK_M
+            last_key = self.first + self.KEYS - 1
+            unmasked_first = gl.minimum((gl.maximum(last_key - shift, 0) + self.BLOCK_M - 1) // self.BLOCK_M, end)
+            unmasked_first = gl.maximum(unmasked_first, first)
+        whole = self.first + self.KEYS <= sequence.k_len
+        return QueryRange(first, end, gl.where(whole, unmasked_first, end))
+
+    @jit
+    def mask(self, scores, row):
+        """Scores [KEYS, BLOCK_M] of the queries from `row` on, -inf where a query does not see a key."""
+        sequence = self.sequence
+        query = self.first + sequence.q_len - sequence.k_len - row  # the column that first sees key 0 of the block
+        keys = sequence.k_len - self.first
+        return keep_columns_from(scores, query, keys, float("-inf"), DIAGONAL=self.MASK.causal)

@@ -1,0 +1,146 @@
+"""The gradient role: two warpgroups that take a block of keys past all queries that see it, to dK, dV and dQ.
+
+Products are transposed, keys as rows, so that P and dS are left operands in the registers in which they are computed:
+
+    S = K Qᵀ    dP = V dOᵀ    dV += P dO    dK += dS Q    dQ = dSᵀ K, dS through shared memory
+
+with P = exp2(scale_log2 S - LSE) and dS = P (dP - delta), see docs/backward.md. The method is FlashAttention's (Dao et
+al., 2022); that two warpgroups share dS is FlashAttention-3's (Shah et al., 2024).
+
+At D=256 there are registers for 64 keys only. Then each warpgroup has half of the columns of dK and dV, and needs all
+of P and dS, which both go through shared memory.
+"""
+
+from channels import SharedMemoryConsumer, SharedMemoryProducer, tma
+from gluon_attn.runtime.compat import aggregate, fence_async_shared, gl, jit, warpgroup_mma, warpgroup_mma_wait
+
+from ...common.sequence import key_coords
+from .layouts import accumulator_layout, in_register_order, left_operand_layout
+from .work import first_work
+
+
+@aggregate
+class State:
+    """What the role carries from one row block to the next."""
+
+    dk: gl.tensor  # [KEYS, D] fp32, still to be multiplied with the scale
+    dv: gl.tensor  # [KEYS, D] fp32
+    rows: SharedMemoryConsumer
+    dqs: SharedMemoryProducer
+    turn: gl.tensor  # which of the DS_SLOTS is next
+
+
+@jit
+def multiply(a, b, LAYOUT: gl.constexpr):
+    """Issue the product of a and b, shared memory: [M, N] fp32, to be waited for."""
+    product = gl.zeros([a.shape[0], b.shape[1]], gl.float32, LAYOUT)
+    return warpgroup_mma(a, b, product, use_acc=False, is_async=True)
+
+
+@jit
+def of_columns(slot, part, SCORES: gl.constexpr):
+    """The statistics in a part of a slot, one for each column of the scores: [1, BLOCK_M]."""
+    BLOCK_M: gl.constexpr = slot.part(part).shape[3]
+    return slot.view([BLOCK_M], part=part).load(gl.SliceLayout(0, SCORES))[None, :]
+
+
+@jit
+def held(pending, product, left):
+    """Wait until at most `pending` products are left, and hold on to a left operand that is in registers until then."""
+    if isinstance(left, gl.shared_memory_descriptor):
+        return warpgroup_mma_wait(pending, deps=[product]), left
+    else:
+        return warpgroup_mma_wait(pending, deps=[product, left])
+
+
+@jit
+def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
+    """One step: what the queries of a row block, from `row` on, add to dK and dV, and what these keys add to dQ of
+    the row block. Returns the next State.
+
+    The statistics are read after the waits: held across them, they would cost registers that D=64 does not have.
+    """
+    BLOCK_M: gl.constexpr = keys.BLOCK_M
+    D: gl.constexpr = k.shape[1]
+    SCORES: gl.constexpr = accumulator_layout(keys.KEYS, BLOCK_M)
+    LEFT: gl.constexpr = left_operand_layout(accumulator_layout(keys.KEYS, D))
+    slot, rows = state.rows.acquire()
+    q, do = slot.view([BLOCK_M, D], part=0), slot.view([BLOCK_M, D], part=2)
+    s = multiply(k, q.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
+    dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
+    s = warpgroup_mma_wait(1, deps=[s])  # dP goes on
+    lse = of_columns(slot, 1, SCORES)
+    if MASKED:
+        s = keys.mask(s, row)
+    p = gl.exp2(s * scale_log2 - lse)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = (p * (dp - of_columns(slot, 3, SCORES))).to(k.dtype)
+    ds_tile = wires.ds.index(state.turn)
+    ds_tile.store(ds)
+    if wires.CONFIG.exchanges_p:
+        left_p, left_ds = wires.p, ds_tile
+        left_p.store(p.to(k.dtype))
+    else:
+        left_p = gl.convert_layout(p.to(k.dtype), LEFT, assert_trivial=True)
+        left_ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
+        dv = warpgroup_mma(left_p, do, state.dv, is_async=True)
+    fence_async_shared()  # the role's writes of dS, and its reads of statistics, before what engines do with either
+    gl.barrier()  # each warpgroup reads what the other has written
+    if wires.CONFIG.exchanges_p:
+        dv = warpgroup_mma(left_p, do, state.dv, is_async=True)
+    dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(BLOCK_M, D))
+    dv, left_p = held(1, dv, left_p)
+    dk = warpgroup_mma(left_ds, q, state.dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=[dq])  # dK goes on
+    dq_slot, dqs = state.dqs.acquire()
+    dq_slot.view([BLOCK_M * D // 32, 32]).store(in_register_order(dq))
+    dq_slot.publish()
+    dk, left_ds = held(0, dk, left_ds)
+    slot.release()
+    return State(dk, dv, rows, dqs, (state.turn + 1) % wires.CONFIG.ds_slots)
+
+
+@jit
+def walk(state, k, v, keys, first, end, wires, scale_log2, MASKED: gl.constexpr):
+    """Steps `first` to `end` - 1 of the range of queries of a head."""
+    walked = keys.queries()
+    for step in range(first, end):
+        state = next_block(state, k, v, keys, walked.block(step) * keys.BLOCK_M, wires, scale_log2, MASKED)
+    return state
+
+
+@jit
+def store_grads(state, kv_slot, operands, keys):
+    """dK and dV, staged where K and V were."""
+    coords = key_coords(keys, keys.kv_head, keys.first)
+    kv_slot.view(state.dk.shape, part=0).store((state.dk * operands.scale).to(operands.dk.dtype))
+    kv_slot.view(state.dv.shape, part=1).store(state.dv.to(operands.dv.dtype))
+    tma.store_own(operands.dk, coords, kv_slot.part(0))
+    tma.store_own(operands.dv, coords, kv_slot.part(1))
+    tma.wait_stores_read()
+
+
+@jit
+def gradient(wires, order, operands):
+    """Computes and stores dK and dV of every key block, and dQ as far as it comes from that."""
+    KEYS: gl.constexpr = operands.k.block_shape[2]
+    D: gl.constexpr = operands.k.block_shape[3]
+    GRADS: gl.constexpr = accumulator_layout(KEYS, D)
+    keys_values, rows, dqs = wires.keys_values.consumer(), wires.rows.consumer(), wires.dqs.producer()
+    turn = gl.to_tensor(0)
+    work = first_work(order)
+    while work.is_left():
+        keys = work.keys()
+        walked = keys.queries()
+        kv_slot, keys_values = keys_values.acquire()
+        k, v = kv_slot.view([KEYS, D], part=0), kv_slot.view([KEYS, D], part=1)
+        zeros = gl.zeros([KEYS, D], gl.float32, GRADS)
+        state = State(zeros, zeros, rows, dqs, turn)
+        unmasked = walked.unmasked_steps()
+        for _ in range(order.group):
+            state = walk(state, k, v, keys, 0, unmasked, wires, operands.scale_log2, MASKED=False)
+            state = walk(state, k, v, keys, unmasked, walked.steps(), wires, operands.scale_log2, MASKED=True)
+        store_grads(state, kv_slot, operands, keys)
+        kv_slot.release()
+        rows, dqs, turn = state.rows, state.dqs, state.turn
+        work = work.next()

@@ -1,0 +1,58 @@
+"""The gradients of attention on Hopper: the main one of three kernels, of warp-specialised roles."""
+
+from channels import close_all, init_all
+from gluon_attn.runtime.compat import gdc_launch_dependents, gl, jit
+
+from .gradient import gradient
+from .load import load
+from .operands import Operands
+from .reduce import reduce
+from .wires import alloc_wires
+from .work import order_of
+
+
+@jit
+def attention_backward(
+    q_desc,  # (B, H, Sq, D), blocks [1, 1, BLOCK_M, D]
+    k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, KEYS, D]
+    v_desc,  # as k_desc
+    do_desc,  # as q_desc
+    dk_desc,  # as k_desc
+    dv_desc,  # as k_desc
+    lse_desc,  # (B, H, 1, R) fp32, blocks [1, 1, 1, BLOCK_M]; R: Sq rounded up to blocks
+    delta_desc,  # as lse_desc
+    dq_desc,  # (B, H, R * D / 32, 32) fp32, blocks [1, 1, BLOCK_M * D / 32, 32]
+    added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ; None: in any order
+    scale_log2,  # softmax scale times log2(e)
+    scale,
+    MASK: gl.constexpr,  # a Mask
+    CONFIG: gl.constexpr,  # a HopperBackward
+):
+    gdc_launch_dependents()
+    operands = Operands(
+        q=q_desc,
+        k=k_desc,
+        v=v_desc,
+        do=do_desc,
+        dk=dk_desc,
+        dv=dv_desc,
+        lse=lse_desc,
+        delta=delta_desc,
+        dq=dq_desc,
+        added=(added_ptr,),
+        scale_log2=scale_log2,
+        scale=scale,
+    )
+    wires = alloc_wires(operands, CONFIG)
+    order = order_of(q_desc, k_desc, MASK)
+    init_all(wires.channels())
+    gl.warp_specialize(
+        [
+            (gradient, (wires, order, operands)),
+            (load, (wires, order, operands)),
+            (reduce, (wires, order, operands)),
+        ],
+        [1, 1],  # warps; the first role runs in the eight that the kernel was launched with
+        [CONFIG.load_registers, CONFIG.load_registers],
+    )
+    close_all(wires.channels())

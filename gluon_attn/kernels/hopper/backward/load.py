@@ -1,0 +1,30 @@
+"""The load role: one warp that fills the channels of K and V and of the rows."""
+
+from channels import tma
+from gluon_attn.runtime.compat import gdc_wait, jit
+
+from ...common.sequence import RowBlock, key_coords, query_coords
+from .operands import stats_coords
+from .work import first_work
+
+
+@jit
+def load(wires, order, operands):
+    """Fills keys_values and rows, in the order in which the gradient role asks for them."""
+    keys_values, rows = wires.keys_values.producer(), wires.rows.producer()
+    work = first_work(order)
+    while work.is_left():
+        keys = work.keys()
+        coords = key_coords(keys, keys.kv_head, keys.first)
+        kv, keys_values = keys_values.acquire()
+        tma.load(kv, (operands.k, operands.v), (coords, coords))
+        gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after
+        walked = keys.queries()
+        for member in range(order.group):
+            head = keys.kv_head * order.group + member
+            for step in range(walked.steps()):
+                row_block = RowBlock(keys.batch, head, walked.block(step) * keys.BLOCK_M, keys.sequence)
+                tile, line = query_coords(row_block, row_block.first_row), stats_coords(row_block)
+                slot, rows = rows.acquire()
+                tma.load(slot, operands.of_rows(), (tile, line, tile, line))
+        work = work.next()

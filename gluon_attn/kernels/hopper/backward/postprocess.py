@@ -1,0 +1,33 @@
+"""After the gradients: dQ from the fp32 sums, scaled, in its rows and in its dtype."""
+
+from channels import tma
+from gluon_attn.runtime.compat import gdc_wait, gl, jit
+
+from ...common.sequence import RowBlock, Sequence, query_coords
+from .layouts import in_row_order
+
+
+@jit
+def finish_backward(
+    out_desc,  # (B, H, Sq, D): dQ, blocks [1, 1, BLOCK_M, D]
+    dq_ptr,  # (B, H, R * D / 32, 32) fp32, contiguous; R: Sq rounded up to blocks
+    scale,
+):
+    """One program for each row block of each head."""
+    BLOCK_M: gl.constexpr = out_desc.block_shape[2]
+    D: gl.constexpr = out_desc.block_shape[3]
+    ELEMENTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    tile = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_shape, out_desc.layout)
+    q_len = out_desc.shape[2]
+    blocks = (q_len + BLOCK_M - 1) // BLOCK_M
+    block, all_head = gl.program_id(0) % blocks, gl.program_id(0) // blocks
+    batch, head = all_head // out_desc.shape[1], all_head % out_desc.shape[1]
+    no_keys = gl.to_tensor(0)
+    rows = RowBlock(batch, head, block * BLOCK_M, Sequence(no_keys, q_len, no_keys, no_keys))
+    gdc_wait()
+    first = gl.program_id(0).to(gl.int64) * (BLOCK_M * D)
+    dq = gl.load(dq_ptr + first + gl.arange(0, BLOCK_M * D, ELEMENTS))
+    dq = in_row_order(dq.reshape([BLOCK_M * D // 32, 32]), BLOCK_M, D) * scale
+    tile.reshape([BLOCK_M, D]).store(dq.to(out_desc.dtype))
+    tma.store_own(out_desc, query_coords(rows, rows.first_row), tile)
+    tma.wait_stores_read()

@@ -1,0 +1,66 @@
+"""Before the gradients: the statistics of each row, and dQ set to zero."""
+
+from channels import SharedMemoryChannel, close_all, init_all, tma
+from gluon_attn.runtime.compat import gdc_launch_dependents, gl, jit
+
+from ...common.sequence import RowBlock, Sequence, query_coords
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@jit
+def prepare_backward(
+    out_desc,  # (B, H, Sq, D): O, blocks [1, 1, BLOCK_M, D]
+    do_desc,  # as out_desc: dO
+    lse_ptr,  # (B, H, Sq) fp32, contiguous: natural logarithm
+    dlse_ptr,  # as lse_ptr: the gradient of LSE; or null
+    lse_log2_ptr,  # (B, H, 1, R) fp32, contiguous, to be written; R: Sq rounded up to blocks
+    delta_ptr,  # as lse_log2_ptr
+    dq_ptr,  # (B, H, R * D / 32, 32) fp32, contiguous, to be set to 0
+    added_ptr,  # (B, H, blocks) int32, likewise; or None
+):
+    """One program for each row block of each head: delta = rowsum(dO * O) - dLSE; LSE in base 2.
+
+    LSE is +inf, so that every P is 0, in a row that is beyond the last or sees no key.
+    """
+    gdc_launch_dependents()  # the next kernel begins where this leaves room, and waits only before it needs this one's
+    BLOCK_M: gl.constexpr = out_desc.block_shape[2]
+    D: gl.constexpr = out_desc.block_shape[3]
+    ROWS_AND_COLUMNS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, ROWS_AND_COLUMNS)
+    loaded = SharedMemoryChannel.alloc((out_desc, do_desc), SLOTS=1, CONSUMERS=1)
+    init_all((loaded,))
+
+    q_len = out_desc.shape[2]
+    blocks = (q_len + BLOCK_M - 1) // BLOCK_M
+    block, all_head = gl.program_id(0) % blocks, gl.program_id(0) // blocks
+    batch, head = all_head // out_desc.shape[1], all_head % out_desc.shape[1]
+    no_keys = gl.to_tensor(0)
+    rows = RowBlock(batch, head, block * BLOCK_M, Sequence(no_keys, q_len, no_keys, no_keys))
+    coords = query_coords(rows, rows.first_row)
+    slot, _ = loaded.producer().acquire()
+    tma.load(slot, (out_desc, do_desc), (coords, coords))
+
+    zero_at = gl.program_id(0).to(gl.int64) * (BLOCK_M * D)
+    ELEMENTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    zeros = gl.zeros([BLOCK_M * D], gl.float32, ELEMENTS)
+    gl.store(dq_ptr + zero_at + gl.arange(0, BLOCK_M * D, ELEMENTS), zeros)
+
+    if added_ptr is not None:
+        gl.store(added_ptr + gl.program_id(0), 0)
+    row = gl.arange(0, BLOCK_M, ROW)
+    inside = rows.first_row + row < q_len
+    source = all_head.to(gl.int64) * q_len + rows.first_row + row
+    lse = gl.load(lse_ptr + source, mask=inside, other=float("-inf"))
+    asked = dlse_ptr.to(gl.int64) != 0
+    dlse = gl.load(dlse_ptr + source, mask=inside & asked, other=0.0)
+    seen = lse != float("-inf")
+
+    slot, _ = loaded.consumer().acquire()  # filled once, and so never released
+    out = slot.view([BLOCK_M, D], part=0).load(ROWS_AND_COLUMNS)
+    do = slot.view([BLOCK_M, D], part=1).load(ROWS_AND_COLUMNS)
+    delta = gl.sum(out.to(gl.float32) * do.to(gl.float32), axis=1) - dlse
+    target = gl.program_id(0).to(gl.int64) * BLOCK_M + row
+    gl.store(lse_log2_ptr + target, gl.where(seen, lse * LOG2_E, float("inf")))
+    gl.store(delta_ptr + target, gl.where(seen, delta, 0.0))
+    close_all((loaded,))

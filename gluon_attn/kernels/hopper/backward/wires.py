@@ -1,0 +1,46 @@
+"""The wires of the Hopper backward: its channels, by what flows through them."""
+
+from channels import SharedMemoryChannel
+from gluon_attn.runtime.compat import aggregate, gl, jit
+
+
+@aggregate
+class Wires:
+    """Each channel's contract: who fills it -> who reads it, its slots, who frees them.
+
+    keys_values: load -> gradient; one slot of K and V [KEYS, D] each; freed when dK and dV, which are staged in their
+             place, have been stored.
+    rows:    load -> gradient; ROW_SLOTS slots of Q [BLOCK_M, D], LSE [BLOCK_M], dO [BLOCK_M, D] and delta [BLOCK_M];
+             freed when what they add to dK and dV is done.
+    dqs:     gradient -> reduce; one slot of a row block's dQ; freed when TMA has read it.
+    ds:      no channel but memory: [DS_SLOTS, KEYS, BLOCK_M], in which the gradient role's two warpgroups exchange dS,
+             as dQ sums over the keys of both.
+    p:       likewise of P, one tile, if CONFIG.exchanges_p.
+    """
+
+    keys_values: SharedMemoryChannel
+    rows: SharedMemoryChannel
+    dqs: SharedMemoryChannel
+    ds: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    CONFIG: gl.constexpr  # a HopperBackward
+
+    @jit
+    def channels(self):
+        return (self.keys_values, self.rows, self.dqs)
+
+
+@jit
+def alloc_wires(operands, CONFIG: gl.constexpr):
+    KEYS: gl.constexpr = operands.k.block_shape[2]
+    BLOCK_M: gl.constexpr = operands.q.block_shape[2]
+    DTYPE: gl.constexpr = operands.k.dtype
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], DTYPE)
+    return Wires(
+        keys_values=SharedMemoryChannel.alloc((operands.k, operands.v), SLOTS=1, CONSUMERS=1),
+        rows=SharedMemoryChannel.alloc(operands.of_rows(), SLOTS=CONFIG.row_slots, CONSUMERS=1),
+        dqs=SharedMemoryChannel.alloc(operands.dq, SLOTS=1, CONSUMERS=1),
+        ds=gl.allocate_shared_memory(DTYPE, [CONFIG.ds_slots, KEYS, BLOCK_M], DS),
+        p=gl.allocate_shared_memory(DTYPE, [KEYS, BLOCK_M], DS),
+        CONFIG=CONFIG,
+    )

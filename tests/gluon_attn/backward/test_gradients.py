@@ -1,0 +1,174 @@
+"""The gradients of attention on CPU tensors, executed by gluon_cpu: numbers, edges, refusals, races."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gluon_cpu
+from gluon_attn import attention
+from gluon_attn.device import Device
+from gluon_attn.gradients import attention_backward
+from gluon_attn.testing import check_gradients
+from tests.slow import slow_if
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# (batch, heads, KV heads, queries, keys, head dim, causal, dtype)
+CASES = {
+    "one block": (1, 1, 1, 64, 128, 128, False, BF16),
+    "one query, one key": (1, 1, 1, 1, 1, 64, True, BF16),
+    "a block and one more": (1, 1, 1, 129, 129, 64, False, FP16),
+    "odd lengths": (1, 2, 2, 201, 333, 128, False, BF16),
+    "odd lengths, causal": (1, 1, 1, 201, 333, 128, True, FP16),
+    "rows that see no key": (1, 1, 1, 300, 140, 128, True, BF16),
+    "many rows that see no key": (1, 1, 1, 400, 3, 64, True, BF16),
+    "few queries, many keys": (1, 1, 1, 5, 300, 64, True, BF16),
+    "batches and grouped heads": (2, 6, 2, 130, 150, 64, True, BF16),
+    "one KV head": (1, 5, 1, 130, 130, 128, False, BF16),
+    "a head dim between": (1, 2, 1, 100, 140, 72, True, BF16),
+    "the smallest head dim": (1, 1, 1, 100, 140, 8, False, FP16),
+    "D=256": (1, 2, 1, 130, 200, 256, True, BF16),
+    "D=192, full": (1, 1, 1, 130, 70, 192, False, FP16),
+    "D=256, fp16": (1, 1, 1, 65, 129, 256, False, FP16),
+}
+FEW = ("one block", "odd lengths, causal", "rows that see no key", "batches and grouped heads", "D=256")
+
+
+def tensors(case: str, layout: str = "bhsd", seed: int = 0) -> tuple[Tensor, ...]:
+    """q, k, v, dO and dLSE."""
+    batch, heads, kv_heads, q_len, kv_len, head_dim, _, dtype = CASES[case]
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(h: int, s: int) -> Tensor:
+        shape = (batch, h, s, head_dim) if layout == "bhsd" else (batch, s, h, head_dim)
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k, v, dout = normal(heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len), normal(heads, q_len)
+    return q, k, v, dout, torch.randn((batch, heads, q_len), generator=generator)
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None, **options: Any) -> list[Any]:
+    """By autograd, of attention on gluon_cpu."""
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*inputs, device=Device.hopper(), return_lse=True, **options)
+    outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    return list(torch.autograd.grad(outputs, inputs, grads))
+
+
+@pytest.mark.parametrize("case", slow_if(lambda case: case not in FEW, CASES))
+def test_against_float64(case):
+    q, k, v, dout, _ = tensors(case)
+    causal = CASES[case][6]
+    check_gradients(q, k, v, dout, gradients(q, k, v, dout, causal=causal), causal=causal, what=case)
+
+
+@pytest.mark.parametrize("case", slow_if(lambda case: case not in FEW[1:3], FEW))
+def test_deterministic_of_both_outputs_in_the_other_layout(case):
+    q, k, v, dout, dlse = tensors(case, "bshd")
+    options: dict[str, Any] = {"causal": CASES[case][6], "layout": "bshd"}
+    got = gradients(q, k, v, dout, dlse, deterministic=True, **options)
+    check_gradients(q, k, v, dout, got, dlse=dlse, what=case, **options)
+
+
+@pytest.mark.parametrize("what", ["scores times 30", "deep negative scores", "constant V", "dO of one direction"])
+def test_unusual_numbers(what):
+    q, k, v, dout, _ = tensors("odd lengths, causal")
+    if what == "scores times 30":
+        q = q * 30
+    elif what == "deep negative scores":
+        q, k = q.abs(), -k.abs() - 2
+    elif what == "constant V":
+        v = torch.ones_like(v)
+    else:
+        dout = torch.ones_like(dout)
+    check_gradients(q, k, v, dout, gradients(q, k, v, dout, causal=True), causal=True, what=what)
+
+
+def test_scale():
+    q, k, v, dout, _ = tensors("one block")
+    check_gradients(q, k, v, dout, gradients(q, k, v, dout, scale=0.3), scale=0.3)
+
+
+def test_any_strides_of_the_gradient_of_o():
+    q, k, v, _, _ = tensors("odd lengths, causal")
+    expanded = torch.ones((), dtype=q.dtype).expand(q.shape)
+    check_gradients(q, k, v, expanded, gradients(q, k, v, expanded, causal=True), causal=True)
+    transposed = torch.randn(*q.shape[:2], q.shape[3], q.shape[2]).to(q.dtype).transpose(2, 3)
+    check_gradients(q, k, v, transposed, gradients(q, k, v, transposed, causal=True), causal=True)
+
+
+def test_inputs_in_larger_tensors_have_gradients_of_their_own():
+    q, k, v, dout, _ = tensors("one query, one key")
+    packed = torch.randn(1, 40, 3, 2, 64).to(BF16)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    dout = torch.randn(q.shape).to(BF16)
+    got = gradients(q, k, v, dout)
+    check_gradients(q, k, v, dout, got)
+    assert all(grad.stride(-1) == 1 for grad in got)
+
+
+def test_of_lse_alone():
+    q, k, v, _, dlse = tensors("one block")
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    _, lse = attention(*inputs, device=Device.hopper(), return_lse=True)
+    grads = torch.autograd.grad(lse, inputs, dlse)
+    check_gradients(q, k, v, torch.zeros_like(q), grads, dlse=dlse)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 7), (7, 0)])
+def test_nothing_to_compute(q_len, kv_len):
+    q = torch.randn(1, 2, q_len, 64).to(BF16)
+    k, v = torch.randn(2, 1, 2, kv_len, 64).to(BF16)
+    for grad, t in zip(gradients(q, k, v, torch.randn_like(q)), (q, k, v), strict=True):
+        assert grad.shape == t.shape
+        assert not grad.any()
+
+
+def test_deterministic_follows_torch(monkeypatch):
+    q, k, v, dout, _ = tensors("one block")
+    asked = []
+    monkeypatch.setattr("gluon_attn.gradients.prepare", lambda *given: asked.append(given[4]))
+    monkeypatch.setattr("gluon_attn.gradients._launches", {})
+    out, lse = attention(q, k, v, device=Device.hopper(), return_lse=True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    attention_backward(dout, None, q, k, v, out, lse, device=Device.hopper())
+    attention_backward(dout, None, q, k, v, out, lse, device=Device.hopper(), deterministic=False)
+    assert asked == [True, False]
+
+
+def test_refused_by_name():
+    q, k, v, dout, _ = tensors("one query, one key")
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    with pytest.raises(NotImplementedError, match=r"^out: expected None, as gradients are asked for"):
+        attention(*inputs, out=torch.empty_like(dout), device=Device.hopper())
+    with pytest.raises(NotImplementedError, match=r"^device: expected a Hopper card, as gradients are asked for"):
+        attention(*inputs, device=Device.blackwell())
+    fp8 = [t.detach().to(torch.float8_e4m3fn).requires_grad_() for t in inputs]
+    with pytest.raises(NotImplementedError, match=r"^q: expected float16 or bfloat16, as gradients are asked for"):
+        attention(*fp8, device=Device.hopper())
+    with pytest.raises(TypeError, match=r"^deterministic: expected a bool"):
+        attention(*inputs, device=Device.hopper(), deterministic=1)  # type: ignore[arg-type]
+    out = attention(*inputs, device=Device.hopper())
+    (dq,) = torch.autograd.grad(out, inputs[0], dout, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of its gradients are not supported"):
+        dq.float().sum().backward()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", ["rows that see no key", pytest.param("D=256", marks=pytest.mark.slow)])
+def test_no_schedule_finds_a_race(case, deterministic):
+    q, k, v, dout, _ = tensors(case)
+    options: dict[str, Any] = {"causal": True, "device": Device.hopper()}
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    runs = []
+
+    def run() -> None:
+        runs.append(attention_backward(dout, None, q, k, v, out, lse, deterministic=deterministic, **options))
+
+    gluon_cpu.check(run, schedules=15, quiet=True)
+    same = [[torch.equal(a, b) for a, b in zip(runs[0], other, strict=True)] for other in runs[1:]]
+    assert len(runs) >= 15
+    assert all(dk and dv for _, dk, dv in same)
+    assert all(dq for dq, _, _ in same) or not deterministic
