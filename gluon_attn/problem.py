@@ -284,8 +284,8 @@ def check_readable(name: str, t: Tensor) -> None:
         )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise NotImplementedError(
-            f"{name}: expected a tensor without a tangent, as forward-mode differentiation is not supported, got a dual "
-            f"tensor of forward-mode differentiation; give torch.autograd.forward_ad.unpack_dual({name}).primal"
+            f"{name}: expected a tensor without a tangent, as forward-mode differentiation is not supported, got one "
+            f"with one; give torch.autograd.forward_ad.unpack_dual({name}).primal"
         )
 
 

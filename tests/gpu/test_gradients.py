@@ -1,0 +1,202 @@
+"""The gradients of attention on a card: numbers, invariants, repeats, streams, graphs; in processes of their own."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gluon_attn import attention
+from gluon_attn.gradients import attention_backward
+from gluon_attn.testing import check_gradients, normal, normal_qkv, poison_free_memory
+from tests.gpu.checks import Apart, outcomes_of
+
+pytestmark = pytest.mark.timeout(900)
+
+GRADIENTS: dict[str, Callable[[], None]] = {}
+
+
+def gradients_test(function: Callable[[], None]) -> Callable[[], None]:
+    GRADIENTS[function.__name__] = function
+    return function
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = attention(*inputs, **options)
+    return list(torch.autograd.grad(out, inputs, dout))  # type: ignore[arg-type]
+
+
+# Of flash-attention's tests: queries and keys.
+LENGTHS = (
+    (1, 1), (64, 64), (64, 128), (128, 64), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256),
+    (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (799, 3), (1, 239), (3, 799), (127, 512),
+    (2048, 2048),
+)  # fmt: skip
+
+
+def numbers(head_dim: int, causal: bool) -> Callable[[], None]:
+    def run() -> None:
+        groups = itertools.cycle([(4, 4), (6, 2), (5, 1), (8, 2)])
+        dtypes = itertools.cycle([torch.bfloat16, torch.float16])
+        for (q_len, kv_len), (heads, kv_heads), dtype in zip(LENGTHS, groups, dtypes, strict=False):
+            q, k, v = normal_qkv(
+                batch=2, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype
+            )
+            dout = normal(*q.shape, dtype=dtype, seed=7)
+            rows = (-(-q_len // 128) + 1) * 128
+            poison_free_memory((q.shape, dtype), (k.shape, dtype), ((2, heads, rows, 256), torch.float32))
+            for deterministic in (False, True):
+                got = gradients(q, k, v, dout, causal=causal, deterministic=deterministic)
+                what = f"{tuple(q.shape)} {tuple(k.shape)} {dtype} {deterministic=}"
+                check_gradients(q, k, v, dout, got, causal=causal, what=what)
+
+    return run
+
+
+for d, is_causal in itertools.product((32, 64, 72, 128, 192, 256), (False, True)):
+    GRADIENTS[f"numbers, D={d}, {'causal' if is_causal else 'full'}"] = numbers(d, is_causal)
+
+
+@gradients_test
+def both_layouts_and_lse() -> None:
+    for layout, causal in itertools.product(("bhsd", "bshd"), (False, True)):
+        q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=300, kv_len=400, layout=layout)
+        dout, dlse = normal(*q.shape, seed=7), normal(2, 4, 300, dtype=torch.float32, seed=8)
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out, lse = attention(*inputs, causal=causal, layout=layout, return_lse=True)
+        got = torch.autograd.grad([out, lse], inputs, [dout, dlse])
+        check_gradients(q, k, v, dout, got, dlse=dlse, causal=causal, layout=layout, what=layout)
+
+
+@gradients_test
+def unusual_numbers() -> None:
+    q, k, v = normal_qkv(batch=1, heads=2, q_len=700, head_dim=128)
+    dout = normal(*q.shape, seed=7)
+    for what, tensors in {
+        "scores times 30": (q * 30, k, v),
+        "deep negative scores": (q.abs(), -k.abs() - 2, v),
+        "constant V": (q, k, torch.ones_like(v)),
+    }.items():
+        check_gradients(*tensors, dout, gradients(*tensors, dout, causal=True), causal=True, what=what)
+
+
+def long_calls() -> list[tuple[Tensor, ...]]:
+    tensors = normal_qkv(batch=1, heads=4, kv_heads=2, q_len=2**17, head_dim=128)
+    return [(*tensors, normal(*tensors[0].shape, seed=7))]
+
+
+@gradients_test
+def invariants_at_131072_tokens() -> None:
+    """⟨V, dV⟩ = ⟨O, dO⟩ and ⟨Q, dQ⟩ = ⟨K, dK⟩, for each KV head: scaling V scales O, and Q and K scale the same scores."""
+    for q, k, v, dout in long_calls():
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = attention(*inputs, causal=True)
+        assert isinstance(out, Tensor)
+        dq, dk, dv = torch.autograd.grad(out, inputs, dout)
+
+        def product(a: Tensor, b: Tensor) -> Tensor:
+            """Of each KV head, and the sum of magnitudes that it is to be seen against."""
+            a, b = (t.detach().float().unflatten(1, (2, -1)) for t in (a, b))
+            return torch.stack([(a * b).sum((0, 2, 3, 4)), (a * b).square().sum((0, 2, 3, 4)).sqrt()])
+
+        for one, other in ((product(v, dv), product(out, dout)), (product(q, dq), product(k, dk))):
+            # Rounding to 16 bits moves each term by 2^-9 at most, at random.
+            error, scale = (one[0] - other[0]).abs(), one[1] + other[1]
+            assert bool((error <= 2.0**-5 * scale).all()), f"{error.tolist()} of {scale.tolist()}"
+
+
+@gradients_test
+def deterministic_launches_are_equal() -> None:
+    for head_dim, causal, launches in ((128, True, 10_000), (64, True, 2000), (64, False, 2000), (256, True, 2000)):
+        q, k, v = normal_qkv(batch=2, heads=8, kv_heads=4, q_len=1000, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+
+        def run(q=q, k=k, v=v, out=out, lse=lse, dout=dout, causal=causal) -> tuple[Tensor, ...]:
+            return attention_backward(dout, None, q, k, v, out, lse, causal=causal, deterministic=True)
+
+        first = run()
+        check_gradients(q, k, v, dout, first, causal=causal)
+        different = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(launches):
+            for a, b in zip(first, run(), strict=True):
+                different += (a != b).any()
+        assert int(different) == 0, f"D={head_dim} {causal=}: {int(different)} tensors differ"
+
+
+@gradients_test
+def launches_in_a_row() -> None:
+    q, k, v = normal_qkv(batch=1, heads=16, q_len=512, head_dim=128)
+    dout = normal(*q.shape, seed=7)
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    for _ in range(2000):
+        got = attention_backward(dout, None, q, k, v, out, lse, causal=True)
+    check_gradients(q, k, v, dout, got, causal=True)
+
+
+@gradients_test
+def two_streams_at_once() -> None:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    calls = []
+    for i, stream in enumerate(streams):
+        q, k, v = normal_qkv(batch=2, heads=16, q_len=1024, head_dim=64 + 64 * i, seed=i)
+        dout = normal(*q.shape, seed=9)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                got = gradients(q, k, v, dout, causal=True)
+        calls.append((q, k, v, dout, got))
+    torch.cuda.synchronize()
+    for q, k, v, dout, got in calls:
+        check_gradients(q, k, v, dout, got, causal=True)
+
+
+@gradients_test
+def graphs() -> None:
+    for deterministic in (False, True):
+        q, k, v = normal_qkv(batch=1, heads=4, q_len=500, head_dim=128)
+        dout = normal(*q.shape, seed=7)
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+
+        def run(inputs=inputs, dout=dout, deterministic=deterministic) -> tuple[Tensor, ...]:
+            out = attention(*inputs, causal=True, deterministic=deterministic)
+            return torch.autograd.grad(out, inputs, dout)  # type: ignore[arg-type]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run()
+        for seed in range(3):
+            with torch.no_grad():
+                for t, new in zip(
+                    inputs, normal_qkv(batch=1, heads=4, q_len=500, head_dim=128, seed=seed), strict=True
+                ):
+                    t.copy_(new)
+            graph.replay()
+            check_gradients(*inputs, dout, got, causal=True, what=f"replay {seed}")  # type: ignore[misc]
+
+
+def run_test(name: str) -> None:
+    GRADIENTS[name]()
+
+
+APART = Apart(
+    function="tests.gpu.test_gradients:run_test", item_seconds=240, group=lambda name: name.split(",")[0], processes=4
+)
+
+
+@pytest.fixture(scope="module")
+def outcome(request):
+    yield from outcomes_of(APART, request)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name, outcome):
+    outcome(name).settle()
