@@ -30,7 +30,7 @@ GRAD_FLOPS = 2.5  # over those of the forward pass
 
 def points(head_dims: list[int], lengths: list[int], kv_heads: int | None) -> list[Point]:
     """B·S = 16384 tokens, H·D = 2048, full and causal; with kv_heads, 64 query heads."""
-    grouped = {"heads": 64, "heads_per_kv_head": 64 // kv_heads} if kv_heads else {}
+    grouped: dict[str, Any] = {"heads": 64, "heads_per_kv_head": 64 // kv_heads} if kv_heads else {}
     return [
         Point(head_dim=head_dim, causal=causal, length=length, **grouped)
         for head_dim in head_dims

@@ -229,7 +229,8 @@ def check_gradients(
     """The gradients (dQ, dK, dV) against float64; raises AssertionError with what is wrong, after `what`.
 
     dout, dlse: of O and of LSE. Each gradient may be off by twice what plain PyTorch in the same dtype is, plus one
-    unit in the last place at its largest number.
+    unit in the last place at its largest number, plus 2^-20 of the largest number of all three: dS is a difference of
+    such numbers in fp32, and can be 0.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -242,15 +243,15 @@ def check_gradients(
             outputs, with_grads = [out, lse], [*with_grads, dlse.masked_fill(lse == float("-inf"), 0.0).to(lse.dtype)]
         return list(torch.autograd.grad(outputs, inputs, with_grads))
 
-    for name, t, got, want, same_dtype in zip(
-        "qkv", (q, k, v), grads, plain(torch.float64), plain(q.dtype), strict=True
-    ):
+    exact = plain(torch.float64)
+    single = 2.0**-20 * max(map(largest, exact))
+    for name, t, got, want, same_dtype in zip("qkv", (q, k, v), grads, exact, plain(q.dtype), strict=True):
         assert got is not None, f"{what}: no gradient of {name}"
         assert (got.shape, got.dtype, got.device) == (t.shape, t.dtype, t.device), f"{what}: d{name} {got.shape}"
         bad = int((~got.isfinite()).sum())
         assert bad == 0, f"{what}: {bad} of {got.numel()} elements of d{name} are not finite"
         error, plain_error = largest(got.double() - want), largest(same_dtype.double() - want)
-        budget = 2 * plain_error + last_place(got.dtype, largest(want))
+        budget = 2 * plain_error + last_place(got.dtype, largest(want)) + single
         assert error <= budget, (
             f"{what}: d{name} is off by {error:.3e}, budget {budget:.3e} ({plain_error:.3e} in torch)"
         )

@@ -90,7 +90,7 @@ def long_calls() -> list[tuple[Tensor, ...]]:
 
 @gradients_test
 def invariants_at_131072_tokens() -> None:
-    """⟨V, dV⟩ = ⟨O, dO⟩ and ⟨Q, dQ⟩ = ⟨K, dK⟩, for each KV head: scaling V scales O, and Q and K scale the same scores."""
+    """⟨V, dV⟩ = ⟨O, dO⟩ and ⟨Q, dQ⟩ = ⟨K, dK⟩ for each KV head: V scales O, and Q and K scale the same scores."""
     for q, k, v, dout in long_calls():
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
         out = attention(*inputs, causal=True)
@@ -174,13 +174,12 @@ def graphs() -> None:
         with torch.cuda.graph(graph):
             got = run()
         for seed in range(3):
+            q, k, v = normal_qkv(batch=1, heads=4, q_len=500, head_dim=128, seed=seed)
             with torch.no_grad():
-                for t, new in zip(
-                    inputs, normal_qkv(batch=1, heads=4, q_len=500, head_dim=128, seed=seed), strict=True
-                ):
+                for t, new in zip(inputs, (q, k, v), strict=True):
                     t.copy_(new)
             graph.replay()
-            check_gradients(*inputs, dout, got, causal=True, what=f"replay {seed}")  # type: ignore[misc]
+            check_gradients(q, k, v, dout, got, causal=True, what=f"replay {seed}")
 
 
 def run_test(name: str) -> None:
