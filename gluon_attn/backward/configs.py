@@ -33,6 +33,8 @@ class HopperBackward:
             raise ValueError(f"{self.row_slots=} must be at least 1")
         if self.ds_slots not in (1, 2):
             raise ValueError(f"{self.ds_slots=} must be 1 or 2")
+        if not self.dq_stages_both and self.ds_slots * self.block_m < 128:
+            raise ValueError(f"{self.ds_slots=} must be 2 with {self.block_m=}: dV is staged there")
         if self.load_registers not in REGISTERS_PER_ROLE:
             raise ValueError(f"{self.load_registers=} must be a multiple of 8 from 24 to 256")
 
@@ -40,6 +42,11 @@ class HopperBackward:
     def gradient_registers(self) -> int:
         """Registers are handed out by warpgroup, and the two single warps are in one."""
         return (REGISTERS_PER_SM // WARPGROUP - self.load_registers) // 2 // 8 * 8
+
+    @property
+    def dq_stages_both(self) -> bool:
+        """Whether dK and dV, in 16 bits, have room where dQ of a row block is staged in fp32."""
+        return self.block_m >= self.keys
 
     @property
     def exchanges_p(self) -> bool:

@@ -42,6 +42,7 @@ MAIN = Kernel(
     Pointer("added_ptr", "added", "i32"),
     Scalar("scale_log2", "fp32"),
     Scalar("scale", "fp32"),
+    Scalar("blocks_per_item"),
 )
 FINISH = Kernel(finish_backward, Tma("out_desc", "dq"), Pointer("dq_ptr", "dq_sums"), Scalar("scale", "fp32"))
 
@@ -113,9 +114,10 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     views |= {n: View.of(make()) for n, make in workspaces(plan, "meta").items() if n != "added"}
     before, main, after = builds_of(problem.dtype, problem.padded_head_dim, problem.mask, config, plan.deterministic)
     scale = {"scale": problem.scale}
+    numbers = scale | {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
     return [
         Launch(build=before, programs=plan.row_programs, views=views, scalars={}),
-        Launch(build=main, programs=plan.programs, views=views, scalars=scale | {"scale_log2": plan.scale_log2}),
+        Launch(build=main, programs=plan.programs, views=views, scalars=numbers),
         Launch(build=after, programs=plan.row_programs, views=views, scalars=scale),
     ]
 

@@ -13,14 +13,17 @@ from .configs import HopperBackward
 class BackwardPlan:
     """The numbers of a backward's launches that depend on no tensor.
 
-    programs: of the main kernel, one for each key block of each KV head, or as many as there are processors: fewer
-        where each costs the same, as programs then end together, and the next one's K and V need not wait for a launch.
+    programs: of the main kernel, as many as there are processors: each loads its next K and V early. Only with a fixed
+        order of sums, under a causal mask, one for each key block: the order is that of the grid, and no two of a
+        program may wait for each other.
+    blocks_per_item: 1, or 2 to pair key blocks that many queries see with those that few do.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     """
 
     problem: Problem
     config: HopperBackward
     programs: int
+    blocks_per_item: int
     row_programs: int
     deterministic: bool
     arch: int
@@ -47,17 +50,21 @@ class BackwardPlan:
                     f"{name}: expected at most {LARGEST_LENGTH} positions, counted in 32 bits, got {length}; split the "
                     "sequence"
                 )
-        key_blocks = problem.batch * problem.kv_heads * -(-problem.kv_len // config.keys)
+        of_head = -(-problem.kv_len // config.keys)
+        key_blocks = problem.batch * problem.kv_heads * of_head
         row_programs = problem.batch * problem.heads * -(-problem.q_len // config.block_m)
         for name, blocks in (("q", row_programs), ("k", key_blocks)):
             if blocks >= 2**31 - 2 * device.sm_count:
                 raise ValueError(
                     f"{name}: expected fewer than 2^31 blocks over all heads and batches, got {blocks}; split the batch"
                 )
+        blocks_per_item = 2 if problem.causal and not deterministic and key_blocks > device.sm_count else 1
+        items = problem.batch * problem.kv_heads * -(-of_head // blocks_per_item)
         return BackwardPlan(
             problem=problem,
             config=config,
-            programs=key_blocks if problem.causal else min(device.sm_count, key_blocks),
+            programs=key_blocks if problem.causal and deterministic else min(device.sm_count, items),
+            blocks_per_item=blocks_per_item,
             row_programs=row_programs,
             deterministic=deterministic,
             arch=device.arch,

@@ -26,7 +26,7 @@ def gradients_test(function: Callable[[], None]) -> Callable[[], None]:
 def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     out = attention(*inputs, **options)
-    return list(torch.autograd.grad(out, inputs, dout))  # type: ignore[arg-type]
+    return list(torch.autograd.grad(out, inputs, dout))
 
 
 # Of flash-attention's tests: queries and keys.
@@ -163,7 +163,7 @@ def graphs() -> None:
 
         def run(inputs=inputs, dout=dout, deterministic=deterministic) -> tuple[Tensor, ...]:
             out = attention(*inputs, causal=True, deterministic=deterministic)
-            return torch.autograd.grad(out, inputs, dout)  # type: ignore[arg-type]
+            return torch.autograd.grad(out, inputs, dout)
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

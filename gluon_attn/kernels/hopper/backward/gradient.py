@@ -110,14 +110,29 @@ def walk(state, k, v, keys, first, end, wires, scale_log2, MASKED: gl.constexpr)
 
 
 @jit
-def store_grads(state, kv_slot, operands, keys):
-    """dK and dV, staged where K and V were."""
+def staging(dq_slot, wires, desc):
+    """Memory for dK and dV, [1, 1, KEYS, D] each, that nobody uses between two key blocks: that of dQ, and where it is
+    too small, that of dS. K and V have their own, so that the next ones are loaded meanwhile."""
+    TWO: gl.constexpr = [2] + desc.block_shape
+    ONE: gl.constexpr = [1] + desc.block_shape
+    if wires.CONFIG.dq_stages_both:
+        both = dq_slot.part(0).reinterpret(desc.dtype, TWO, desc.layout)
+        return both.index(0), both.index(1)
+    else:
+        dk = dq_slot.part(0).reinterpret(desc.dtype, ONE, desc.layout).index(0)
+        return dk, wires.ds.reinterpret(desc.dtype, ONE, desc.layout).index(0)
+
+
+@jit
+def store_grads(state, wires, operands, keys):
+    """Start the stores of dK and dV."""
     coords = key_coords(keys, keys.kv_head, keys.first)
-    kv_slot.view(state.dk.shape, part=0).store((state.dk * operands.scale).to(operands.dk.dtype))
-    kv_slot.view(state.dv.shape, part=1).store(state.dv.to(operands.dv.dtype))
-    tma.store_own(operands.dk, coords, kv_slot.part(0))
-    tma.store_own(operands.dv, coords, kv_slot.part(1))
-    tma.wait_stores_read()
+    dq_slot, _ = state.dqs.acquire()  # not published, and so acquired again by the next step
+    dk_tile, dv_tile = staging(dq_slot, wires, operands.dk)
+    dk_tile.reshape(state.dk.shape).store((state.dk * operands.scale).to(operands.dk.dtype))
+    dv_tile.reshape(state.dv.shape).store(state.dv.to(operands.dv.dtype))
+    tma.store_own(operands.dk, coords, dk_tile)
+    tma.store_own(operands.dv, coords, dv_tile)
 
 
 @jit
@@ -140,7 +155,8 @@ def gradient(wires, order, operands):
         for _ in range(order.group):
             state = walk(state, k, v, keys, 0, unmasked, wires, operands.scale_log2, MASKED=False)
             state = walk(state, k, v, keys, unmasked, walked.steps(), wires, operands.scale_log2, MASKED=True)
-        store_grads(state, kv_slot, operands, keys)
         kv_slot.release()
+        store_grads(state, wires, operands, keys)
+        tma.wait_stores_read()
         rows, dqs, turn = state.rows, state.dqs, state.turn
         work = work.next()

@@ -11,7 +11,7 @@ from .wires import alloc_wires
 from .work import order_of
 
 
-@jit
+@jit(do_not_specialize=["blocks_per_item"])  # 1 and 2 are one kernel
 def attention_backward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, BLOCK_M, D]
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, KEYS, D]
@@ -25,6 +25,7 @@ def attention_backward(
     added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ; None: in any order
     scale_log2,  # softmax scale times log2(e)
     scale,
+    blocks_per_item,  # 1, or 2 to pair key blocks that many queries see with those that few do
     MASK: gl.constexpr,  # a Mask
     CONFIG: gl.constexpr,  # a HopperBackward
 ):
@@ -44,7 +45,7 @@ def attention_backward(
         scale=scale,
     )
     wires = alloc_wires(operands, CONFIG)
-    order = order_of(q_desc, k_desc, MASK)
+    order = order_of(q_desc, k_desc, blocks_per_item, MASK)
     init_all(wires.channels())
     gl.warp_specialize(
         [

@@ -8,11 +8,11 @@ from gluon_attn.runtime.compat import aggregate, gl, jit
 class Wires:
     """Each channel's contract: who fills it -> who reads it, its slots, who frees them.
 
-    keys_values: load -> gradient; one slot of K and V [KEYS, D] each; freed when dK and dV, which are staged in their
-             place, have been stored.
+    keys_values: load -> gradient; one slot of K and V [KEYS, D] each; freed when all rows have been walked.
     rows:    load -> gradient; ROW_SLOTS slots of Q [BLOCK_M, D], LSE [BLOCK_M], dO [BLOCK_M, D] and delta [BLOCK_M];
              freed when what they add to dK and dV is done.
-    dqs:     gradient -> reduce; one slot of a row block's dQ; freed when TMA has read it.
+    dqs:     gradient -> reduce; one slot of a row block's dQ; freed when TMA has read it. Between two key blocks the
+             gradient role stages dK and dV there.
     ds:      no channel but memory: [DS_SLOTS, KEYS, BLOCK_M], in which the gradient role's two warpgroups exchange dS,
              as dQ sums over the keys of both.
     p:       likewise of P, one tile, if CONFIG.exchanges_p.

@@ -9,13 +9,17 @@ from ...common.sequence import Sequence
 @aggregate
 class Order:
     """What there is to do, one item after the other: the key blocks of a KV head, the first one first, which under a
-    causal mask is the one that most queries see; then those of the next. int32 scalars."""
+    causal mask is the one that most queries see; then those of the next. If blocks_per_item is 2, an item is two of
+    them, the first and the last, the second and the last but one: together they cost as much as any other two. int32
+    scalars."""
 
     q_len: gl.tensor
     k_len: gl.tensor
     kv_heads: gl.tensor
     group: gl.tensor  # query heads of a KV head
     key_blocks: gl.tensor
+    blocks_per_item: gl.tensor
+    items_per_head: gl.tensor
     items: gl.tensor
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -23,18 +27,21 @@ class Order:
 
 
 @jit
-def order_of(q_desc, k_desc, MASK: gl.constexpr):
+def order_of(q_desc, k_desc, blocks_per_item, MASK: gl.constexpr):
     """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D)."""
     KEYS: gl.constexpr = k_desc.block_shape[2]
     kv_heads = k_desc.shape[1]
     key_blocks = (k_desc.shape[2] + KEYS - 1) // KEYS
+    items_per_head = (key_blocks + blocks_per_item - 1) // blocks_per_item
     return Order(
         q_len=q_desc.shape[2],
         k_len=k_desc.shape[2],
         kv_heads=kv_heads,
         group=q_desc.shape[1] // kv_heads,
         key_blocks=key_blocks,
-        items=k_desc.shape[0] * kv_heads * key_blocks,
+        blocks_per_item=blocks_per_item,
+        items_per_head=items_per_head,
+        items=k_desc.shape[0] * kv_heads * items_per_head,
         KEYS=KEYS,
         BLOCK_M=q_desc.block_shape[2],
         MASK=MASK,
@@ -43,9 +50,11 @@ def order_of(q_desc, k_desc, MASK: gl.constexpr):
 
 @aggregate
 class Work:
-    """The item at hand. Immutable: `next()` returns the next, as many items on as there are programs."""
+    """The key block at hand. Immutable: `next()` returns the next: the other one of the item, or one of the item that
+    is as many on as there are programs."""
 
     item: gl.tensor
+    way_back: gl.tensor  # at the second block of an item
     order: Order
 
     @jit
@@ -55,17 +64,20 @@ class Work:
     @jit
     def keys(self):
         order = self.order
-        head = self.item // order.key_blocks
-        first = self.item % order.key_blocks * order.KEYS
+        head, place = self.item // order.items_per_head, self.item % order.items_per_head
+        index = gl.where(self.way_back, order.key_blocks - 1 - place, place)
         sequence = Sequence(gl.to_tensor(0), order.q_len, gl.to_tensor(0), order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        return Keys(batch, kv_head, first, sequence, order.KEYS, order.BLOCK_M, order.MASK)
+        return Keys(batch, kv_head, index * order.KEYS, sequence, order.KEYS, order.BLOCK_M, order.MASK)
 
     @jit
     def next(self):
-        return Work(self.item + gl.num_programs(0), self.order)
+        order = self.order
+        alone = 2 * (self.item % order.items_per_head) + 1 >= order.key_blocks  # the middle one of an odd number
+        way_back = (order.blocks_per_item == 2) & ~self.way_back & ~alone
+        return Work(self.item + gl.where(way_back, 0, gl.num_programs(0)), way_back, order)
 
 
 @jit
 def first_work(order):
-    return Work(gl.program_id(0), order)
+    return Work(gl.program_id(0), gl.program_id(0) < 0, order)
