@@ -45,12 +45,45 @@ def of_columns(slot, part, SCORES: gl.constexpr):
 
 
 @jit
-def held(pending, product, left):
-    """Wait until at most `pending` products are left, and hold on to a left operand that is in registers until then."""
-    if isinstance(left, gl.shared_memory_descriptor):
-        return warpgroup_mma_wait(pending, deps=[product]), left
-    else:
-        return warpgroup_mma_wait(pending, deps=[product, left])
+def hand_over(dq, dqs):
+    """Give a row block's dQ [BLOCK_M, D] to the reduce role. Returns the next end."""
+    slot, dqs = dqs.acquire()
+    slot.view([dq.shape[0] * dq.shape[1] // 32, 32]).store(in_register_order(dq))
+    slot.publish()
+    return dqs
+
+
+@jit
+def from_registers(p, ds, ds_tile, q, do, k, slot, state):
+    """What follows from P and dS [KEYS, BLOCK_M] in 16 bits, with both as left operands from registers: (dK, dV, the
+    next end of dqs). Frees the slot of q and do. dS is in ds_tile too, as this role has just written it."""
+    LEFT: gl.constexpr = left_operand_layout(state.dk.type.layout)
+    left_p = gl.convert_layout(p, LEFT, assert_trivial=True)
+    dv = warpgroup_mma(left_p, do, state.dv, is_async=True)
+    fence_async_shared()  # the role's writes of dS, and its reads of statistics, before what engines do with either
+    gl.barrier()  # each warpgroup reads what the other has written
+    dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(q.shape[0], q.shape[1]))
+    dv, _ = warpgroup_mma_wait(1, deps=[dv, left_p])
+    left_ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
+    dk = warpgroup_mma(left_ds, q, state.dk, is_async=True)
+    dqs = hand_over(warpgroup_mma_wait(1, deps=[dq]), state.dqs)  # dK goes on
+    dk, _ = warpgroup_mma_wait(0, deps=[dk, left_ds])
+    slot.release()
+    return dk, dv, dqs
+
+
+@jit
+def from_memory(p, p_tile, ds_tile, q, do, k, slot, state):
+    """The same with both from shared memory. dQ comes last, so that the next Q and dO are loaded beside it."""
+    p_tile.store(p)
+    fence_async_shared()  # as above, and of P
+    gl.barrier()
+    dv = warpgroup_mma(p_tile, do, state.dv, is_async=True)
+    dk = warpgroup_mma(ds_tile, q, state.dk, is_async=True)
+    dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(q.shape[0], q.shape[1]))
+    dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
+    slot.release()
+    return dk, dv, hand_over(warpgroup_mma_wait(0, deps=[dq]), state.dqs)
 
 
 @jit
@@ -63,7 +96,6 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
     BLOCK_M: gl.constexpr = keys.BLOCK_M
     D: gl.constexpr = k.shape[1]
     SCORES: gl.constexpr = accumulator_layout(keys.KEYS, BLOCK_M)
-    LEFT: gl.constexpr = left_operand_layout(accumulator_layout(keys.KEYS, D))
     slot, rows = state.rows.acquire()
     q, do = slot.view([BLOCK_M, D], part=0), slot.view([BLOCK_M, D], part=2)
     s = multiply(k, q.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
@@ -78,25 +110,9 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
     ds_tile = wires.ds.index(state.turn)
     ds_tile.store(ds)
     if wires.CONFIG.exchanges_p:
-        left_p, left_ds = wires.p, ds_tile
-        left_p.store(p.to(k.dtype))
+        dk, dv, dqs = from_memory(p.to(k.dtype), wires.p, ds_tile, q, do, k, slot, state)
     else:
-        left_p = gl.convert_layout(p.to(k.dtype), LEFT, assert_trivial=True)
-        left_ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
-        dv = warpgroup_mma(left_p, do, state.dv, is_async=True)
-    fence_async_shared()  # the role's writes of dS, and its reads of statistics, before what engines do with either
-    gl.barrier()  # each warpgroup reads what the other has written
-    if wires.CONFIG.exchanges_p:
-        dv = warpgroup_mma(left_p, do, state.dv, is_async=True)
-    dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(BLOCK_M, D))
-    dv, left_p = held(1, dv, left_p)
-    dk = warpgroup_mma(left_ds, q, state.dk, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=[dq])  # dK goes on
-    dq_slot, dqs = state.dqs.acquire()
-    dq_slot.view([BLOCK_M * D // 32, 32]).store(in_register_order(dq))
-    dq_slot.publish()
-    dk, left_ds = held(0, dk, left_ds)
-    slot.release()
+        dk, dv, dqs = from_registers(p.to(k.dtype), ds, ds_tile, q, do, k, slot, state)
     return State(dk, dv, rows, dqs, (state.turn + 1) % wires.CONFIG.ds_slots)
 
 
