@@ -13,6 +13,7 @@ from .forward.launch import launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_tile, require_ctas, require_fits, require_supported
 from .gradients import Attention, require_gradients
+from .ops import attention_op
 from .problem import (
     FP8_DTYPES,
     SCALES,
@@ -26,7 +27,7 @@ from .problem import (
     refuse_address,
     type_name,
 )
-from .refusals import refuse_compiling, refuse_unusual
+from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 
@@ -90,7 +91,8 @@ def attention(
     that before, into memory for as many elements as V's shape has, also of a V that is expanded.
 
     On Hopper, in 16 bits, q, k and v have gradients, through O and through LSE; see `gradients.attention_backward`.
-    Those gradients have none.
+    Those gradients have none. Under torch.compile and torch.export it is one operator, `gluon_attn::forward`, and takes
+    no `tile`, `out` and scales. Under torch.autocast, q, k and v in fp32 are converted.
 
     Only q, k and v are positional. There is no `attn_mask`: the only mask is `causal`.
 
@@ -143,9 +145,17 @@ def attention(
         check_bool("return_lse", return_lse)  # type: ignore[unreachable]  # by its annotation
     if deterministic is not None:
         check_bool("deterministic", deterministic)
-    if is_compiling():
-        refuse_compiling()
-    if torch.is_grad_enabled() and wants_gradient(q, k, v):
+    compiling = is_compiling()
+    gradient = not compiling and torch.is_grad_enabled() and wants_gradient(q, k, v)
+    if compiling or gradient:
+        q, k, v = autocast(q, k, v)
+    if compiling:
+        both = attention_op(
+            q, k, v, causal=causal, scale=scale, layout=layout, deterministic=deterministic, num_ctas=num_ctas,
+            device=device, tile=tile, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        return both if return_lse else both[0]
+    if gradient:
         refuse_unusual(q=q, k=k, v=v)
         require_gradients(q, out, device)
         options: dict[str, Any] = {
@@ -169,6 +179,11 @@ def attention(
         launch = _launches[key]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # New; or no dense tensor, or not hashable: prepare() says what is wrong.
+        if (cast := autocast(q, k, v))[0] is not q:
+            return attention(
+                *cast, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, num_ctas=num_ctas,
+                tile=tile, device=device,
+            )  # fmt: skip
         launch = prepare(q, k, v, out, scales, causal, scale, layout, num_ctas, tile, device)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
@@ -200,6 +215,14 @@ def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return q.requires_grad or k.requires_grad or v.requires_grad
     except AttributeError:  # no tensor, which is found later
         return False
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In fp32 where `torch.autocast` is on: in its dtype, as torch's own attention has them there."""
+    if isinstance(q, Tensor) and q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
 
 
 def refuse(**unsupported: Any) -> None:

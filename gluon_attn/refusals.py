@@ -9,18 +9,18 @@ from torch._C import _functorch
 INSTEAD = "call it outside, on plain tensors"
 
 
-def refuse_compiling() -> None:
-    """NotImplementedError: attention() is being traced."""
+def refuse_tracing() -> None:
+    """NotImplementedError: attention() is being traced by torch.jit."""
     raise NotImplementedError(
-        "attention: torch.compile, torch.export and torch.jit.trace are not supported; in a compiled model keep the "
-        "call out of the graph by a function of your own under @torch.compiler.disable"
+        "attention: torch.jit.trace is not supported, as it would keep one kernel for all shapes; use torch.compile or "
+        "torch.export"
     )
 
 
 def refuse_unusual(**tensors: Any) -> None:
     """NotImplementedError, by name, for the first tensor that has no memory of its own to launch a kernel on."""
     if torch.jit.is_tracing():
-        refuse_compiling()
+        refuse_tracing()
     for name, t in tensors.items():
         if isinstance(t, Tensor) and (kind := unusual(t)):
             raise NotImplementedError(f"{name}: expected a plain tensor, got {kind}; {INSTEAD}")

@@ -155,6 +155,19 @@ def two_streams_at_once() -> None:
 
 
 @gradients_test
+def compiled() -> None:
+    """Whole, with lengths that change. Not by inductor, which needs the Triton that torch came with."""
+    model = torch.compile(
+        lambda q, k, v: attention(q * 1.0, k, v, causal=True) * 1.0, backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    for q_len in (130, 200, 333):
+        q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=q_len)
+        dout = normal(*q.shape, seed=7)
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        check_gradients(q, k, v, dout, torch.autograd.grad(model(*inputs), inputs, dout), causal=True)
+
+
+@gradients_test
 def graphs() -> None:
     for deterministic in (False, True):
         q, k, v = normal_qkv(batch=1, heads=4, q_len=500, head_dim=128)

@@ -1,0 +1,157 @@
+"""Attention and its gradients as operators of torch, opaque to torch.compile and torch.export.
+
+Inductor would rebuild a Gluon kernel that it sees as one of plain Triton; so it sees an operator, by its shapes alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .device import Device
+from .gradients import attention_backward
+from .problem import in_bhsd, output_dtype
+
+# Devices that an operator's schema can name: it takes no objects.
+CARDS = {"": None, "hopper": Device.hopper(), "blackwell": Device.blackwell()}
+
+
+@torch.library.custom_op("gluon_attn::forward", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    deterministic: bool | None,
+    num_ctas: int | None,
+    card: str,
+) -> tuple[Tensor, Tensor]:
+    """(O, LSE), as `attention` has them. card: one of CARDS, to execute it on the CPU; "" for the tensors' own."""
+    from .api import attention
+
+    with torch.no_grad():  # what records gradients here is the operator
+        out, lse = attention(
+            q, k, v, causal=causal, scale=scale, layout=layout, num_ctas=num_ctas, device=CARDS[card], return_lse=True
+        )
+    return out, lse
+
+
+@forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    deterministic: bool | None,
+    num_ctas: int | None,
+    card: str,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, q_len, _ = in_bhsd(q, layout).shape
+    return torch.empty_like(q, dtype=output_dtype(q.dtype)), q.new_empty((batch, heads, q_len), dtype=torch.float32)
+
+
+@torch.library.custom_op("gluon_attn::backward", mutates_args=())
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    deterministic: bool | None,
+    card: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV), as `attention_backward` has them."""
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "device": CARDS[card]}
+    return attention_backward(dout, dlse, q, k, v, out, lse, deterministic=deterministic, **options)
+
+
+@backward.register_fake
+def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, causal, scale, layout, deterministic, _, card = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.options = (causal, scale, layout, deterministic, card)
+    ctx.set_materialize_grads(False)
+
+
+def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = (None, None, None) if dout is dlse is None else backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
+    return (*grads, *(None,) * 6)
+
+
+forward.register_autograd(differentiate, setup_context=save)
+
+
+def forward_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool, layout: str) -> int:
+    """Two products of 2 · D for each query and key that it sees, as `torch.utils.flop_counter` asks for it."""
+    q_len, kv_len = (q[2], k[2]) if layout == "bhsd" else (q[1], k[1])
+    heads = q[1] if layout == "bhsd" else q[2]
+    seen = q_len * kv_len
+    if causal:  # query i sees i + 1 + kv_len - q_len keys, and none if that is negative
+        rows = min(q_len, kv_len)
+        seen = rows * (2 * kv_len - rows + 1) // 2
+    return 4 * q[0] * heads * seen * q[3]
+
+
+@register_flop_formula(torch.ops.gluon_attn.forward)
+def _(q: Any, k: Any, v: Any, causal: bool, scale: Any, layout: str, *_: Any, **__: Any) -> int:
+    return forward_flops(q, k, causal, layout)
+
+
+@register_flop_formula(torch.ops.gluon_attn.backward)
+def _(
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    causal: bool,
+    scale: Any,
+    layout: str,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return forward_flops(q, k, causal, layout) * 5 // 2  # five products
+
+
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    deterministic: bool | None,
+    num_ctas: int | None,
+    device: Device | None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """What `attention` is in a graph. others: its other arguments, of which none may be given there."""
+    for name, value in others.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}: expected None under torch.compile or torch.export, got a value; leave it out, or keep the "
+                "call out of the graph by a function of your own under @torch.compiler.disable"
+            )
+    cards = [name for name, known in CARDS.items() if device == known]
+    if not cards:
+        raise NotImplementedError(
+            "device: expected Device.hopper(), Device.blackwell() or None in a graph, got another; leave it out"
+        )
+    return forward(q, k, v, causal, scale, layout, deterministic, num_ctas, cards[0])

@@ -1,0 +1,105 @@
+"""Attention under torch.compile, torch.export and torch.autocast, on gluon_cpu."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from gluon_attn import attention
+from gluon_attn.device import Device
+from gluon_attn.ops import attention_op, forward_flops
+from gluon_attn.testing import check_gradients
+
+HOPPER = Device.hopper()
+
+
+def qkv(q_len: int = 100, kv_len: int = 130, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(1, h, n, 64, generator=generator).to(dtype).requires_grad_()
+        for h, n in ((2, q_len), (1, kv_len), (1, kv_len))
+    ]
+
+
+def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, lse = attention(q * 2, k, v, causal=True, return_lse=True, device=HOPPER)
+    return out * lse[..., None].to(out.dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_whole_it_is_what_it_is_in_eager_mode(dynamic):
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for n in (100, 70) if dynamic else (100,):
+        inputs = qkv(n)
+        dout = torch.randn_like(inputs[0])
+        results = [fn(*inputs) for fn in (compiled, model)]
+        assert torch.equal(*results)
+        # The bits of dQ depend on the order of its sums.
+        for one, other in zip(*(torch.autograd.grad(out, inputs, dout) for out in results), strict=True):
+            torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
+def test_the_operators_are_what_torch_expects():
+    inputs = qkv(40, 40)
+    torch.library.opcheck(
+        torch.ops.gluon_attn.forward, (*inputs, True, None, "bhsd", True, None, "hopper"), raise_exception=True
+    )
+
+
+def test_checkpointed():
+    q, k, v = inputs = qkv(40, 40)
+    dout = torch.randn_like(q)
+    out = torch.utils.checkpoint.checkpoint(partial(attention, device=HOPPER), q, k, v, use_reentrant=False)
+    check_gradients(q, k, v, dout, torch.autograd.grad(out, inputs, dout))
+
+
+def test_exported():
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return model(q, k, v)
+
+    inputs = [t.detach() for t in qkv()]
+    exported = torch.export.export(Model(), tuple(inputs))
+    assert "gluon_attn.forward" in str(exported.graph)
+    assert torch.equal(exported.module()(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_converts_fp32(grad):
+    inputs = [t.detach().requires_grad_(grad) for t in qkv(dtype=torch.float32)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*inputs, device=HOPPER)
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.bfloat16
+    plain = attention(*(t.bfloat16() for t in inputs), device=HOPPER)
+    assert isinstance(plain, Tensor)
+    assert torch.equal(out, plain)
+    if grad:
+        out.float().sum().backward()
+        assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in inputs)
+    with pytest.raises(TypeError, match=r"^q: expected dtype float16, bfloat16"):
+        attention(*(t.detach() for t in inputs), device=HOPPER)
+
+
+def test_refused_in_a_graph():
+    q, k, v = (t.detach() for t in qkv())
+    options = {"causal": True, "scale": None, "layout": "bhsd", "deterministic": None, "num_ctas": None}
+    with pytest.raises(NotImplementedError, match=r"^out: expected None under torch.compile"):
+        attention_op(q, k, v, **options, device=HOPPER, out=torch.empty_like(q))  # type: ignore[arg-type]
+    other = dataclasses.replace(HOPPER, sm_count=1)
+    with pytest.raises(NotImplementedError, match=r"^device: expected Device.hopper\(\)"):
+        attention_op(q, k, v, **options, device=other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "causal"), [(5, 7, False), (5, 7, True), (7, 5, True), (4, 4, True)])
+def test_flops_count_what_is_seen(q_len, kv_len, causal):
+    hidden = torch.ones(q_len, kv_len).triu(1 + kv_len - q_len) if causal else torch.zeros(q_len, kv_len)
+    seen = int((1 - hidden).sum())
+    assert forward_flops((2, 3, q_len, 8), (2, 3, kv_len, 8), causal, "bhsd") == 4 * 2 * 3 * 8 * seen
+    inputs = [t.detach() for t in qkv(40, 40)]
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.gluon_attn.forward(*inputs, False, None, "bhsd", None, None, "hopper")
+    assert counter.get_total_flops() == 4 * 2 * 40 * 40 * 64
