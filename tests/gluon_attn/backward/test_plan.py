@@ -1,0 +1,104 @@
+"""How a backward is laid out over a card, and what a configuration may be."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from gluon_attn.backward.launch import builds_of, compiled_backward
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import HOPPER, pick_config
+from gluon_attn.device import Device
+from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.problem import Problem
+from gluon_attn.resources import resources
+
+CONFIG = HOPPER[128]
+
+
+def plan_of(*, deterministic: bool = False, **fields: Any) -> BackwardPlan:
+    standard: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "batch": 2,
+        "heads": 16,
+        "kv_heads": 16,
+        "q_len": 1000,
+        "kv_len": 1000,
+        "head_dim": 128,
+        "causal": False,
+        "scale": 0.1,
+        "layout": "bhsd",
+    }
+    problem = Problem(**standard | fields)
+    return BackwardPlan.of(problem, pick_config(problem), Device.hopper(), deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    ("fields", "programs", "blocks_per_item"),
+    [
+        ({}, 132, 1),
+        ({"batch": 1, "kv_len": 100}, 16, 1),
+        ({"causal": True}, 128, 2),  # 256 key blocks: 128 pairs
+        ({"causal": True, "batch": 1}, 128, 1),  # there is a processor for each
+        ({"causal": True, "deterministic": True}, 256, 1),
+        ({"deterministic": True}, 132, 1),
+    ],
+)
+def test_programs(fields, programs, blocks_per_item):
+    plan = plan_of(**fields)
+    assert (plan.programs, plan.blocks_per_item) == (programs, blocks_per_item)
+
+
+def test_workspaces_have_whole_blocks_of_rows():
+    plan = plan_of(q_len=1)
+    assert (plan.row_blocks, plan.rows, plan.row_programs) == (1, CONFIG.block_m, 32)
+
+
+@pytest.mark.parametrize("length", ["q_len", "kv_len"])
+def test_what_cannot_be_counted_is_refused(length):
+    with pytest.raises(ValueError, match=f"^{length[0].replace('_', '')}: expected at most"):
+        plan_of(**{length: 2**31})
+    with pytest.raises(ValueError, match=r"expected fewer than 2\^31 blocks"):
+        plan_of(**{length: 2**22}, batch=2**12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_m": 32}, "block_m=32 must be 64 or 128"),
+        ({"keys": 256}, "keys=256 must be 64 or 128"),
+        ({"row_slots": 0}, "row_slots=0 must be at least 1"),
+        ({"ds_slots": 3}, "ds_slots=3 must be 1 or 2"),
+        ({"ds_slots": 1}, "ds_slots=1 must be 2 with self.block_m=64"),
+        ({"load_registers": 25}, "load_registers=25 must be a multiple of 8"),
+    ],
+)
+def test_wrong_configs_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize("head_dim", HOPPER)
+def test_a_config_fits_a_card(head_dim):
+    assert HOPPER[head_dim].smem_bytes(head_dim) <= Device.hopper().smem_bytes
+    assert HOPPER[head_dim].gradient_registers == 240
+
+
+@pytest.mark.parametrize(("head_dim", "spills"), [(64, 2), (128, 0), pytest.param(256, 64, marks=pytest.mark.slow)])
+def test_products_overlap_and_loops_hardly_spill(head_dim, spills):
+    """The assembler makes a kernel wait after each product if it has too few registers."""
+    for causal in (False, True):
+        main = compiled_backward(torch.bfloat16, head_dim, Mask(causal=causal), HOPPER[head_dim])[1]
+        found = resources(main)
+        assert found.smem_bytes <= HOPPER[head_dim].smem_bytes(head_dim)
+        loops = [loop for loop in found.loops if loop.products > 4]
+        assert len(loops) == 2  # masked and not
+        assert all(loop.waits <= 5 and loop.spills <= spills for loop in loops), loops
+
+
+def test_the_order_of_sums_is_a_choice_at_compile_time():
+    in_any = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=False)
+    in_one = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=True)
+    assert [build.constants.get("added_ptr", "given") for build in in_any[:2]] == [None, None]
+    assert all("added_ptr" not in build.constants for build in in_one)
