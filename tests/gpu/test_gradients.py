@@ -157,14 +157,18 @@ def two_streams_at_once() -> None:
 @gradients_test
 def compiled() -> None:
     """Whole, with lengths that change. Not by inductor, which needs the Triton that torch came with."""
-    model = torch.compile(
-        lambda q, k, v: attention(q * 1.0, k, v, causal=True) * 1.0, backend="aot_eager", fullgraph=True, dynamic=True
-    )
+
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(attention(q, k, v, causal=True), k, v, causal=True)  # type: ignore[arg-type, return-value]
+
+    model = torch.compile(twice, backend="aot_eager", fullgraph=True, dynamic=True)
     for q_len in (130, 200, 333):
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=q_len)
         dout = normal(*q.shape, seed=7)
         inputs = [t.requires_grad_() for t in (q, k, v)]
-        check_gradients(q, k, v, dout, torch.autograd.grad(model(*inputs), inputs, dout), causal=True)
+        got, want = (torch.autograd.grad(fn(*inputs), inputs, dout) for fn in (model, twice))
+        for one, other in zip(got, want, strict=True):  # their bits depend on the order of sums
+            torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
 
 @gradients_test

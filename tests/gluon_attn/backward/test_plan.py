@@ -57,10 +57,12 @@ def test_workspaces_have_whole_blocks_of_rows():
 
 @pytest.mark.parametrize("length", ["q_len", "kv_len"])
 def test_what_cannot_be_counted_is_refused(length):
-    with pytest.raises(ValueError, match=f"^{length[0].replace('_', '')}: expected at most"):
-        plan_of(**{length: 2**31})
+    too_long: dict[str, Any] = {length: 2**31}
+    with pytest.raises(ValueError, match=f"^{length[0]}: expected at most"):
+        plan_of(**too_long)
+    too_many: dict[str, Any] = {length: 2**22, "batch": 2**12}
     with pytest.raises(ValueError, match=r"expected fewer than 2\^31 blocks"):
-        plan_of(**{length: 2**22}, batch=2**12)
+        plan_of(**too_many)
 
 
 @pytest.mark.parametrize(
