@@ -74,7 +74,7 @@ bench: $(BENCH_READY) ## Run the benchmarks (needs a card)
 blackwell-bringup: $(TEST_READY) ## Try everything on a new card, safest first, and write one report; without a card, what can be
 	@$(PY) -m bench.bringup $(ARGS)
 
-explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (hours; ARGS="--only ...")
+explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (hours; ARGS="--only twins": small ones)
 	@$(PY) -m tests.gluon_cpu.campaign_silent $(ARGS)
 
 mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (30 min)
