@@ -20,6 +20,7 @@ import gluon_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellTile, HopperTile
 from gluon_attn.forward.table import TABLE, Row
+from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 from tests.gluon_cpu.twins import TWINS, Twin
 
@@ -111,20 +112,6 @@ def kernels() -> dict[str, Callable[[], Twin]]:
     rows = ((row, dtype) for row in TABLE for dtype in DTYPES[row.element_bytes])
     table = {name_of(row, dtype): functools.partial(of_the_table, row, dtype) for row, dtype in rows}
     return {**table, **{name: functools.partial(TWINS.__getitem__, name) for name in TWINS}}
-
-
-def shard(text: str) -> tuple[int, int]:
-    """ "2/4": the second of four parts."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, got {text!r}")
-    return int(part), int(parts)
-
-
-def at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
