@@ -11,6 +11,7 @@ from .attention import catalogue
 from .prove import Proof, Task
 from .verifier import version
 
+DAMAGED = "damaged"
 PROOFS_A_CORE = 8  # fewer are not worth the start of a process
 
 
@@ -31,7 +32,10 @@ def fault_of(name: str, *, compiling: bool) -> str:
 
 def fault(proof: Proof, *, compiling: bool) -> str:
     """What is wrong with the record of a proof, or "". compiling: compile where that alone can tell."""
-    record = store.load(proof.name)
+    try:
+        record = store.load(proof.name)
+    except store.Damaged:
+        return DAMAGED
     if record is None:
         return "no record"
     package, _, used = record.verifier.partition(" ")
