@@ -83,7 +83,7 @@ mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in 
 prove: $(TEST_READY) ## Prove the Blackwell kernels free of deadlocks and races, where no record of it holds (hours)
 	@$(PY) -m proving $(or $(ARGS),all)
 
-check-proofs: $(TEST_READY) ## Does each proof on record still hold for the kernels as they are? (under a minute; proves nothing)
+check-proofs: $(TEST_READY) ## Does each proof on record still hold for the kernels as they are? (half a minute on two free cores; proves nothing)
 	@$(PY) -m proving list --check $(ARGS)
 
 who-sees-what: $(TEST_READY) ## Which judge finds which kind of fault? The table of docs/checked.md, from planted faults (minutes)
