@@ -74,7 +74,7 @@ bench: $(BENCH_READY) ## Run the benchmarks (needs a card)
 blackwell-bringup: $(TEST_READY) ## Try everything on a new card, safest first, and write one report; without a card, what can be
 	@$(PY) -m bench.bringup $(ARGS)
 
-explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (hours; ARGS="--only ...")
+explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (hours; ARGS="--only twins": small ones)
 	@$(PY) -m tests.gluon_cpu.campaign_silent $(ARGS)
 
 mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (30 min)
@@ -83,7 +83,7 @@ mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in 
 prove: $(TEST_READY) ## Prove the Blackwell kernels free of deadlocks and races, where no record of it holds (hours)
 	@$(PY) -m proving $(or $(ARGS),all)
 
-check-proofs: $(TEST_READY) ## Does each proof on record still hold for the kernels as they are? (under a minute; proves nothing)
+check-proofs: $(TEST_READY) ## Does each proof on record still hold for the kernels as they are? (half a minute on two free cores; proves nothing)
 	@$(PY) -m proving list --check $(ARGS)
 
 who-sees-what: $(TEST_READY) ## Which judge finds which kind of fault? The table of docs/checked.md, from planted faults (minutes)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import store
 from .attention import catalogue
-from .check import checked
+from .check import DAMAGED, checked
 from .failure import describe
 from .prove import Proof, Task, explained
 from .verifier import PACKAGE, Verdict, version
@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--compile", action="store_true", help="list --check: compile where sources changed (minutes)")
     parser.add_argument("--again", action="store_true", help="run the verifier even where a record of the proof holds")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)  # the pattern may come after the options
 
 
 def say(*words: str, end: str = "\n") -> None:
@@ -43,7 +43,14 @@ def cost(seconds: float, memory_mib: float) -> str:
 
 def list_proofs(proofs: Sequence[Proof]) -> None:
     for proof in proofs:
-        say(f"{proof.name:44} {'quick' if proof.quick else '':5}  {described(store.load(proof.name))}")
+        say(f"{proof.name:44} {'quick' if proof.quick else '':5}  {on_record(proof)}")
+
+
+def on_record(proof: Proof) -> str:
+    try:
+        return described(store.load(proof.name))
+    except store.Damaged:
+        return DAMAGED
 
 
 def described(record: store.Record | None) -> str:
@@ -60,7 +67,7 @@ def check_proofs(proofs: Sequence[Proof], *, compiling: bool) -> int:
     for i, (proof, wrong) in enumerate(zip(proofs, checked(proofs, compiling=compiling), strict=True)):
         say(f"[{i + 1}/{len(proofs)}] {proof.name:44} {wrong or 'holds'}")
         if wrong:
-            fallen.append(proof.name)
+            fallen.append(f"{proof.name} ({wrong})")
     say(f"{len(proofs) - len(fallen)} of {len(proofs)} hold")
     for name in fallen:
         say(f"does not hold: {name}")

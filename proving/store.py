@@ -55,16 +55,38 @@ def save(record: Record, folder: Path | None = None) -> None:
     path.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
 
 
+class Damaged(ValueError):
+    """The file of a record does not hold one."""
+
+
 def load(name: str, folder: Path | None = None) -> Record | None:
+    """The record of a proof, None if there is none. Raises Damaged if its file cannot be read as one."""
     path = path_of(name, folder)
-    return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        record = Record(**values)
+    except (ValueError, TypeError) as error:  # not JSON, not text; other fields
+        raise Damaged(f"{path}: expected the record of a proof, which python -m proving writes: {error}") from error
+    if record.name != name:
+        raise Damaged(f"{path}: expected the record of {name}, got that of {record.name}")
+    return record
 
 
 def find(key: str, folder: Path | None = None) -> Record | None:
     """The record of a proof with this key that was run, whatever its name."""
     names = sorted(path.stem for path in (folder or RESULTS).glob("*.json"))
-    records = (load(name, folder) for name in names)
+    records = (readable(name, folder) for name in names)
     return next((r for r in records if r and r.key == key and r.same_as is None), None)
+
+
+def readable(name: str, folder: Path | None = None) -> Record | None:
+    """As load, but a damaged record is none: the proof is to be made again."""
+    try:
+        return load(name, folder)
+    except Damaged:
+        return None
 
 
 def drop(name: str, folder: Path | None = None) -> None:

@@ -6,10 +6,11 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -170,13 +171,16 @@ WITH_ARGUMENTS = [c for c in (*commands("make "), *commands("python -m ")) if mo
 def parse(module: str, arguments: list[str], monkeypatch) -> None:
     """Run the module's command up to where it has parsed its arguments. Raises Parsed if it takes them, SystemExit if
     not."""
-    parse_args = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(self, *args, **kwargs):
-        parse_args(self, *args, **kwargs)
-        raise Parsed
+    def stop_after(parse_args: Callable[..., Any]) -> Callable[..., NoReturn]:
+        def parse_and_stop(*args, **kwargs):
+            parse_args(*args, **kwargs)
+            raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        return parse_and_stop
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, stop_after(getattr(argparse.ArgumentParser, name)))
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     runpy.run_module(module, run_name="__main__")
 

@@ -210,6 +210,7 @@ def load_over_a_product(desc, out_ptr, BUG: gl.constexpr):
     if BUG:
         acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.wait(loaded, 1)
+    mbarrier.invalidate(loaded)  # before the conversion, for which the compiler may take its bytes
     r, c = gl.arange(0, 64, gl.SliceLayout(1, MATRIX)), gl.arange(0, 64, gl.SliceLayout(0, MATRIX))
     gl.store(out_ptr + r[:, None] * 64 + c[None, :], gl.convert_layout(acc, MATRIX))
 

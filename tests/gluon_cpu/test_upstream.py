@@ -192,6 +192,23 @@ def test_what_does_not_run_is_said(tmp_path):
     assert "test_ends_the_process (sm_90a): the process ended, with status 3" in printed
 
 
+NOTHING = """
+def test_leaves_itself_out(device):
+    pytest.skip("not today")
+
+
+def test_warms_up(device):
+    hand_over.warmup(torch.empty(128, dtype=torch.int32, device=device), WAIT=True, COUNT=1, grid=(1, ))
+"""
+
+
+def test_nothing_checked_is_no_success(tmp_path):
+    status, cases, printed = verdicts(tmp_path, START + NOTHING, "--schedules", "1", "--targets", "sm_90a")
+    assert status == 3
+    assert {case["verdict"] for case in cases.values()} == {"left out by the file", "not runnable"}
+    assert "nothing was checked" in printed
+
+
 def test_a_miss_and_a_finding_on_right_code_fail(tmp_path):
     status, cases, printed = verdicts(tmp_path, START + WRONG, "--schedules", "2", "--targets", "sm_90a")
     assert status == 1
@@ -222,6 +239,7 @@ def test_only_some_of_a_checkout(tmp_path):
         (None, [], "expected a checkout of Triton"),
         ("import nothing_of_this_name", [], "nothing_of_this_name"),
         (START + RACE, ["--only", "nothing_of_this_name"], "no case is left"),
+        (START + RACE, ["--schedules", "0"], "--schedules: expected a number of at least 1, got '0'"),
     ],
 )
 def test_mistakes_end_with_status_2(text, arguments, says, tmp_path):

@@ -6,6 +6,9 @@ kernel runs on the machine instead, under several schedules, and a finding of th
 
 Each target is a process: the file decides as it is imported which tests a card takes. If the compiler ends a process,
 the next one goes on with the case after.
+
+Exit status: 0 if all that ran is found or clean, 1 if something is missed or found on right code, 2 for a mistake in
+the arguments or a file that cannot be imported, 3 if no case ran to a verdict.
 """
 
 import argparse
@@ -29,6 +32,7 @@ import gluon_cpu
 from gluon_cpu.findings import Finding
 from gluon_cpu.verdicts import SEEN, Seen
 from tests.compat import triton_testing
+from tests.gluon_cpu.arguments import at_least_one
 
 TARGETS = {"sm_90a": (9, 0), "sm_100a": (10, 0)}  # with the capability that a card has
 IN_CHECKOUT = Path("python/test/gluon/test_consan.py")
@@ -38,6 +42,7 @@ SKIPPED = ("UninitialisedRead",)
 
 FOUND, MISSED, CLEAN = "found", "missed", "clean"
 ON_RIGHT, NOT_RUNNABLE, LEFT_OUT = "finding on right code", "not runnable", "left out by the file"
+JUDGED = (FOUND, MISSED, CLEAN, ON_RIGHT)
 VERDICTS = {
     FOUND: "a wrong kernel, and a finding of the kind that it expects",
     MISSED: "a wrong kernel, and no finding of that kind",
@@ -342,7 +347,9 @@ def main(argv: list[str] | None = None) -> int:
         "--only", help="cases to run: an expression as of pytest's -k, 'test_tma_store or (ws and 1ctas)'"
     )
     parser.add_argument("--json", metavar="OUT", help="a file for all cases with verdict, reason, findings and seconds")
-    parser.add_argument("--schedules", type=int, default=DEFAULT_SCHEDULES, help="a case (default: %(default)s)")
+    parser.add_argument(
+        "--schedules", type=at_least_one, default=DEFAULT_SCHEDULES, help="a case (default: %(default)s)"
+    )
     parser.add_argument(
         "--skip", nargs="*", default=list(SKIPPED), help="findings not looked for (default: %(default)s)"
     )
@@ -365,6 +372,9 @@ def main(argv: list[str] | None = None) -> int:
     if not cases:
         parser.error("--only: no case is left")
     print(table(cases))
+    if not any(case.verdict in JUDGED for case in cases):
+        print("nothing was checked: no case ran to a verdict", file=sys.stderr)
+        return 3
     return int(any(case.verdict in (MISSED, ON_RIGHT) for case in cases))
 
 

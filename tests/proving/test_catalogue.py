@@ -162,6 +162,24 @@ def test_a_proof_without_a_record_does_not_hold(record, capsys):
     assert "no record" in printed
 
 
+DAMAGES = ["{", "", "[]", '{"name": "another"}', "\xff"]
+
+
+@pytest.mark.parametrize("text", DAMAGES)
+def test_a_damaged_record_does_not_hold(record, text, capsys):
+    store.path_of(ONE).write_text(text, encoding="latin-1")
+    status, printed = check(capsys)
+    assert status == 1
+    assert f"does not hold: {ONE} (damaged)" in printed
+    assert command.main(["list", ONE]) == 0
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_a_pattern_may_come_after_the_options(record, capsys):
+    assert command.main(["list", "--check", ONE]) == 0
+    assert "1 of 1 hold" in capsys.readouterr().out
+
+
 def test_another_verifier_asks_for_new_proofs(record, capsys, monkeypatch):
     monkeypatch.setattr(proofs_check, "version", lambda: "9.9")
     status, printed = check(capsys)

@@ -46,6 +46,21 @@ def test_a_record_is_found_by_its_key(tmp_path):
     assert store.find("y", tmp_path) is None
 
 
+def test_a_damaged_record_is_said_and_left_out_of_a_search(tmp_path):
+    store.path_of("a", tmp_path).write_text("{", encoding="utf-8")
+    with pytest.raises(store.Damaged, match="expected the record of a proof"):
+        store.load("a", tmp_path)
+    store.save(RECORD, tmp_path)
+    assert store.find(RECORD.key, tmp_path) == RECORD
+
+
+def test_a_record_under_another_name_is_damaged(tmp_path):
+    store.save(RECORD, tmp_path)
+    store.path_of(RECORD.name, tmp_path).rename(store.path_of("e64", tmp_path))
+    with pytest.raises(store.Damaged, match="expected the record of e64, got that of d64"):
+        store.load("e64", tmp_path)
+
+
 def test_a_committed_record_is_a_proof():
     records = [store.load(path.stem) for path in store.RESULTS.glob("*.json")]
     assert records
