@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class CheckResult:
     """What `check` saw: how many schedules ran, how many launches, the findings, and which of them were accepted.
 
     cost: what the first schedule took; None if that one had a finding.
+    notes: what the function did beside: caught a finding, raised something else.
     """
 
     tried: int
@@ -108,6 +110,7 @@ class CheckResult:
     unused: list[Accept]  # accepted, but not found
     seconds: float
     cost: Cost | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -118,7 +121,7 @@ class CheckResult:
 
     def __str__(self) -> str:
         never = "".join(f"\n  accepted, but not found: {entry}" for entry in self.unused)
-        rest = shown(self.accepted) + never
+        rest = shown(self.accepted) + never + "".join(f"\n  {note}" for note in self.notes)
         if not self.findings:
             return f"{plural(self.tried, 'schedule')}, no finding, {self.seconds:.1f} s{rest}"
         texts = [
@@ -126,6 +129,16 @@ class CheckResult:
         ]  # each says how to replay it
         count = f"{plural(len(texts), 'finding')}:\n\n" if len(texts) > 1 else ""
         return count + "\n\n".join(texts) + rest
+
+
+def findings_in(error: BaseException) -> tuple[list[Finding], BaseException | None]:
+    """The findings that an exception is or holds, and what else it is."""
+    if isinstance(error, Finding):
+        return [error], None
+    if not isinstance(error, BaseExceptionGroup):
+        return [], error
+    parts = [findings_in(inner) for inner in error.exceptions]
+    return [finding for found, _ in parts for finding in found], error.split(Finding)[1]
 
 
 def check(
@@ -144,43 +157,61 @@ def check(
     The last of several schedules runs in lowered mode, unless a mode is given.
     Before that it prints the finding with the policy and the seed that replay it: `schedule=Schedule(policy, seed)`.
     options: those of `launch`. With keep_going=True all schedules run, and an ExceptionGroup of the distinct findings
-    comes at the end: a finding is distinct by its kind and its lines.
+    comes at the end: a finding is distinct by its kind and its lines. What the function raises beside findings is in
+    the group too, once. A finding that the function catches is one all the same: `accept` passes over a known one.
     progress: whether stderr says what a schedule costs and how far it is; default: if it is a terminal, unless `quiet`.
     timeline: as of `launch`, drawn once: of the last launch, or of that with the finding.
     Raises NothingChecked if `fn` launches no kernel, and ValueError for less than one schedule.
     """
     start = time.perf_counter()
+    runs = plan(schedules, policies, seed, **options)
     picture = None if options.get("timeline") is None else Timeline(options["timeline"], later=True)
-    if picture is not None:
-        options["timeline"] = picture
     bar = Progress(False if quiet and progress is None else progress)
+    name = getattr(fn, "__name__", repr(fn))
     seen = Seen()
     token = SEEN.set(seen)
     tried = 0
+    crash: BaseException | None = None
+    notes = set()
     try:
-        for chosen in bar.over(plan(schedules, policies, seed, **options)):
+        for chosen in bar.over(runs):
             tried += 1
-            with machine(target, **chosen) as bar.reports:
-                fn()
-            if not seen.launches:
-                name = getattr(fn, "__name__", repr(fn))
-                raise NothingChecked(f"{name} launched no kernel: there was nothing to check")
-    except Finding as finding:
-        bar.clear()
-        seen.add(finding)
+            try:
+                with machine(target, **chosen | ({} if picture is None else {"timeline": picture})) as bar.reports:
+                    fn()
+            except (Exception, SystemExit) as error:
+                found, rest = findings_in(error)
+                seen.raised += [finding for finding in found if finding not in seen.raised]
+                crash = crash or rest
+            else:
+                if not seen.launches:
+                    raise NothingChecked(f"{name} launched no kernel: there was nothing to check")
+                if seen.raised:
+                    notes.add(f"{name} caught a finding and went on; to pass over a known one, give accept=[...]")
+            if seen.collect() and not options.get("keep_going"):
+                break
+            if crash is not None and not seen.findings:
+                raise crash
     finally:
+        bar.clear()
         SEEN.reset(token)
         if picture is not None:
             picture.draw()
     unused = [entry for entry in options.get("accept", ()) if entry not in seen.accepted]
     seconds = time.perf_counter() - start
-    result = CheckResult(tried, seen.launches, seen.findings, seen.accepted, unused, seconds, bar.cost)
+    if crash is not None:
+        words = "".join(traceback.format_exception_only(crash)).strip()
+        notes.add(f"{name} raised something else as well, which may follow from a finding: {words}")
+    result = CheckResult(
+        tried, seen.launches, seen.findings, seen.accepted, unused, seconds, bar.cost, tuple(sorted(notes))
+    )
     if not quiet:
         print(result)
-    if result.findings and options.get("keep_going"):
-        raise ExceptionGroup(
-            f"{plural(len(result.findings), 'finding')} in {plural(tried, 'schedule')}", result.findings
-        )
+    if crash is not None or (result.findings and options.get("keep_going")):
+        message = f"{plural(len(result.findings), 'finding')} in {plural(tried, 'schedule')}"
+        if crash is None:
+            raise ExceptionGroup(message, result.findings)
+        raise BaseExceptionGroup(f"{message}, and {type(crash).__name__}", [*result.findings, crash])
     if result.findings:
         raise result.findings[0]
     return result

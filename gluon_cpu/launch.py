@@ -338,6 +338,7 @@ def launch(
         if tracer is not None:
             tracer.found(machine, finding)
         if not keep_going:
+            verdicts.seen.raised.append(finding)
             raise
         verdicts.seen.add(finding)
     finally:
@@ -386,6 +387,7 @@ def conclude(verdicts: Verdicts) -> None:
     if seen is not None:
         seen.launches += 1
         seen.accepted.update(verdicts.seen.accepted)
+        seen.raised += verdicts.seen.raised
         for finding in verdicts.seen.findings:
             seen.add(finding)
 

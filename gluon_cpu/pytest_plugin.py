@@ -52,10 +52,31 @@ def gluon_machine(request: pytest.FixtureRequest) -> Iterator[Schedule]:
             yield request.param["schedule"]
     finally:
         SEEN.reset(token)
-    if seen.findings:
+    known = shown_by(request.node.stash.get(RAISED, None))
+    request.node.stash[RAISED] = None  # its traceback holds the test's tensors
+    caught = [finding for finding in seen.raised if id(finding) not in known]
+    if caught:
+        note = "the test caught it and went on; to pass over a known finding, give the marker accept=[...]"
+        for finding in caught:
+            finding.add_note(note)
+    seen.raised = caught
+    if seen.collect():
         raise ExceptionGroup(plural(len(seen.findings), "finding"), seen.findings)
     if not seen.launches and not skipped_or_failed(request):
         raise NothingChecked(f"{request.node.name} launched no kernel on the machine: there was nothing to check")
+
+
+def shown_by(error: BaseException | None) -> set[int]:
+    """The ids of the exceptions in the report of a failed test: its own, those it holds and those that led to it."""
+    ids: set[int] = set()
+    todo = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in ids:
+            ids.add(id(one))
+            context = None if one.__suppress_context__ else one.__context__
+            todo += [one.__cause__, context, *getattr(one, "exceptions", ())]
+    return ids
 
 
 def skipped_or_failed(request: pytest.FixtureRequest) -> bool:
@@ -63,10 +84,16 @@ def skipped_or_failed(request: pytest.FixtureRequest) -> bool:
 
 
 CALLED = pytest.StashKey[bool]()
+RAISED = pytest.StashKey[BaseException | None]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    result = yield
+    try:
+        result = yield
+    except BaseException as error:
+        if "gluon_machine" in getattr(item, "fixturenames", ()):
+            item.stash[RAISED] = error
+        raise
     item.stash[CALLED] = True
     return result

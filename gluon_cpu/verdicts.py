@@ -85,16 +85,27 @@ class Accept:
 
 @dataclass
 class Seen:
-    """What the launches of a `check` saw together."""
+    """What the launches of a `check` saw together.
+
+    raised: what a launch raised since the last `collect`; the function may have caught it.
+    """
 
     launches: int = 0
     findings: list[Finding] = field(default_factory=list)
+    raised: list[Finding] = field(default_factory=list)
     accepted: Counter[Accept] = field(default_factory=Counter)
 
     def add(self, finding: Finding) -> None:
         """Keep a finding, unless there is one of its kind at its lines already."""
         if all(identity(finding) != identity(known) for known in self.findings):
             self.findings.append(finding)
+
+    def collect(self) -> list[Finding]:
+        """All findings, with those that were raised."""
+        for finding in self.raised:
+            self.add(finding)
+        self.raised.clear()
+        return self.findings
 
 
 SEEN: ContextVar[Seen | None] = ContextVar("gluon_cpu_seen", default=None)

@@ -402,6 +402,39 @@ def test_pytest_plugin(tmp_path):
     assert "test_right[late-1-lowered]" in printed, "the last of seven"
 
 
+# Tests that catch what the machine finds.
+CATCHING = """
+import pytest
+from test_project import wrong
+
+
+@pytest.mark.gluon_schedules(1)
+@pytest.mark.parametrize("then", ["goes on", "fails", "hides it", "tells"])
+def test_catching(gluon_machine, then):
+    try:
+        wrong()
+    except Exception as error:
+        if then == "tells":
+            raise AssertionError("because of it") from error
+        if then == "hides it":
+            raise AssertionError("not because of it") from None
+    assert then != "fails"
+"""
+
+
+def test_pytest_plugin_reports_a_finding_that_the_test_catches(tmp_path):
+    (tmp_path / "test_catching.py").write_text(CATCHING, encoding="utf-8")
+    done = run_command(
+        tmp_path, "pytest", "-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider", "test_catching.py"
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 1, printed
+    errors = [line for line in printed.splitlines() if line.startswith("ERROR ")]
+    assert len(errors) == 3, printed
+    assert not any("tells" in line for line in errors), "the test's own failure shows it"
+    assert "the test caught it and went on" in printed
+
+
 def test_command_line(tmp_path):
     right = run_command(tmp_path, "gluon_cpu", "check", "test_project.py::right", "--schedules", "5")
     assert right.returncode == 0, right.stdout + right.stderr

@@ -134,6 +134,55 @@ def test_check_collects_distinct_findings_of_all_schedules(capsys):
     assert "OutOfBounds after 10 schedules" in printed
 
 
+def test_what_was_collected_is_kept_when_the_function_raises_something_else(capsys):
+    calls = []
+
+    def fn():
+        calls.append(1)
+        three_faults[(1,)](normal(128), poisoned(128), True, False, len(calls) > 1)
+        raise AssertionError("wrong numbers")
+
+    with pytest.raises(ExceptionGroup, match="2 findings in 3 schedules, and AssertionError") as caught:
+        gluon_cpu.check(fn, schedules=3, keep_going=True)
+    assert [type(f).__name__ for f in caught.value.exceptions] == ["UninitialisedRead", "OutOfBounds", "AssertionError"]
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 findings:")
+    assert "fn raised something else as well, which may follow from a finding: AssertionError: wrong numbers" in printed
+
+
+def test_a_crash_without_a_finding_ends_the_check_at_once():
+    calls = []
+
+    def fn():
+        calls.append(1)
+        three_faults[(1,)](normal(128), poisoned(128), False, False, False)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        gluon_cpu.check(fn, schedules=3, keep_going=True)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("afterwards", ["nothing", "something else", "a group of findings"])
+def test_a_finding_that_the_function_catches_is_reported(afterwards, capsys):
+    def fn():
+        try:
+            three_faults[(1,)](normal(128), poisoned(128), True, False, False)
+        except Exception as error:
+            if afterwards == "something else":
+                raise ValueError("mine") from None
+            if afterwards == "a group of findings":
+                raise ExceptionGroup("several", [error]) from None
+
+    expected = ExceptionGroup if afterwards == "something else" else gluon_cpu.UninitialisedRead
+    with pytest.raises(expected):
+        gluon_cpu.check(fn, schedules=3)
+    printed = capsys.readouterr().out
+    assert printed.startswith("UninitialisedRead after 1 schedule")
+    assert ("fn caught a finding and went on" in printed) == (afterwards == "nothing")
+    assert gluon_cpu.check(fn, schedules=3, accept=[FIRST_KIND]).ok
+
+
 def test_check_says_what_was_accepted_and_what_was_not_met(capsys):
     other = gluon_cpu.Accept(kind="DataRace", place="fill", reason="a race that there is not")
 
@@ -185,6 +234,7 @@ def test_a_kernel_of_plain_triton_is_refused():
 
 
 SCRIPT = """
+import sys
 from tests.gluon_cpu.test_verdicts import normal, poisoned, three_faults
 
 def wrong():
@@ -198,7 +248,34 @@ def nothing():
 
 def crash():
     raise KeyError("mine")
+
+def caught():
+    try:
+        wrong()
+    except Exception:
+        pass
+
+def wrong_numbers():
+    wrong()
+    assert False, "the numbers are wrong"
+
+def leave():
+    sys.exit(0)
+
+def leave_with_one():
+    sys.exit(1)
 """
+AT_IMPORT = {
+    "missing": "import there_is_no_such_module",
+    "unreadable": "def run(:",
+    "raising": "raise ValueError('boo')",
+    "leaving": "import sys; sys.exit(0)",
+    "finding": """
+import gluon_cpu
+from tests.gluon_cpu.test_verdicts import normal, poisoned, three_faults
+gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), True, False, False)
+""",
+}
 
 
 @pytest.mark.parametrize(("arguments", "status", "words"), [
@@ -213,12 +290,32 @@ def crash():
     (["absent"], 2, ["has no function absent"]),
     (["nothing"], 3, ["launched no kernel"]),
     (["crash"], 4, ["KeyError", "that is no finding"]),
+    (["caught"], 1, ["UninitialisedRead after 1 schedule", "caught caught a finding and went on"]),
+    (["wrong_numbers", "--keep-going"], 1, ["UninitialisedRead after 2 schedules", "the numbers are wrong"]),
+    (["leave"], 4, ["raised SystemExit: that is no finding"]),
+    (["leave_with_one"], 4, ["raised SystemExit: that is no finding"]),
 ])  # fmt: skip
 def test_exit_status_of_the_command(tmp_path, capsys, arguments, status, words):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
     name, *rest = arguments
     assert command.main(["check", f"{file}::{name}", "--schedules", "2", *rest]) == status
+    said = capsys.readouterr()
+    for word in words:
+        assert word in said.out + said.err
+
+
+@pytest.mark.parametrize(("name", "status", "words"), [
+    ("missing", 4, ["as its file raised ModuleNotFoundError: that is no finding", "there_is_no_such_module"]),
+    ("unreadable", 4, ["as its file raised SyntaxError: that is no finding"]),
+    ("raising", 4, ["as its file raised ValueError: that is no finding", "boo"]),
+    ("leaving", 4, ["as its file raised SystemExit: that is no finding"]),
+    ("finding", 1, ["UninitialisedRead while the file of", "replay: schedule="]),
+])  # fmt: skip
+def test_exit_status_for_a_file_that_raises_while_it_is_loaded(tmp_path, capsys, name, status, words):
+    file = tmp_path / f"{name}.py"
+    file.write_text(AT_IMPORT[name])
+    assert command.main(["check", f"{file}::run"]) == status
     said = capsys.readouterr()
     for word in words:
         assert word in said.out + said.err
