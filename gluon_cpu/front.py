@@ -3,6 +3,7 @@
 The real frontend and the compiler's own passes run up to the printed form; nothing is assembled.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -111,6 +112,8 @@ def lower(module: Any, arch: int) -> Any:
 # Modules compiled in fast mode, by what they are made of: `check` compiles them in lowered mode too, from there on.
 _FAST: dict[str, Any] = {}
 MOST_KEPT = 8
+# Triton's bindings report a module that outlives them as a leak, in thirty lines.
+atexit.register(_FAST.clear)
 
 
 def build_text(source: Any, arch: int, options: Any, lowered: bool, key: str = "") -> str:
