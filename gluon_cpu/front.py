@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import pickle
+import re
 import sys
 import tempfile
 import traceback
@@ -159,7 +160,7 @@ def build_ttgir(source: Any, arch: int, options: Any) -> Any:
 
 
 def errors_printed(action: Callable[[], object]) -> str:
-    """The lines about errors that native code prints to the process's standard error while an action fails."""
+    """The errors that native code prints to the process's standard error while an action fails."""
     with tempfile.TemporaryFile() as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -170,8 +171,28 @@ def errors_printed(action: Callable[[], object]) -> str:
             os.dup2(before, 2)
             os.close(before)
         file.seek(0)
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n  ".join(dict.fromkeys(line for line in lines if "error: " in line))
+        printed = file.read().decode(errors="replace")
+    return "\n  ".join(errors_in(printed))
+
+
+DIAGNOSTIC = re.compile(r"\b(error|warning|note|remark): ")
+DUMP = ("module", '"builtin.module"', "#", "{-#", "//")  # how the module begins that may follow an error
+
+
+def errors_in(printed: str) -> list[str]:
+    """Each error with the lines that explain it, up to the next diagnostic or the module; each line once."""
+    kept: dict[str, None] = {}
+    inside = False
+    for line in printed.splitlines():
+        diagnostic = DIAGNOSTIC.search(line)
+        if diagnostic:
+            inside = diagnostic[1] == "error"
+        elif not line.strip() or line.startswith(DUMP):
+            inside = False
+        if inside:
+            kept[line.rstrip()] = None
+    placed = [line for line in kept if not line.startswith("<unknown>")]
+    return placed or list(kept)
 
 
 def source_target(arch: int) -> Any:
