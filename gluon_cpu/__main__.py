@@ -73,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     c.add_argument("--accept", nargs="+", metavar="KIND@PLACE=REASON",
                    help="known findings: 'DataRace@kernel.py:120=why it may stay'; PLACE is file.py:line, file.py or a "
                    "function")  # fmt: skip
+    c.add_argument("--outputs", nargs="+", metavar="NAME", help="parameters whose tensors must be written in full")
     c.add_argument("--keep-going", action="store_true", help="run all schedules and print every distinct finding")
     c.add_argument("--timeline", help="draw the last launch into this file, .svg or .png")
     c.add_argument(
@@ -99,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         if rest is not None:
             crashed(rest, f"{options.function} could not be loaded, as its file raised")
         return FOUND if found else CRASHED
-    names = ("mode", "trace", "timeline", "skip", "keep_going")
+    names = ("mode", "trace", "timeline", "skip", "keep_going", "outputs")
     extra = {name: value for name in names if (value := getattr(options, name))}
     extra |= {"accept": accept} if accept else {}
     try:

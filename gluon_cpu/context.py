@@ -16,6 +16,7 @@ from .progress import Cost, Progress
 from .schedule import POLICIES, Schedule
 from .timeline import Timeline
 from .verdicts import SEEN, Accept, Seen, shown
+from .wanted import Wanted
 
 
 @contextlib.contextmanager
@@ -24,14 +25,18 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
 
     options: those of `launch`. What a call gives itself (num_warps, num_ctas) counts before them. `schedule` and
     `mode` hold for calls of `launch` within that give none as well.
-    Raises ValueError for a target that there is not. A kernel of plain Triton raises TypeError, as the machine has
-    nothing to run it on.
+    Raises ValueError for a target that there is not, and at the end for an entry of `outputs` that no launch had. A
+    kernel of plain Triton raises TypeError, as the machine has nothing to run it on.
     """
     from .compat import GluonJITFunction, JITFunction
     from .front import arch_of
     from .hooks import stand_in_driver
 
     arch_of(target)
+    outputs = options.get("outputs")
+    mine = None
+    if outputs is not None and not isinstance(outputs, Wanted):
+        mine = options["outputs"] = Wanted(outputs, shared=True)
     reports: list[Report] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -57,6 +62,8 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
     try:
         with stand_in_driver(target):
             yield reports
+        if mine is not None and reports:
+            mine.refuse_unmet()
     finally:
         LAUNCHED.reset(launched_token)
         RUNNING.reset(running_token)

@@ -19,6 +19,7 @@ from .ops.mbarrier import plural
 from .schedule import Schedule
 from .values import DTYPES
 from .verdicts import SEEN, Accept, Verdicts, shown
+from .wanted import Wanted, is_descriptor
 
 
 @dataclass
@@ -106,10 +107,6 @@ class Arguments:
 
 def is_tensor(x: Any) -> bool:
     return isinstance(x, np.ndarray) or (hasattr(x, "data_ptr") and hasattr(x, "dtype"))
-
-
-def is_descriptor(x: Any) -> bool:
-    return hasattr(x, "base") and hasattr(x, "block_shape") and hasattr(x, "strides")
 
 
 class NumpyPointer:
@@ -262,7 +259,7 @@ def launch(
     trace: Any = None,
     timeline: Any = None,
     checks: bool = True,
-    outputs: Sequence[Any] | None = None,
+    outputs: Sequence[Any] | Wanted | None = None,
     resident: int = 4,
     specialize: bool = True,
     launch_pdl: bool = False,
@@ -277,8 +274,8 @@ def launch(
     mode: 'fast' (one CTA) or 'lowered' (with the compiler's memory offsets, fences and cluster barriers); by num_ctas.
     trace: a file for a Chrome trace. timeline: a file (.svg, .png) for a picture of what one program does.
     checks: False to only compute. resident: programs that run at the same time.
-    outputs: the tensors of which every element must be written. By default, of tensors that the kernel writes and never
-    reads, no element may stay NaN: who hands over NaN wants them filled.
+    outputs: the tensors of which every element must be written: arguments, or names of parameters. By default, of
+    tensors that the kernel writes and never reads, no element may stay NaN: who hands over NaN wants them filled.
     launch_pdl: the kernel may start before the launch before it ends, if that one says so (see programmatic_launch.py).
     specialize: False to compile without regard to the values of integers, as kernels compiled ahead of time are.
     skip: kinds of findings, by name, that are not looked for. accept: findings that are known, with a reason each.
@@ -288,6 +285,7 @@ def launch(
     """
     check_arguments(kernel, schedule, resident)
     verdicts = Verdicts(skip, accept, keep_going)
+    wanted = Wanted(outputs) if outputs is not None and not isinstance(outputs, Wanted) else outputs
     schedule = schedule or DEFAULT_SCHEDULE.get() or Schedule()
     mode = mode or DEFAULT_MODE.get() or ("fast" if num_ctas == 1 else "lowered")
     if mode not in MODES:
@@ -305,6 +303,7 @@ def launch(
     if callable(grid):
         grid = grid(dict(bound.values) | meta)
     sizes, programs = programs_of(grid)
+    names_wanted = None if wanted is None else wanted.names(bound.values, is_tensor)
     tracer = None
     if trace is not None or picture is not None:
         from .trace import Trace
@@ -322,7 +321,7 @@ def launch(
         with np.errstate(all="ignore"):
             machine.run(arguments)
             if checks:
-                check_outputs(machine, bound, outputs)
+                check_outputs(machine, bound, names_wanted)
                 if unknown is not None and not machine.has_waited:
                     raise NotImplementedError(
                         f"launch_pdl: expected a gdc_wait() in {bound.compiled.name}, which may start before "
@@ -392,15 +391,8 @@ def conclude(verdicts: Verdicts) -> None:
             seen.add(finding)
 
 
-def check_outputs(machine: Machine, bound: Bound, outputs: Sequence[Any] | None) -> None:
-    """That somebody wrote every element of every output."""
-    wanted: set[str] | None = None
-    if outputs is not None:
-        identities = {id(t) for t in outputs}
-        wanted = set()
-        for name, value in bound.values:
-            if id(value) in identities or (is_descriptor(value) and id(value.base) in identities):
-                wanted.add(name)
+def check_outputs(machine: Machine, bound: Bound, wanted: set[str] | None) -> None:
+    """That somebody wrote every element of every output. wanted: the names of those; None: by what the kernel does."""
     for buffer in machine.memory.buffers:
         if buffer.scratch:
             continue

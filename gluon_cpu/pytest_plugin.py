@@ -16,6 +16,7 @@ from gluon_cpu import NothingChecked, Schedule, machine
 from gluon_cpu.context import plan
 from gluon_cpu.ops.mbarrier import plural
 from gluon_cpu.verdicts import SEEN, Seen
+from gluon_cpu.wanted import Wanted
 
 DEFAULT_SCHEDULES = 10
 
@@ -46,9 +47,11 @@ def gluon_machine(request: pytest.FixtureRequest) -> Iterator[Schedule]:
     A test that ends without a launch is an error, as nothing was checked.
     """
     seen = Seen()
+    given = request.param.get("outputs")
+    outputs = None if given is None else Wanted(given, shared=True)
     token = SEEN.set(seen)
     try:
-        with machine(**request.param):
+        with machine(**request.param | ({} if outputs is None else {"outputs": outputs})):
             yield request.param["schedule"]
     finally:
         SEEN.reset(token)
@@ -64,6 +67,8 @@ def gluon_machine(request: pytest.FixtureRequest) -> Iterator[Schedule]:
         raise ExceptionGroup(plural(len(seen.findings), "finding"), seen.findings)
     if not seen.launches and not skipped_or_failed(request):
         raise NothingChecked(f"{request.node.name} launched no kernel on the machine: there was nothing to check")
+    if outputs is not None and not skipped_or_failed(request):
+        outputs.refuse_unmet()
 
 
 def shown_by(error: BaseException | None) -> set[int]:

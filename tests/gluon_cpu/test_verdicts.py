@@ -235,7 +235,8 @@ def test_a_kernel_of_plain_triton_is_refused():
 
 SCRIPT = """
 import sys
-from tests.gluon_cpu.test_verdicts import normal, poisoned, three_faults
+import torch
+from tests.gluon_cpu.test_verdicts import first_half, normal, poisoned, three_faults
 
 def wrong():
     three_faults[(1,)](normal(128), poisoned(128), True, False, False)
@@ -258,6 +259,9 @@ def caught():
 def wrong_numbers():
     wrong()
     assert False, "the numbers are wrong"
+
+def partial():
+    first_half[(1,)](normal(128), torch.ones(256))
 
 def leave():
     sys.exit(0)
@@ -292,6 +296,8 @@ gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), True, False, Fa
     (["crash"], 4, ["KeyError", "that is no finding"]),
     (["caught"], 1, ["UninitialisedRead after 1 schedule", "caught caught a finding and went on"]),
     (["wrong_numbers", "--keep-going"], 1, ["UninitialisedRead after 2 schedules", "the numbers are wrong"]),
+    (["partial"], 0, ["no finding"]),
+    (["partial", "--outputs", "out_ptr"], 1, ["512 of the 1024 bytes"]),
     (["leave"], 4, ["raised SystemExit: that is no finding"]),
     (["leave_with_one"], 4, ["raised SystemExit: that is no finding"]),
 ])  # fmt: skip
@@ -337,3 +343,65 @@ def test_outputs_that_are_written_in_part():
 def first_half(x_ptr, out_ptr):
     i = gl.arange(0, 128, ROW)
     gl.store(out_ptr + i, gl.load(x_ptr + i))
+
+
+def half_into(out, **options):
+    return gluon_cpu.launch(first_half, (1,), normal(128), out, **options)
+
+
+@pytest.mark.parametrize("way", [["out_ptr"], ("out_ptr",), {"out_ptr"}])
+def test_outputs_by_name(way):
+    with pytest.raises(gluon_cpu.OutputError, match="512 of the 1024 bytes"):
+        half_into(torch.ones(256), outputs=way)
+    half_into(torch.ones(128), outputs=way)
+    with pytest.raises(gluon_cpu.OutputError, match="512 of the 1024 bytes"):
+        gluon_cpu.check(lambda: first_half[(1,)](normal(128), torch.ones(256)), schedules=1, outputs=way)
+
+
+@jit
+def of_a_tuple(x_ptr, outs):
+    i = gl.arange(0, 128, ROW)
+    gl.store(outs[1] + i, gl.load(x_ptr + i))
+
+
+def test_outputs_of_a_tuple_by_name():
+    outs = torch.ones(128), torch.ones(128)
+    gluon_cpu.launch(of_a_tuple, (1,), normal(128), outs, outputs=["outs.1"])
+    with pytest.raises(gluon_cpu.OutputError, match=r"output outs\.0"):
+        gluon_cpu.launch(of_a_tuple, (1,), normal(128), outs, outputs=["outs"])
+
+
+ONES = torch.ones(256)
+
+
+@pytest.mark.parametrize(("outputs", "error", "words"), [
+    (ONES, TypeError, r"outputs: expected a list.*got a Tensor of shape \(256,\): write"),
+    ("out_ptr", TypeError, "outputs: expected a list.*got 'out_ptr'"),
+    ([ONES[:128]], ValueError, r"got a Tensor of shape \(128,\), which is no argument of.*a view of it is another"),
+    ([torch.ones(256)], ValueError, "outputs: expected tensors among the arguments"),
+    ([None], ValueError, "got None, which is no argument"),
+    (["out"], ValueError, r"got 'out', which is no argument of.*one of \['x_ptr', 'out_ptr'\]"),
+])  # fmt: skip
+@pytest.mark.parametrize("how", ["launch", "machine", "check"])
+def test_outputs_that_are_no_arguments_are_refused(how, outputs, error, words):
+    def ordinary():
+        first_half[(1,)](normal(128), ONES)
+
+    def in_a_machine():
+        with gluon_cpu.machine(outputs=outputs):
+            ordinary()
+
+    ways = {
+        "launch": lambda: half_into(ONES, outputs=outputs),
+        "machine": in_a_machine,
+        "check": lambda: gluon_cpu.check(ordinary, schedules=2, outputs=outputs),
+    }
+    with pytest.raises(error, match=words):
+        ways[how]()
+
+
+def test_outputs_of_one_of_several_launches():
+    out = torch.ones(128)
+    with gluon_cpu.machine(outputs=["outs.1", out]):
+        first_half[(1,)](normal(128), out)
+        of_a_tuple[(1,)](normal(128), (torch.ones(128), torch.ones(128)))
