@@ -7,6 +7,7 @@ In conftest.py: `pytest_plugins = ["gluon_cpu.pytest_plugin"]`. Then
         my_kernel[(4,)](x, out, BLOCK=128)
 """
 
+from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from gluon_cpu.verdicts import SEEN, Seen
 from gluon_cpu.wanted import Wanted
 
 DEFAULT_SCHEDULES = 10
+ACCEPTED = "gluon_cpu_accepted"  # a property of a test's report, which reaches the summary from other processes too
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,6 +57,10 @@ def gluon_machine(request: pytest.FixtureRequest) -> Iterator[Schedule]:
             yield request.param["schedule"]
     finally:
         SEEN.reset(token)
+    for entry in request.param.get("accept", ()):
+        count = seen.accepted[entry]
+        if count or not skipped_or_failed(request):
+            request.node.user_properties.append((ACCEPTED, [str(entry), count]))
     known = shown_by(request.node.stash.get(RAISED, None))
     request.node.stash[RAISED] = None  # its traceback holds the test's tensors
     caught = [finding for finding in seen.raised if id(finding) not in known]
@@ -102,3 +108,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         raise
     item.stash[CALLED] = True
     return result
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was accepted, by test and over all its schedules, and what was to be accepted but never met."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "teardown":
+                for name, value in report.user_properties:
+                    if name == ACCEPTED:
+                        counts[report.nodeid.partition("[")[0], value[0]] += value[1]
+    if counts:
+        terminalreporter.section("gluon_cpu: accepted findings")
+    for (test, entry), count in counts.items():
+        met = "accepted, but not found" if not count else "accepted" if count == 1 else f"accepted {count} times"
+        terminalreporter.write_line(f"{test}: {met}: {entry}")
