@@ -15,6 +15,7 @@ from typing import Any
 from . import POLICIES, Accept, Finding, NothingChecked, check
 from .context import findings_in
 from .front import MODES, arch_of
+from .given import file_name
 from .timeline import Timeline
 from .verdicts import Verdicts
 
@@ -86,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise Mistake(f"--schedules: expected at least 1, got {options.schedules}; none would check nothing")
         accept = [Accept.parse(text) for text in options.accept or ()]
         Verdicts(options.skip or ())
+        if options.trace:
+            file_name("--trace", options.trace)
         if options.timeline:
             Timeline(options.timeline)
         function = load(options.function)

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import given
 from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, LAUNCHED, RUNNING
 from .findings import Finding
-from .launch import Report, launch
+from .launch import OPTIONS, Report, launch
 from .ops.mbarrier import plural
 from .progress import Cost, Progress
 from .schedule import POLICIES, Schedule
 from .timeline import Timeline
-from .verdicts import SEEN, Accept, Seen, shown
+from .verdicts import SEEN, Accept, Seen, Verdicts, shown
 from .wanted import Wanted
 
 
@@ -29,10 +30,14 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
     kernel of plain Triton raises TypeError, as the machine has nothing to run it on.
     """
     from .compat import GluonJITFunction, JITFunction
-    from .front import arch_of
+    from .front import arch_of, compile_options
     from .hooks import stand_in_driver
 
     arch_of(target)
+    given.known(options, OPTIONS | compile_options(), "machine")
+    Verdicts(options.get("skip", ()), options.get("accept", ()))
+    if not isinstance(options.get("schedule"), Schedule | None):
+        raise TypeError(f"schedule: expected a Schedule, as Schedule('late', seed=0), got {options['schedule']!r}")
     outputs = options.get("outputs")
     mine = None
     if outputs is not None and not isinstance(outputs, Wanted):
@@ -87,11 +92,19 @@ def plan(count: int, policies: Sequence[str] | None, seed: int, **options: Any) 
     The last of several runs is in lowered mode, unless a mode is given. Else kernels of one CTA would run in fast mode
     alone, which shows nothing of what the compiler does with memory and fences. Most of that shows under any schedule,
     so one run will do. It is the last one, so that a bug that shows anyway need not wait for a second compilation.
-    Raises ValueError for less than one run, which would check nothing.
+    Raises ValueError for less than one run or no policy, which would check nothing, and TypeError for a schedule.
     """
+    given.whole("schedules", count)
     if count < 1:
         raise ValueError(f"schedules: expected at least one, got {count}; none would check nothing")
+    if "schedule" in options:
+        raise TypeError("schedule: many are made here; to run one alone, give schedules=1, policies=[...] and seed=")
     names = POLICIES if policies is None else policies
+    given.listed("policies", names, of=f"policies, some of {POLICIES}")
+    names = list(names)
+    if not names:
+        raise ValueError(f"policies: expected some of {POLICIES}, got none; none would check nothing")
+    given.whole("seed", seed)
     runs = [options | {"schedule": Schedule(names[i % len(names)], seed + i // len(names))} for i in range(count)]
     if count > 1:
         runs[-1] = {"mode": "lowered"} | runs[-1]
@@ -171,6 +184,8 @@ def check(
     Raises NothingChecked if `fn` launches no kernel, and ValueError for less than one schedule.
     """
     start = time.perf_counter()
+    if not callable(fn):
+        raise TypeError(f"fn: expected a function without arguments that launches kernels, got {fn!r}")
     runs = plan(schedules, policies, seed, **options)
     picture = None if options.get("timeline") is None else Timeline(options["timeline"], later=True)
     bar = Progress(False if quiet and progress is None else progress)

@@ -84,6 +84,13 @@ def backend_for(arch: int) -> Any:
     return make_backend(GPUTarget("cuda", arch, 32))
 
 
+@functools.cache
+def compile_options() -> frozenset[str]:
+    """The names of the options that Triton's backend takes with a launch."""
+    # Triton warns where nobody says whether to fuse.
+    return frozenset(vars(backend_for(90).parse_options({"enable_fp_fusion": True})))
+
+
 def arch_of(target: str) -> int:
     """The number in the name of a target that Gluon has warp specialisation and TMA for; ValueError for others."""
     digits = target.removeprefix("sm_").rstrip("abf") if isinstance(target, str) else ""

@@ -1,5 +1,6 @@
 """Launching: arguments in, the machine run, outputs written where the tensors are."""
 
+import inspect
 import math
 import time
 from collections import Counter
@@ -9,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from . import findings, programmatic_launch
+from . import findings, given, programmatic_launch
 from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, LAUNCHED
-from .front import MODES, Compiled, arch_of, backend_for, compile_source
+from .front import MODES, Compiled, arch_of, backend_for, compile_options, compile_source
 from .global_memory import Descriptor, GlobalBuffer, Im2colDescriptor, merge_runs, strided_runs
 from .ir.types import Scalar, TensorDesc
 from .machine import Machine
@@ -238,12 +239,7 @@ def convert_scalar(kind: Any, value: Any) -> Any:
 
 
 def programs_of(grid: Any) -> tuple[tuple[int, int, int], list[tuple[int, int, int]]]:
-    if isinstance(grid, int):
-        grid = (grid,)
-    sizes = [int(g) for g in grid] + [1] * (3 - len(grid))
-    if min(sizes) < 1:
-        raise ValueError(f"grid: expected positive sizes, got {tuple(grid)}")
-    x, y, z = sizes
+    x, y, z = given.grid_sizes(grid)
     return (x, y, z), [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
 
 
@@ -283,7 +279,13 @@ def launch(
     Raises a `Finding` if the kernel has a defect; with keep_going, an ExceptionGroup of them. TypeError and ValueError
     for arguments that make no sense. NotImplementedError for what the machine does not know.
     """
-    check_arguments(kernel, schedule, resident)
+    check_arguments(kernel, schedule, args, meta, num_warps=num_warps, num_ctas=num_ctas, resident=resident)
+    for name, value in {
+        "checks": checks, "specialize": specialize, "launch_pdl": launch_pdl, "keep_going": keep_going,
+    }.items():  # fmt: skip
+        given.flag(name, value)
+    if trace is not None:
+        given.file_name("trace", trace)
     verdicts = Verdicts(skip, accept, keep_going)
     wanted = Wanted(outputs) if outputs is not None and not isinstance(outputs, Wanted) else outputs
     schedule = schedule or DEFAULT_SCHEDULE.get() or Schedule()
@@ -368,7 +370,8 @@ def launch(
     return report
 
 
-def check_arguments(kernel: Any, schedule: Any, resident: int) -> None:
+def check_arguments(kernel: Any, schedule: Any, args: Sequence[Any], meta: dict[str, Any], **numbers: Any) -> None:
+    """numbers: options that are whole numbers."""
     from .compat import GluonJITFunction
 
     if not isinstance(kernel, GluonJITFunction):
@@ -376,8 +379,21 @@ def check_arguments(kernel: Any, schedule: Any, resident: int) -> None:
         raise TypeError(f"kernel: expected a Gluon kernel (@gluon.jit), got {what}")
     if schedule is not None and not isinstance(schedule, Schedule):
         raise TypeError(f"schedule: expected a Schedule, as Schedule('late', seed=0), got {schedule!r}")
-    if resident < 1:
-        raise ValueError(f"resident: expected at least one program at a time, got {resident}")
+    given.power_of_two("num_warps", numbers["num_warps"], most=32)
+    given.power_of_two("num_ctas", numbers["num_ctas"], most=16)
+    given.whole("resident", numbers["resident"], least=1)
+    given.known(meta, {*kernel.arg_names, *OPTIONS, *compile_options()}, f"launch or of {kernel.__name__}")
+    try:
+        kernel.signature.bind(*args, **{name: value for name, value in meta.items() if name in kernel.arg_names})
+    except TypeError as error:
+        names = ", ".join(kernel.arg_names)
+        raise TypeError(f"{kernel.__name__}: expected arguments for ({names}), got others: {error}") from None
+
+
+# The options of `launch`, those that a kernel's own arguments stand among left out.
+OPTIONS = frozenset(
+    name for name, parameter in inspect.signature(launch).parameters.items() if parameter.kind == parameter.KEYWORD_ONLY
+)
 
 
 def conclude(verdicts: Verdicts) -> None:

@@ -43,8 +43,22 @@ def read(tile, ready, out_ptr, BUG: gl.constexpr):
 FIRST_KIND = gluon_cpu.Accept(kind="UninitialisedRead", place="three_faults", reason="of no use to anybody")
 
 
-def run(*faults: bool, **options):
-    return gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), *faults, **options)
+def run(*faults: bool, grid=(1,), **options):
+    return gluon_cpu.launch(three_faults, grid, normal(128), poisoned(128), *faults, **options)
+
+
+def right(**options):
+    return run(False, False, False, **options)
+
+
+def check(**options):
+    """Of a function that would have no finding."""
+    return gluon_cpu.check(right, **{"schedules": 1, "quiet": True, **options})
+
+
+def enter(**options):
+    with gluon_cpu.machine(**options):
+        pass
 
 
 def findings(group: ExceptionGroup) -> list[gluon_cpu.Finding]:
@@ -210,11 +224,44 @@ def test_check_says_what_was_accepted_and_what_was_not_met(capsys):
     (lambda: run(False, False, False, target="sm_80"), ValueError, "target: expected 'sm_90a'"),
     (lambda: run(False, False, False, target=90), ValueError, "target: expected 'sm_90a'.*got 90"),
     (lambda: run(False, False, False, schedule="late"), TypeError, "schedule: expected a Schedule"),
-    (lambda: run(False, False, False, resident=0), ValueError, "resident: expected at least one"),
+    (lambda: run(False, False, False, resident=0), ValueError, "resident: expected at least 1, got 0"),
     (lambda: gluon_cpu.launch(lambda: None, (1,)), TypeError, "kernel: expected a Gluon kernel"),
     (lambda: gluon_cpu.check(lambda: None, schedules=0), ValueError, "schedules: expected at least one, got 0"),
     (lambda: gluon_cpu.check(lambda: None, schedules=2), gluon_cpu.NothingChecked, "launched no kernel"),
     (lambda: gluon_cpu.check(lambda: None, target="sm_42"), ValueError, "target: expected 'sm_90a'"),
+    (lambda: right(skip=5), TypeError, r"skip: expected a list of kinds of findings, got 5: write"),
+    (lambda: right(accept=FIRST_KIND), TypeError, r"accept: expected a list of gluon_cpu.Accept objects.*write \["),
+    (lambda: check(accept=FIRST_KIND), TypeError, "accept: expected a list of gluon_cpu.Accept objects"),
+    (lambda: check(policies=[]), ValueError, "policies: expected some of .*got none"),
+    (lambda: check(policies="late"), TypeError, r"policies: expected a list.*got 'late': write \['late'\]"),
+    (lambda: check(seed="x"), TypeError, "seed: expected a whole number, got 'x'"),
+    (lambda: check(schedules=2.5), TypeError, "schedules: expected a whole number, got 2.5"),
+    (lambda: check(schedules="5"), TypeError, "schedules: expected a whole number, got '5'"),
+    (lambda: check(schedule=gluon_cpu.Schedule("late", 1)), TypeError, "schedule: many are made here.*schedules=1"),
+    (lambda: check(keepgoing=True), TypeError, "keepgoing: no option and no parameter of machine.*keep_going"),
+    (lambda: gluon_cpu.check(3), TypeError, "fn: expected a function without arguments.*got 3"),
+    (lambda: enter(foo=3), TypeError, "foo: no option and no parameter of machine; leave it out"),
+    (lambda: enter(schedule="late"), TypeError, "schedule: expected a Schedule"),
+    (lambda: right(keepgoing=True), TypeError, "keepgoing: no option.*three_faults; did you mean keep_going"),
+    (lambda: right(grid=None), TypeError, "grid: expected whole numbers.*got None"),
+    (lambda: right(grid="4"), TypeError, "grid: expected whole numbers.*got '4'"),
+    (lambda: right(grid=(1.5,)), TypeError, r"grid: expected whole numbers.*got \(1.5,\)"),
+    (lambda: right(grid=(1, 1, 1, 1)), ValueError, "grid: expected one to three sizes, got 4"),
+    (lambda: right(grid=()), ValueError, "grid: expected one to three sizes, got 0"),
+    (lambda: right(grid=(4, 0)), ValueError, r"grid: expected positive sizes, got \(4, 0\)"),
+    (lambda: run(False), TypeError, r"three_faults: expected arguments for \(x_ptr, .*missing .*'SECOND'"),
+    (lambda: run(False, False, False, True), TypeError, "three_faults: expected .*too many positional arguments"),
+    (lambda: right(num_warps="4"), TypeError, "num_warps: expected a whole number, got '4'"),
+    (lambda: right(num_warps=3), ValueError, "num_warps: expected a power of two from 1 to 32, got 3"),
+    (lambda: right(num_ctas=32), ValueError, "num_ctas: expected a power of two from 1 to 16, got 32"),
+    (lambda: right(checks="no"), TypeError, "checks: expected True or False, got 'no'"),
+    (lambda: right(resident=1.5), TypeError, "resident: expected a whole number, got 1.5"),
+    (lambda: right(trace="absent/out.json"), ValueError, "trace: expected a file in a folder that there is.*make"),
+    (lambda: right(trace="."), ValueError, "trace: expected the name of a file, got the folder"),
+    (lambda: right(trace=3), TypeError, "trace: expected the name of a file, got 3"),
+    (lambda: right(timeline="absent/out.svg"), ValueError, "timeline: expected a file in a folder that there is"),
+    (lambda: gluon_cpu.Schedule(seed="x"), TypeError, "seed: expected a whole number, got 'x'"),
+    (lambda: gluon_cpu.Accept(kind="DataRace", place="f", reason=3), TypeError, "reason: expected a text, got 3"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(make, error, words):
     with pytest.raises(error, match=words):
@@ -291,6 +338,8 @@ gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), True, False, Fa
     (["wrong", "--schedules", "0"], 2, ["--schedules: expected at least 1"]),
     (["wrong", "--skip", "Race"], 2, ["skip: expected a kind"]),
     (["wrong", "--accept", "DataRace"], 2, ["expected KIND@PLACE=REASON"]),
+    (["wrong", "--trace", "absent/out.json"], 2, ["--trace: expected a file in a folder that there is"]),
+    (["wrong", "--timeline", "absent/out.svg"], 2, ["timeline: expected a file in a folder that there is"]),
     (["absent"], 2, ["has no function absent"]),
     (["nothing"], 3, ["launched no kernel"]),
     (["crash"], 4, ["KeyError", "that is no finding"]),
