@@ -155,7 +155,11 @@ def bind(
     options_in = kwargs | knob_options(kernel, kwargs)
     shown = [NumpyPointer(a) if isinstance(a, np.ndarray) else a for a in args]
     named = {k: NumpyPointer(v) if isinstance(v, np.ndarray) else v for k, v in options_in.items()}
-    bound_args, specialization, options = binder(*shown, **named)
+    try:
+        bound_args, specialization, options = binder(*shown, **named)
+    except TypeError:
+        refuse_unknown(kernel, backend, shown, named)
+        raise
     if not specialize:
         specialization = [
             s if p.is_constexpr or hasattr(bound_args[p.name], "data_ptr")
@@ -168,6 +172,23 @@ def bind(
     for name, value in bound_args.items():
         flatten(name, value, signature[name], values)
     return Bound(compiled, values, time.perf_counter() - start)
+
+
+def refuse_unknown(kernel: Any, backend: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """TypeError for the argument whose type Triton does not know: its own error does not say which."""
+    from .compat import native_specialize_impl
+
+    given_to = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k in kernel.arg_names})
+    for parameter in kernel.params:
+        value = given_to.arguments.get(parameter.name)
+        if value is None or parameter.is_constexpr:
+            continue
+        try:
+            native_specialize_impl(backend, value, False, False, False)
+        except TypeError:
+            raise TypeError(
+                f"{parameter.name}: expected a tensor, a tensor descriptor, a number or a tuple of them, got {value!r}"
+            ) from None
 
 
 def flatten(name: str, value: Any, kind: Any, into: list[tuple[str, Any]]) -> None:

@@ -254,6 +254,8 @@ def test_check_says_what_was_accepted_and_what_was_not_met(capsys):
     (lambda: right(grid=(4, 0)), ValueError, r"grid: expected positive sizes, got \(4, 0\)"),
     (lambda: run(False), TypeError, r"three_faults: expected arguments for \(x_ptr, .*missing .*'SECOND'"),
     (lambda: run(False, False, False, True), TypeError, "three_faults: expected .*too many positional arguments"),
+    (lambda: half_into("out"), TypeError, "out_ptr: expected a tensor, a tensor descriptor.*got 'out'"),
+    (lambda: half_into([1, 2]), TypeError, r"out_ptr: expected a tensor.*got \[1, 2\]"),
     (lambda: right(num_warps="4"), TypeError, "num_warps: expected a whole number, got '4'"),
     (lambda: right(num_warps=3), ValueError, "num_warps: expected a power of two from 1 to 32, got 3"),
     (lambda: right(num_ctas=32), ValueError, "num_ctas: expected a power of two from 1 to 16, got 32"),
