@@ -126,6 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def crashed(error: BaseException, what: str) -> None:
     """Say on stderr where an exception came from, and that it is no finding."""
+    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:  # what `check` raised beside findings
+        error = error.exceptions[0]
     traceback.print_exception(error)
     print(f"{what} {type(error).__name__}: that is no finding", file=sys.stderr)
 
