@@ -349,7 +349,7 @@ gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), True, False, Fa
     (["nothing"], 3, ["launched no kernel"]),
     (["crash"], 4, ["KeyError", "that is no finding"]),
     (["caught"], 1, ["UninitialisedRead after 1 schedule", "caught caught a finding and went on"]),
-    (["wrong_numbers", "--keep-going"], 1, ["UninitialisedRead after 2 schedules", "raised AssertionError: that is no"]),
+    (["wrong_numbers", "--keep-going"], 1, ["UninitialisedRead after 2 schedules", "raised AssertionError: that is"]),
     (["partial"], 0, ["no finding"]),
     (["partial", "--outputs", "out_ptr"], 1, ["512 of the 1024 bytes"]),
     (["leave"], 4, ["raised SystemExit: that is no finding"]),
