@@ -1,7 +1,7 @@
 """`python -m gluon_cpu check file.py::fn`: many schedules of whatever a function launches.
 
 Exit status: 0 no finding, 1 a finding, 2 a mistake in the command, 3 nothing was checked, as the function launched no
-kernel, 4 the function raised something else.
+kernel, 4 the function, or its file, raised something else.
 """
 
 import argparse
@@ -13,8 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from . import POLICIES, Accept, Finding, NothingChecked, check
+from .context import findings_in
 from .front import MODES, arch_of
-from .timeline import Timeline, TimelineError
+from .given import file_name
+from .timeline import Timeline
 from .verdicts import Verdicts
 
 FOUND, MISTAKE, NOTHING, CRASHED = 1, 2, 3, 4
@@ -33,7 +35,10 @@ def load(spec: str) -> Callable[[], Any]:
         raise Mistake(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise Unloadable(error) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise Mistake(f"{path} has no function {name}")
@@ -42,6 +47,14 @@ def load(spec: str) -> Callable[[], Any]:
 
 class Mistake(Exception):
     """A mistake in the command, as opposed to a finding."""
+
+
+class Unloadable(Exception):
+    """The file raised something while it was loaded."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     c.add_argument("--accept", nargs="+", metavar="KIND@PLACE=REASON",
                    help="known findings: 'DataRace@kernel.py:120=why it may stay'; PLACE is file.py:line, file.py or a "
                    "function")  # fmt: skip
+    c.add_argument("--outputs", nargs="+", metavar="NAME", help="parameters whose tensors must be written in full")
     c.add_argument("--keep-going", action="store_true", help="run all schedules and print every distinct finding")
     c.add_argument("--timeline", help="draw the last launch into this file, .svg or .png")
     c.add_argument(
@@ -68,18 +82,28 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        function = load(options.function)
         arch_of(options.target)
         if options.schedules < 1:
             raise Mistake(f"--schedules: expected at least 1, got {options.schedules}; none would check nothing")
         accept = [Accept.parse(text) for text in options.accept or ()]
         Verdicts(options.skip or ())
+        if options.trace:
+            file_name("--trace", options.trace)
         if options.timeline:
             Timeline(options.timeline)
-    except (Mistake, TimelineError, ValueError) as mistake:
+        function = load(options.function)
+    except (Mistake, ValueError) as mistake:
         print(mistake, file=sys.stderr)
         return MISTAKE
-    names = ("mode", "trace", "timeline", "skip", "keep_going")
+    except Unloadable as unloadable:
+        error = unloadable.error
+        found, rest = findings_in(error)
+        for finding in found:
+            print(f"{type(finding).__name__} while the file of {options.function} was loaded:\n{finding}")
+        if rest is not None:
+            crashed(rest, f"{options.function} could not be loaded, as its file raised")
+        return FOUND if found else CRASHED
+    names = ("mode", "trace", "timeline", "skip", "keep_going", "outputs")
     extra = {name: value for name in names if (value := getattr(options, name))}
     extra |= {"accept": accept} if accept else {}
     try:
@@ -92,13 +116,20 @@ def main(arguments: list[str] | None = None) -> int:
     except NothingChecked as nothing:
         print(nothing, file=sys.stderr)
         return NOTHING
-    except Exception as error:
-        if isinstance(error, ExceptionGroup) and error.subgroup(Finding) is not None:
-            return FOUND
-        traceback.print_exc()
-        print(f"{options.function} raised {type(error).__name__}: that is no finding", file=sys.stderr)
-        return CRASHED
+    except (Exception, SystemExit) as error:
+        found, rest = findings_in(error)
+        if rest is not None:
+            crashed(rest, f"{options.function} raised")
+        return FOUND if found else CRASHED
     return 0
+
+
+def crashed(error: BaseException, what: str) -> None:
+    """Say on stderr where an exception came from, and that it is no finding."""
+    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:  # what `check` raised beside findings
+        error = error.exceptions[0]
+    traceback.print_exception(error)
+    print(f"{what} {type(error).__name__}: that is no finding", file=sys.stderr)
 
 
 if __name__ == "__main__":

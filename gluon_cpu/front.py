@@ -3,11 +3,13 @@
 The real frontend and the compiler's own passes run up to the printed form; nothing is assembled.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import os
 import pickle
+import re
 import sys
 import tempfile
 import traceback
@@ -82,6 +84,13 @@ def backend_for(arch: int) -> Any:
     return make_backend(GPUTarget("cuda", arch, 32))
 
 
+@functools.cache
+def compile_options() -> frozenset[str]:
+    """The names of the options that Triton's backend takes with a launch."""
+    # Triton warns where nobody says whether to fuse.
+    return frozenset(vars(backend_for(90).parse_options({"enable_fp_fusion": True})))
+
+
 def arch_of(target: str) -> int:
     """The number in the name of a target that Gluon has warp specialisation and TMA for; ValueError for others."""
     digits = target.removeprefix("sm_").rstrip("abf") if isinstance(target, str) else ""
@@ -111,6 +120,8 @@ def lower(module: Any, arch: int) -> Any:
 # Modules compiled in fast mode, by what they are made of: `check` compiles them in lowered mode too, from there on.
 _FAST: dict[str, Any] = {}
 MOST_KEPT = 8
+# Triton's bindings report a module that outlives them as a leak, in thirty lines.
+atexit.register(_FAST.clear)
 
 
 def build_text(source: Any, arch: int, options: Any, lowered: bool, key: str = "") -> str:
@@ -156,7 +167,7 @@ def build_ttgir(source: Any, arch: int, options: Any) -> Any:
 
 
 def errors_printed(action: Callable[[], object]) -> str:
-    """The lines about errors that native code prints to the process's standard error while an action fails."""
+    """The errors that native code prints to the process's standard error while an action fails."""
     with tempfile.TemporaryFile() as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -167,8 +178,28 @@ def errors_printed(action: Callable[[], object]) -> str:
             os.dup2(before, 2)
             os.close(before)
         file.seek(0)
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n  ".join(dict.fromkeys(line for line in lines if "error: " in line))
+        printed = file.read().decode(errors="replace")
+    return "\n  ".join(errors_in(printed))
+
+
+DIAGNOSTIC = re.compile(r"\b(error|warning|note|remark): ")
+DUMP = ("module", '"builtin.module"', "#", "{-#", "//")  # how the module begins that may follow an error
+
+
+def errors_in(printed: str) -> list[str]:
+    """Each error with the lines that explain it, up to the next diagnostic or the module; each line once."""
+    kept: dict[str, None] = {}
+    inside = False
+    for line in printed.splitlines():
+        diagnostic = DIAGNOSTIC.search(line)
+        if diagnostic:
+            inside = diagnostic[1] == "error"
+        elif not line.strip() or line.startswith(DUMP):
+            inside = False
+        if inside:
+            kept[line.rstrip()] = None
+    placed = [line for line in kept if not line.startswith("<unknown>")]
+    return placed or list(kept)
 
 
 def source_target(arch: int) -> Any:

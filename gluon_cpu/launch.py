@@ -1,5 +1,6 @@
 """Launching: arguments in, the machine run, outputs written where the tensors are."""
 
+import inspect
 import math
 import time
 from collections import Counter
@@ -9,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from . import findings, programmatic_launch
+from . import findings, given, programmatic_launch
 from .defaults import DEFAULT_MODE, DEFAULT_SCHEDULE, LAUNCHED
-from .front import MODES, Compiled, arch_of, backend_for, compile_source
+from .front import MODES, Compiled, arch_of, backend_for, compile_options, compile_source
 from .global_memory import Descriptor, GlobalBuffer, Im2colDescriptor, merge_runs, strided_runs
 from .ir.types import Scalar, TensorDesc
 from .machine import Machine
@@ -19,6 +20,7 @@ from .ops.mbarrier import plural
 from .schedule import Schedule
 from .values import DTYPES
 from .verdicts import SEEN, Accept, Verdicts, shown
+from .wanted import Wanted, is_descriptor
 
 
 @dataclass
@@ -108,10 +110,6 @@ def is_tensor(x: Any) -> bool:
     return isinstance(x, np.ndarray) or (hasattr(x, "data_ptr") and hasattr(x, "dtype"))
 
 
-def is_descriptor(x: Any) -> bool:
-    return hasattr(x, "base") and hasattr(x, "block_shape") and hasattr(x, "strides")
-
-
 class NumpyPointer:
     """What Triton's specialisation looks at of a tensor, for a numpy array."""
 
@@ -157,7 +155,11 @@ def bind(
     options_in = kwargs | knob_options(kernel, kwargs)
     shown = [NumpyPointer(a) if isinstance(a, np.ndarray) else a for a in args]
     named = {k: NumpyPointer(v) if isinstance(v, np.ndarray) else v for k, v in options_in.items()}
-    bound_args, specialization, options = binder(*shown, **named)
+    try:
+        bound_args, specialization, options = binder(*shown, **named)
+    except TypeError:
+        refuse_unknown(kernel, backend, shown, named)
+        raise
     if not specialize:
         specialization = [
             s if p.is_constexpr or hasattr(bound_args[p.name], "data_ptr")
@@ -170,6 +172,23 @@ def bind(
     for name, value in bound_args.items():
         flatten(name, value, signature[name], values)
     return Bound(compiled, values, time.perf_counter() - start)
+
+
+def refuse_unknown(kernel: Any, backend: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """TypeError for the argument whose type Triton does not know: its own error does not say which."""
+    from .compat import native_specialize_impl
+
+    given_to = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k in kernel.arg_names})
+    for parameter in kernel.params:
+        value = given_to.arguments.get(parameter.name)
+        if value is None or parameter.is_constexpr:
+            continue
+        try:
+            native_specialize_impl(backend, value, False, False, False)
+        except TypeError:
+            raise TypeError(
+                f"{parameter.name}: expected a tensor, a tensor descriptor, a number or a tuple of them, got {value!r}"
+            ) from None
 
 
 def flatten(name: str, value: Any, kind: Any, into: list[tuple[str, Any]]) -> None:
@@ -241,12 +260,7 @@ def convert_scalar(kind: Any, value: Any) -> Any:
 
 
 def programs_of(grid: Any) -> tuple[tuple[int, int, int], list[tuple[int, int, int]]]:
-    if isinstance(grid, int):
-        grid = (grid,)
-    sizes = [int(g) for g in grid] + [1] * (3 - len(grid))
-    if min(sizes) < 1:
-        raise ValueError(f"grid: expected positive sizes, got {tuple(grid)}")
-    x, y, z = sizes
+    x, y, z = given.grid_sizes(grid)
     return (x, y, z), [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
 
 
@@ -262,7 +276,7 @@ def launch(
     trace: Any = None,
     timeline: Any = None,
     checks: bool = True,
-    outputs: Sequence[Any] | None = None,
+    outputs: Sequence[Any] | Wanted | None = None,
     resident: int = 4,
     specialize: bool = True,
     launch_pdl: bool = False,
@@ -277,8 +291,8 @@ def launch(
     mode: 'fast' (one CTA) or 'lowered' (with the compiler's memory offsets, fences and cluster barriers); by num_ctas.
     trace: a file for a Chrome trace. timeline: a file (.svg, .png) for a picture of what one program does.
     checks: False to only compute. resident: programs that run at the same time.
-    outputs: the tensors of which every element must be written. By default, of tensors that the kernel writes and never
-    reads, no element may stay NaN: who hands over NaN wants them filled.
+    outputs: the tensors of which every element must be written: arguments, or names of parameters. By default, of
+    tensors that the kernel writes and never reads, no element may stay NaN: who hands over NaN wants them filled.
     launch_pdl: the kernel may start before the launch before it ends, if that one says so (see programmatic_launch.py).
     specialize: False to compile without regard to the values of integers, as kernels compiled ahead of time are.
     skip: kinds of findings, by name, that are not looked for. accept: findings that are known, with a reason each.
@@ -286,8 +300,15 @@ def launch(
     Raises a `Finding` if the kernel has a defect; with keep_going, an ExceptionGroup of them. TypeError and ValueError
     for arguments that make no sense. NotImplementedError for what the machine does not know.
     """
-    check_arguments(kernel, schedule, resident)
+    check_arguments(kernel, schedule, args, meta, num_warps=num_warps, num_ctas=num_ctas, resident=resident)
+    for name, value in {
+        "checks": checks, "specialize": specialize, "launch_pdl": launch_pdl, "keep_going": keep_going,
+    }.items():  # fmt: skip
+        given.flag(name, value)
+    if trace is not None:
+        given.file_name("trace", trace)
     verdicts = Verdicts(skip, accept, keep_going)
+    wanted = Wanted(outputs) if outputs is not None and not isinstance(outputs, Wanted) else outputs
     schedule = schedule or DEFAULT_SCHEDULE.get() or Schedule()
     mode = mode or DEFAULT_MODE.get() or ("fast" if num_ctas == 1 else "lowered")
     if mode not in MODES:
@@ -305,6 +326,7 @@ def launch(
     if callable(grid):
         grid = grid(dict(bound.values) | meta)
     sizes, programs = programs_of(grid)
+    names_wanted = None if wanted is None else wanted.names(bound.values, is_tensor)
     tracer = None
     if trace is not None or picture is not None:
         from .trace import Trace
@@ -322,7 +344,7 @@ def launch(
         with np.errstate(all="ignore"):
             machine.run(arguments)
             if checks:
-                check_outputs(machine, bound, outputs)
+                check_outputs(machine, bound, names_wanted)
                 if unknown is not None and not machine.has_waited:
                     raise NotImplementedError(
                         f"launch_pdl: expected a gdc_wait() in {bound.compiled.name}, which may start before "
@@ -338,6 +360,7 @@ def launch(
         if tracer is not None:
             tracer.found(machine, finding)
         if not keep_going:
+            verdicts.seen.raised.append(finding)
             raise
         verdicts.seen.add(finding)
     finally:
@@ -368,7 +391,8 @@ def launch(
     return report
 
 
-def check_arguments(kernel: Any, schedule: Any, resident: int) -> None:
+def check_arguments(kernel: Any, schedule: Any, args: Sequence[Any], meta: dict[str, Any], **numbers: Any) -> None:
+    """numbers: options that are whole numbers."""
     from .compat import GluonJITFunction
 
     if not isinstance(kernel, GluonJITFunction):
@@ -376,8 +400,21 @@ def check_arguments(kernel: Any, schedule: Any, resident: int) -> None:
         raise TypeError(f"kernel: expected a Gluon kernel (@gluon.jit), got {what}")
     if schedule is not None and not isinstance(schedule, Schedule):
         raise TypeError(f"schedule: expected a Schedule, as Schedule('late', seed=0), got {schedule!r}")
-    if resident < 1:
-        raise ValueError(f"resident: expected at least one program at a time, got {resident}")
+    given.power_of_two("num_warps", numbers["num_warps"], most=32)
+    given.power_of_two("num_ctas", numbers["num_ctas"], most=16)
+    given.whole("resident", numbers["resident"], least=1)
+    given.known(meta, {*kernel.arg_names, *OPTIONS, *compile_options()}, f"launch or of {kernel.__name__}")
+    try:
+        kernel.signature.bind(*args, **{name: value for name, value in meta.items() if name in kernel.arg_names})
+    except TypeError as error:
+        names = ", ".join(kernel.arg_names)
+        raise TypeError(f"{kernel.__name__}: expected arguments for ({names}), got others: {error}") from None
+
+
+# The options of `launch`, those that a kernel's own arguments stand among left out.
+OPTIONS = frozenset(
+    name for name, parameter in inspect.signature(launch).parameters.items() if parameter.kind == parameter.KEYWORD_ONLY
+)
 
 
 def conclude(verdicts: Verdicts) -> None:
@@ -386,19 +423,13 @@ def conclude(verdicts: Verdicts) -> None:
     if seen is not None:
         seen.launches += 1
         seen.accepted.update(verdicts.seen.accepted)
+        seen.raised += verdicts.seen.raised
         for finding in verdicts.seen.findings:
             seen.add(finding)
 
 
-def check_outputs(machine: Machine, bound: Bound, outputs: Sequence[Any] | None) -> None:
-    """That somebody wrote every element of every output."""
-    wanted: set[str] | None = None
-    if outputs is not None:
-        identities = {id(t) for t in outputs}
-        wanted = set()
-        for name, value in bound.values:
-            if id(value) in identities or (is_descriptor(value) and id(value.base) in identities):
-                wanted.add(name)
+def check_outputs(machine: Machine, bound: Bound, wanted: set[str] | None) -> None:
+    """That somebody wrote every element of every output. wanted: the names of those; None: by what the kernel does."""
     for buffer in machine.memory.buffers:
         if buffer.scratch:
             continue

@@ -4,6 +4,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from .given import whole
+
 POLICIES = ("random", "late", "early", "pct", "starve")
 
 
@@ -21,6 +23,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: expected one of {POLICIES}, got {self.policy!r}")
+        whole("seed", self.seed)
 
     def picker(self) -> "Picker":
         return {"random": Picker, "late": Late, "early": Early, "pct": Pct, "starve": Starve}[self.policy](self.seed)

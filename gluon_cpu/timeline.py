@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .findings import Deadlock
+from .given import file_name
 from .ops.mbarrier import Barrier, plural
 from .trace import Box, Row, Trace, Wait
 
@@ -63,6 +64,10 @@ class Timeline:
     """Where a picture goes. later: draw only when told to, what was taken last."""
 
     def __init__(self, path: Any, *, later: bool = False) -> None:
+        try:
+            file_name("timeline", path)
+        except ValueError as error:
+            raise TimelineError(str(error)) from None
         self.path = Path(path)
         self.later = later
         self.taken: tuple[Trace, Any] | None = None

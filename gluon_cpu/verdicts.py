@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from . import findings
 from .findings import Finding
+from .given import listed, text
 from .ir.locations import Site
 
 
@@ -40,7 +41,8 @@ class Accept:
     that led there, must be at that place.
     reason: why it may stay; reports repeat it.
 
-    Raises ValueError for a kind that there is not or that ends a run, for an empty place, and for an empty reason.
+    Raises ValueError for a kind that there is not or that ends a run, for an empty place, and for an empty reason;
+    TypeError for what is no text.
     """
 
     kind: str
@@ -48,19 +50,21 @@ class Accept:
     reason: str
 
     def __post_init__(self) -> None:
+        for name in ("kind", "place", "reason"):
+            text(name, getattr(self, name))
         kind_named(self.kind, "kind")
         for name in ("place", "reason"):
             if not getattr(self, name).strip():
                 raise ValueError(f"{name}: expected a text, got an empty one; say where it is and why it may stay")
 
     @classmethod
-    def parse(cls, text: str) -> "Accept":
+    def parse(cls, words: str) -> "Accept":
         """Of `KIND@PLACE=REASON`, the form of the command line."""
-        kind, at, rest = text.partition("@")
+        kind, at, rest = words.partition("@")
         place, equals, reason = rest.partition("=")
         if not at or not equals:
             raise ValueError(
-                f"accept: expected KIND@PLACE=REASON, as 'DataRace@kernel.py:120=why it may stay', got {text!r}"
+                f"accept: expected KIND@PLACE=REASON, as 'DataRace@kernel.py:120=why it may stay', got {words!r}"
             )
         return cls(kind=kind.strip(), place=place.strip(), reason=reason.strip())
 
@@ -85,16 +89,27 @@ class Accept:
 
 @dataclass
 class Seen:
-    """What the launches of a `check` saw together."""
+    """What the launches of a `check` saw together.
+
+    raised: what a launch raised since the last `collect`; the function may have caught it.
+    """
 
     launches: int = 0
     findings: list[Finding] = field(default_factory=list)
+    raised: list[Finding] = field(default_factory=list)
     accepted: Counter[Accept] = field(default_factory=Counter)
 
     def add(self, finding: Finding) -> None:
         """Keep a finding, unless there is one of its kind at its lines already."""
         if all(identity(finding) != identity(known) for known in self.findings):
             self.findings.append(finding)
+
+    def collect(self) -> list[Finding]:
+        """All findings, with those that were raised."""
+        for finding in self.raised:
+            self.add(finding)
+        self.raised.clear()
+        return self.findings
 
 
 SEEN: ContextVar[Seen | None] = ContextVar("gluon_cpu_seen", default=None)
@@ -112,8 +127,8 @@ class Verdicts:
     """
 
     def __init__(self, skip: Iterable[str] = (), accept: Collection[Accept] = (), keep_going: bool = False) -> None:
-        if isinstance(skip, str):
-            raise TypeError(f"skip: expected a list of kinds of findings, got the string {skip!r}: write [{skip!r}]")
+        listed("skip", skip, of="kinds of findings")
+        listed("accept", accept, of="gluon_cpu.Accept objects")
         self.skipped = tuple(kind_named(name, "skip") for name in skip)
         for entry in accept:
             if not isinstance(entry, Accept):

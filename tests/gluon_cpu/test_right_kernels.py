@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gluon_cpu
+from gluon_cpu.front import errors_in
 from tests.compat import (
     TensorMemoryLayout,
     allocate_tensor_memory,
@@ -236,3 +237,34 @@ def test_the_compilers_reason_is_in_the_message():
         gluon_cpu.launch(without_a_layout, (1,), poisoned(64))
     assert "Failed to infer return type" in str(caught.value)
     assert f"{__file__.rsplit('/', 1)[-1]}:" in str(caught.value)
+
+
+@jit
+def of_another_size(out_ptr):
+    gl.store(out_ptr + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), 1.0)
+
+
+def test_what_explains_the_compilers_reason_is_in_the_message():
+    with pytest.raises(RuntimeError, match="of_another_size: the compiler refuses it") as caught:
+        gluon_cpu.launch(of_another_size, (1,), poisoned(128), num_ctas=2)
+    assert "Layout has 1 CTAs per CGA, but the context requires 2 CTAs per CGA." in str(caught.value)
+
+
+PRINTED = """\
+k.py:3:9: error: first
+    a line of source
+    ^
+k.py:3:9: note: see current operation: %0 = "tt.load"
+  more of the note
+k.py:4:9: error: second
+its reason
+module attributes {} {
+  tt.func @k() {
+"""
+
+
+def test_errors_are_told_from_the_rest_that_the_compiler_prints():
+    whole = "<unknown>:0: error: Failures have been detected\n"
+    expected = ["k.py:3:9: error: first", "    a line of source", "    ^", "k.py:4:9: error: second", "its reason"]
+    assert errors_in(PRINTED + whole) == expected
+    assert errors_in(whole) == [whole.strip()]

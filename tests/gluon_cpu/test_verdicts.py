@@ -1,5 +1,7 @@
 """What becomes of a finding: skipped, accepted with a reason, kept for the end; and what is no finding at all."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,11 +42,26 @@ def read(tile, ready, out_ptr, BUG: gl.constexpr):
     gl.store(out_ptr + gl.arange(0, 128, ROW), tile.load(ROW))
 
 
+ANY: Any = gluon_cpu  # for calls that a type checker would refuse
 FIRST_KIND = gluon_cpu.Accept(kind="UninitialisedRead", place="three_faults", reason="of no use to anybody")
 
 
-def run(*faults: bool, **options):
-    return gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), *faults, **options)
+def run(*faults: bool, grid=(1,), **options):
+    return gluon_cpu.launch(three_faults, grid, normal(128), poisoned(128), *faults, **options)
+
+
+def right(**options):
+    return run(False, False, False, **options)
+
+
+def check(**options):
+    """Of a function that would have no finding."""
+    return gluon_cpu.check(right, **{"schedules": 1, "quiet": True, **options})
+
+
+def enter(**options):
+    with gluon_cpu.machine(**options):
+        pass
 
 
 def findings(group: ExceptionGroup) -> list[gluon_cpu.Finding]:
@@ -134,6 +151,55 @@ def test_check_collects_distinct_findings_of_all_schedules(capsys):
     assert "OutOfBounds after 10 schedules" in printed
 
 
+def test_what_was_collected_is_kept_when_the_function_raises_something_else(capsys):
+    calls = []
+
+    def fn():
+        calls.append(1)
+        three_faults[(1,)](normal(128), poisoned(128), True, False, len(calls) > 1)
+        raise AssertionError("wrong numbers")
+
+    with pytest.raises(ExceptionGroup, match="2 findings in 3 schedules, and AssertionError") as caught:
+        gluon_cpu.check(fn, schedules=3, keep_going=True)
+    assert [type(f).__name__ for f in caught.value.exceptions] == ["UninitialisedRead", "OutOfBounds", "AssertionError"]
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 findings:")
+    assert "fn raised something else as well, which may follow from a finding: AssertionError: wrong numbers" in printed
+
+
+def test_a_crash_without_a_finding_ends_the_check_at_once():
+    calls = []
+
+    def fn():
+        calls.append(1)
+        three_faults[(1,)](normal(128), poisoned(128), False, False, False)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        gluon_cpu.check(fn, schedules=3, keep_going=True)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("afterwards", ["nothing", "something else", "a group of findings"])
+def test_a_finding_that_the_function_catches_is_reported(afterwards, capsys):
+    def fn():
+        try:
+            three_faults[(1,)](normal(128), poisoned(128), True, False, False)
+        except Exception as error:
+            if afterwards == "something else":
+                raise ValueError("mine") from None
+            if afterwards == "a group of findings":
+                raise ExceptionGroup("several", [error]) from None
+
+    expected = ExceptionGroup if afterwards == "something else" else gluon_cpu.UninitialisedRead
+    with pytest.raises(expected):
+        gluon_cpu.check(fn, schedules=3)
+    printed = capsys.readouterr().out
+    assert printed.startswith("UninitialisedRead after 1 schedule")
+    assert ("fn caught a finding and went on" in printed) == (afterwards == "nothing")
+    assert gluon_cpu.check(fn, schedules=3, accept=[FIRST_KIND]).ok
+
+
 def test_check_says_what_was_accepted_and_what_was_not_met(capsys):
     other = gluon_cpu.Accept(kind="DataRace", place="fill", reason="a race that there is not")
 
@@ -161,11 +227,46 @@ def test_check_says_what_was_accepted_and_what_was_not_met(capsys):
     (lambda: run(False, False, False, target="sm_80"), ValueError, "target: expected 'sm_90a'"),
     (lambda: run(False, False, False, target=90), ValueError, "target: expected 'sm_90a'.*got 90"),
     (lambda: run(False, False, False, schedule="late"), TypeError, "schedule: expected a Schedule"),
-    (lambda: run(False, False, False, resident=0), ValueError, "resident: expected at least one"),
+    (lambda: run(False, False, False, resident=0), ValueError, "resident: expected at least 1, got 0"),
     (lambda: gluon_cpu.launch(lambda: None, (1,)), TypeError, "kernel: expected a Gluon kernel"),
     (lambda: gluon_cpu.check(lambda: None, schedules=0), ValueError, "schedules: expected at least one, got 0"),
     (lambda: gluon_cpu.check(lambda: None, schedules=2), gluon_cpu.NothingChecked, "launched no kernel"),
     (lambda: gluon_cpu.check(lambda: None, target="sm_42"), ValueError, "target: expected 'sm_90a'"),
+    (lambda: right(skip=5), TypeError, r"skip: expected a list of kinds of findings, got 5: write"),
+    (lambda: right(accept=FIRST_KIND), TypeError, r"accept: expected a list of gluon_cpu.Accept objects.*write \["),
+    (lambda: check(accept=FIRST_KIND), TypeError, "accept: expected a list of gluon_cpu.Accept objects"),
+    (lambda: check(policies=[]), ValueError, "policies: expected some of .*got none"),
+    (lambda: check(policies="late"), TypeError, r"policies: expected a list.*got 'late': write \['late'\]"),
+    (lambda: check(seed="x"), TypeError, "seed: expected a whole number, got 'x'"),
+    (lambda: check(schedules=2.5), TypeError, "schedules: expected a whole number, got 2.5"),
+    (lambda: check(schedules="5"), TypeError, "schedules: expected a whole number, got '5'"),
+    (lambda: check(schedule=gluon_cpu.Schedule("late", 1)), TypeError, "schedule: many are made here.*schedules=1"),
+    (lambda: check(keepgoing=True), TypeError, "keepgoing: no option and no parameter of machine.*keep_going"),
+    (lambda: ANY.check(3), TypeError, "fn: expected a function without arguments.*got 3"),
+    (lambda: enter(foo=3), TypeError, "foo: no option and no parameter of machine; leave it out"),
+    (lambda: enter(schedule="late"), TypeError, "schedule: expected a Schedule"),
+    (lambda: right(keepgoing=True), TypeError, "keepgoing: no option.*three_faults; did you mean keep_going"),
+    (lambda: right(grid=None), TypeError, "grid: expected whole numbers.*got None"),
+    (lambda: right(grid="4"), TypeError, "grid: expected whole numbers.*got '4'"),
+    (lambda: right(grid=(1.5,)), TypeError, r"grid: expected whole numbers.*got \(1.5,\)"),
+    (lambda: right(grid=(1, 1, 1, 1)), ValueError, "grid: expected one to three sizes, got 4"),
+    (lambda: right(grid=()), ValueError, "grid: expected one to three sizes, got 0"),
+    (lambda: right(grid=(4, 0)), ValueError, r"grid: expected positive sizes, got \(4, 0\)"),
+    (lambda: run(False), TypeError, r"three_faults: expected arguments for \(x_ptr, .*missing .*'SECOND'"),
+    (lambda: run(False, False, False, True), TypeError, "three_faults: expected .*too many positional arguments"),
+    (lambda: half_into("out"), TypeError, "out_ptr: expected a tensor, a tensor descriptor.*got 'out'"),
+    (lambda: half_into([1, 2]), TypeError, r"out_ptr: expected a tensor.*got \[1, 2\]"),
+    (lambda: right(num_warps="4"), TypeError, "num_warps: expected a whole number, got '4'"),
+    (lambda: right(num_warps=3), ValueError, "num_warps: expected a power of two from 1 to 32, got 3"),
+    (lambda: right(num_ctas=32), ValueError, "num_ctas: expected a power of two from 1 to 16, got 32"),
+    (lambda: right(checks="no"), TypeError, "checks: expected True or False, got 'no'"),
+    (lambda: right(resident=1.5), TypeError, "resident: expected a whole number, got 1.5"),
+    (lambda: right(trace="absent/out.json"), ValueError, "trace: expected a file in a folder that there is.*make"),
+    (lambda: right(trace="."), ValueError, "trace: expected the name of a file, got the folder"),
+    (lambda: right(trace=3), TypeError, "trace: expected the name of a file, got 3"),
+    (lambda: right(timeline="absent/out.svg"), ValueError, "timeline: expected a file in a folder that there is"),
+    (lambda: ANY.Schedule(seed="x"), TypeError, "seed: expected a whole number, got 'x'"),
+    (lambda: ANY.Accept(kind="DataRace", place="f", reason=3), TypeError, "reason: expected a text, got 3"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(make, error, words):
     with pytest.raises(error, match=words):
@@ -185,7 +286,9 @@ def test_a_kernel_of_plain_triton_is_refused():
 
 
 SCRIPT = """
-from tests.gluon_cpu.test_verdicts import normal, poisoned, three_faults
+import sys
+import torch
+from tests.gluon_cpu.test_verdicts import first_half, normal, poisoned, three_faults
 
 def wrong():
     three_faults[(1,)](normal(128), poisoned(128), True, False, False)
@@ -198,7 +301,37 @@ def nothing():
 
 def crash():
     raise KeyError("mine")
+
+def caught():
+    try:
+        wrong()
+    except Exception:
+        pass
+
+def wrong_numbers():
+    wrong()
+    assert False, "the numbers are wrong"
+
+def partial():
+    first_half[(1,)](normal(128), torch.ones(256))
+
+def leave():
+    sys.exit(0)
+
+def leave_with_one():
+    sys.exit(1)
 """
+AT_IMPORT = {
+    "missing": "import there_is_no_such_module",
+    "unreadable": "def run(:",
+    "raising": "raise ValueError('boo')",
+    "leaving": "import sys; sys.exit(0)",
+    "finding": """
+import gluon_cpu
+from tests.gluon_cpu.test_verdicts import normal, poisoned, three_faults
+gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), True, False, False)
+""",
+}
 
 
 @pytest.mark.parametrize(("arguments", "status", "words"), [
@@ -210,15 +343,39 @@ def crash():
     (["wrong", "--schedules", "0"], 2, ["--schedules: expected at least 1"]),
     (["wrong", "--skip", "Race"], 2, ["skip: expected a kind"]),
     (["wrong", "--accept", "DataRace"], 2, ["expected KIND@PLACE=REASON"]),
+    (["wrong", "--trace", "absent/out.json"], 2, ["--trace: expected a file in a folder that there is"]),
+    (["wrong", "--timeline", "absent/out.svg"], 2, ["timeline: expected a file in a folder that there is"]),
     (["absent"], 2, ["has no function absent"]),
     (["nothing"], 3, ["launched no kernel"]),
     (["crash"], 4, ["KeyError", "that is no finding"]),
+    (["caught"], 1, ["UninitialisedRead after 1 schedule", "caught caught a finding and went on"]),
+    (["wrong_numbers", "--keep-going"], 1, ["UninitialisedRead after 2 schedules", "raised AssertionError: that is"]),
+    (["partial"], 0, ["no finding"]),
+    (["partial", "--outputs", "out_ptr"], 1, ["512 of the 1024 bytes"]),
+    (["leave"], 4, ["raised SystemExit: that is no finding"]),
+    (["leave_with_one"], 4, ["raised SystemExit: that is no finding"]),
 ])  # fmt: skip
 def test_exit_status_of_the_command(tmp_path, capsys, arguments, status, words):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
     name, *rest = arguments
     assert command.main(["check", f"{file}::{name}", "--schedules", "2", *rest]) == status
+    said = capsys.readouterr()
+    for word in words:
+        assert word in said.out + said.err
+
+
+@pytest.mark.parametrize(("name", "status", "words"), [
+    ("missing", 4, ["as its file raised ModuleNotFoundError: that is no finding", "there_is_no_such_module"]),
+    ("unreadable", 4, ["as its file raised SyntaxError: that is no finding"]),
+    ("raising", 4, ["as its file raised ValueError: that is no finding", "boo"]),
+    ("leaving", 4, ["as its file raised SystemExit: that is no finding"]),
+    ("finding", 1, ["UninitialisedRead while the file of", "replay: schedule="]),
+])  # fmt: skip
+def test_exit_status_for_a_file_that_raises_while_it_is_loaded(tmp_path, capsys, name, status, words):
+    file = tmp_path / f"{name}.py"
+    file.write_text(AT_IMPORT[name])
+    assert command.main(["check", f"{file}::run"]) == status
     said = capsys.readouterr()
     for word in words:
         assert word in said.out + said.err
@@ -240,3 +397,65 @@ def test_outputs_that_are_written_in_part():
 def first_half(x_ptr, out_ptr):
     i = gl.arange(0, 128, ROW)
     gl.store(out_ptr + i, gl.load(x_ptr + i))
+
+
+def half_into(out, **options):
+    return gluon_cpu.launch(first_half, (1,), normal(128), out, **options)
+
+
+@pytest.mark.parametrize("way", [["out_ptr"], ("out_ptr",), {"out_ptr"}])
+def test_outputs_by_name(way):
+    with pytest.raises(gluon_cpu.OutputError, match="512 of the 1024 bytes"):
+        half_into(torch.ones(256), outputs=way)
+    half_into(torch.ones(128), outputs=way)
+    with pytest.raises(gluon_cpu.OutputError, match="512 of the 1024 bytes"):
+        gluon_cpu.check(lambda: first_half[(1,)](normal(128), torch.ones(256)), schedules=1, outputs=way)
+
+
+@jit
+def of_a_tuple(x_ptr, outs):
+    i = gl.arange(0, 128, ROW)
+    gl.store(outs[1] + i, gl.load(x_ptr + i))
+
+
+def test_outputs_of_a_tuple_by_name():
+    outs = torch.ones(128), torch.ones(128)
+    gluon_cpu.launch(of_a_tuple, (1,), normal(128), outs, outputs=["outs.1"])
+    with pytest.raises(gluon_cpu.OutputError, match=r"output outs\.0"):
+        gluon_cpu.launch(of_a_tuple, (1,), normal(128), outs, outputs=["outs"])
+
+
+ONES = torch.ones(256)
+
+
+@pytest.mark.parametrize(("outputs", "error", "words"), [
+    (ONES, TypeError, r"outputs: expected a list.*got a Tensor of shape \(256,\): write"),
+    ("out_ptr", TypeError, "outputs: expected a list.*got 'out_ptr'"),
+    ([ONES[:128]], ValueError, r"got a Tensor of shape \(128,\), which is no argument of.*a view of it is another"),
+    ([torch.ones(256)], ValueError, "outputs: expected tensors among the arguments"),
+    ([None], ValueError, "got None, which is no argument"),
+    (["out"], ValueError, r"got 'out', which is no argument of.*one of \['x_ptr', 'out_ptr'\]"),
+])  # fmt: skip
+@pytest.mark.parametrize("how", ["launch", "machine", "check"])
+def test_outputs_that_are_no_arguments_are_refused(how, outputs, error, words):
+    def ordinary():
+        first_half[(1,)](normal(128), ONES)
+
+    def in_a_machine():
+        with gluon_cpu.machine(outputs=outputs):
+            ordinary()
+
+    ways = {
+        "launch": lambda: half_into(ONES, outputs=outputs),
+        "machine": in_a_machine,
+        "check": lambda: gluon_cpu.check(ordinary, schedules=2, outputs=outputs),
+    }
+    with pytest.raises(error, match=words):
+        ways[how]()
+
+
+def test_outputs_of_one_of_several_launches():
+    out = torch.ones(128)
+    with gluon_cpu.machine(outputs=["outs.1", out]):
+        first_half[(1,)](normal(128), out)
+        of_a_tuple[(1,)](normal(128), (torch.ones(128), torch.ones(128)))
