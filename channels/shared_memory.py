@@ -235,6 +235,13 @@ class SharedMemoryProducer:
         return self.channel.slot(at.slot()), SharedMemoryProducer(self.channel, at.next())
 
     @jit
+    def borrow(self):
+        """Wait until the next slot is free, and use its memory without filling it: nothing is to be published. The end
+        stays where it is, and `acquire` gives the same slot; whatever reads the memory must be done by then."""
+        self.channel.wait_until_free(self.ring)
+        return self.channel.slot(self.ring.slot())
+
+    @jit
     def drain(self):
         """Wait until every slot is free again. Where tensor cores free the slots, nobody else waits for the last
         arrivals, and the barriers must outlive them. The end is of no use afterwards."""

@@ -126,7 +126,7 @@ def test_unlike_broken(bug, kind):
 
 
 @jit
-def write(channel, x_ptr, steps, bug):
+def write(channel, x_ptr, extra_ptr, steps, bug):
     end = channel.producer()
     for i in range(steps):
         slot, end = end.acquire()
@@ -139,6 +139,15 @@ def write(channel, x_ptr, steps, bug):
             mbarrier.arrive(slot.filled)
         elif bug != NOT_FILLED:
             slot.publish()
+    # Memory of the next slot, through which the last tile goes once more, transposed.
+    if bug != NOT_AWAITED:
+        end.borrow()
+    tile = channel.slot(end.ring.slot()).part(0)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, MATRIX_1))[:, None]
+    columns = gl.arange(0, 32, gl.SliceLayout(0, MATRIX_1))[None, :]
+    last = (2 * steps - 1) * 32 * 32
+    tile.store(gl.load(x_ptr + last + rows * 32 + columns))
+    gl.store(extra_ptr + rows * 32 + columns, tile.permute((1, 0)).load(MATRIX_1))
 
 
 @jit
@@ -156,11 +165,11 @@ def store(channel, out_desc, steps, bug):
 
 
 @jit(do_not_specialize=["bug"])
-def published(x_ptr, out_desc, steps, bug):
+def published(x_ptr, extra_ptr, out_desc, steps, bug):
     channel = SharedMemoryChannel.alloc((out_desc, out_desc), SLOTS=2, CONSUMERS=1)
     init_all((channel,))
     gl.warp_specialize(
-        [(store, (channel, out_desc, steps, bug)), (write, (channel, x_ptr, steps, bug))],
+        [(store, (channel, out_desc, steps, bug)), (write, (channel, x_ptr, extra_ptr, steps, bug))],
         [1],
         [24],
     )
@@ -169,9 +178,10 @@ def published(x_ptr, out_desc, steps, bug):
 
 def run_published(schedule, bug=NO_BUG):
     x = normal(STEPS * 64, 32)
-    out = torch.full_like(x, float("nan"))
-    gluon_cpu.launch(published, (1,), x, descriptor(out, [32, 32]), STEPS, bug, schedule=schedule)
+    out, extra = torch.full_like(x, float("nan")), poisoned(32, 32)
+    gluon_cpu.launch(published, (1,), x, extra, descriptor(out, [32, 32]), STEPS, bug, schedule=schedule)
     same(out, x)
+    same(extra, x[-32:].T)
 
 
 def test_a_role_publishes():
@@ -182,6 +192,7 @@ PUBLISHED_BUGS = {
     "published without a fence": (NO_FENCE, gluon_cpu.MissingFence),
     "not published": (NOT_FILLED, gluon_cpu.Deadlock),
     "released while the store reads": (RELEASED_TOO_EARLY, gluon_cpu.ReuseRace),
+    "memory used that was not borrowed": (NOT_AWAITED, gluon_cpu.ReuseRace),
 }
 
 

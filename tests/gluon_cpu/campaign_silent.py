@@ -109,8 +109,11 @@ def name_of(row: Row, dtype: torch.dtype) -> str:
 
 def kernels() -> dict[str, Callable[[], Twin]]:
     """Every kernel by its name; what runs it is made when it is its turn, as it holds the inputs."""
-    rows = ((row, dtype) for row in TABLE for dtype in DTYPES[row.element_bytes])
-    table = {name_of(row, dtype): functools.partial(of_the_table, row, dtype) for row, dtype in rows}
+    table: dict[str, Callable[[], Twin]] = {}
+    for i, row in enumerate(TABLE):
+        for dtype in DTYPES[row.element_bytes]:
+            # Rows may differ in no more than slots or registers, so each has its number in the table.
+            table[f"{name_of(row, dtype)} row {i}"] = functools.partial(of_the_table, row, dtype)
     return {**table, **{name: functools.partial(TWINS.__getitem__, name) for name in TWINS}}
 
 

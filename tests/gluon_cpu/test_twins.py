@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gluon_cpu
+from gluon_attn.forward.table import TABLE
 from tests.gluon_cpu import campaign_silent, twins
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu.campaign_silent import main
@@ -26,7 +27,7 @@ def launched_by(monkeypatch: pytest.MonkeyPatch, source) -> set[str]:
 @pytest.mark.parametrize(
     ("file", "source", "refused"),
     [
-        ("test_right_kernels.py", twins.of_right_kernels, {"without_a_layout"}),
+        ("test_right_kernels.py", twins.of_right_kernels, {"without_a_layout", "of_another_size"}),
         ("test_findings_order.py", twins.of_order, set()),
         ("test_findings.py", twins.of_findings, set()),
     ],
@@ -95,3 +96,9 @@ def test_arguments_that_are_refused(arguments):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
+
+
+def test_every_row_of_the_table_is_run():
+    """Also rows that differ in no more than slots, one of which may serve longer sequences."""
+    of_table = [name for name in campaign_silent.kernels() if name.startswith("sm_")]
+    assert len(of_table) == sum(len(campaign_silent.DTYPES[row.element_bytes]) for row in TABLE)

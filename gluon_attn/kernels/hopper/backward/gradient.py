@@ -143,8 +143,7 @@ def staging(dq_slot, wires, desc):
 def store_grads(state, wires, operands, keys):
     """Start the stores of dK and dV."""
     coords = key_coords(keys, keys.kv_head, keys.first)
-    dq_slot, _ = state.dqs.acquire()  # not published, and so acquired again by the next step
-    dk_tile, dv_tile = staging(dq_slot, wires, operands.dk)
+    dk_tile, dv_tile = staging(state.dqs.borrow(), wires, operands.dk)
     dk_tile.reshape(state.dk.shape).store((state.dk * operands.scale).to(operands.dk.dtype))
     dv_tile.reshape(state.dv.shape).store(state.dv.to(operands.dv.dtype))
     tma.store_own(operands.dk, coords, dk_tile)
