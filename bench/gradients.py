@@ -46,6 +46,7 @@ def backward_of(out: Tensor, inputs: list[Tensor], dout: Tensor) -> Callable[[],
 def deterministic(call: Callable[[], object]) -> object:
     """As torch runs it when it may use no other than deterministic kernels."""
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # which would take time
     try:
         return call()
     finally:

@@ -23,6 +23,7 @@ from .problem import (
     check_no_overlap,
     check_readable,
     check_scale_signs,
+    check_scale_tensor,
     output_dtype,
     refuse_address,
     type_name,
@@ -157,7 +158,10 @@ def attention(
         return both if return_lse else both[0]
     if gradient:
         refuse_unusual(q=q, k=k, v=v)
+        check_device(device, q)
         require_gradients(q, out, device)
+        for name, one in zip(SCALES, (q_scale, k_scale, v_scale), strict=True):
+            check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
         options: dict[str, Any] = {
             "causal": causal,
             "scale": scale,
@@ -179,10 +183,11 @@ def attention(
         launch = _launches[key]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # New; or no dense tensor, or not hashable: prepare() says what is wrong.
-        if (cast := autocast(q, k, v))[0] is not q:
+        cast = autocast(q, k, v)
+        if cast[0] is not q or cast[1] is not k or cast[2] is not v:
             return attention(
-                *cast, causal=causal, scale=scale, layout=layout, return_lse=return_lse, out=out, num_ctas=num_ctas,
-                tile=tile, device=device,
+                *cast, causal=causal, scale=scale, layout=layout, return_lse=return_lse, deterministic=deterministic,
+                out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, num_ctas=num_ctas, tile=tile, device=device,
             )  # fmt: skip
         launch = prepare(q, k, v, out, scales, causal, scale, layout, num_ctas, tile, device)
         if len(_launches) >= MAX_LAUNCHES:
@@ -217,12 +222,24 @@ def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In fp32 where `torch.autocast` is on: in its dtype, as torch's own attention has them there."""
-    if isinstance(q, Tensor) and q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-    return q, k, v
+def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Those in fp32, where `torch.autocast` is on, in its dtype, as torch's own attention has them there."""
+
+    def converted(t: Any) -> Any:
+        if not isinstance(t, Tensor) or t.dtype != torch.float32:
+            return t
+        kind = t.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return t.to(torch.get_autocast_dtype(kind)) if on else t
+
+    return converted(q), converted(k), converted(v)
+
+
+def check_device(device: object, q: Tensor) -> None:
+    if device is not None and not isinstance(device, Device):
+        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"
+        todo = on_cpu if q.device.type == "cpu" else "leave it out"
+        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
 
 
 def refuse(**unsupported: Any) -> None:
@@ -322,10 +339,7 @@ def prepare(
         raise TypeError(f"tile: expected a TileConfig or None, got {type_name(tile)}; leave it out")
     if tile is not None and num_ctas not in (None, tile.num_ctas):
         raise ValueError(f"num_ctas: expected {tile.num_ctas} (as tile.cga_layout says), got {num_ctas}; leave one out")
-    if device is not None and not isinstance(device, Device):
-        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"  # type: ignore[unreachable]
-        todo = on_cpu if q.device.type == "cpu" else "leave it out"
-        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
+    check_device(device, q)
     check_memory(q, k, v, out)
     check_call(q, k, v, out, scales)
     chosen = Device.of(q.device) if device is None else device

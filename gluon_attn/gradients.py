@@ -9,7 +9,7 @@ from .backward.launch import backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .device import Device
-from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, Problem
+from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, Problem, in_bhsd
 from .runtime.kernel import Launches
 
 ARCHS = (90,)  # for which there are backward kernels
@@ -41,7 +41,7 @@ def attention_backward(
         q, k, v, causal, scale, layout, device: as `attention` was given them; float16 or bfloat16, on Hopper.
         out, lse: what it returned.
         deterministic: add up dQ in a fixed order, so that each run gives the same bits. None: as
-            `torch.use_deterministic_algorithms` says. It takes no more memory.
+            `torch.use_deterministic_algorithms` says. It takes one int32 more for each block of rows.
 
     Returns:
         dQ, dK and dV in the shapes, dtypes and, where dense, strides of q, k and v. Sums are fp32. A row that sees no
@@ -49,6 +49,7 @@ def attention_backward(
 
     Raises:
         NotImplementedError: gradients that are not supported, by what stands against it.
+        TypeError, ValueError: a tensor that is not as above; the message says which.
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernels.
     """
     if deterministic is None:
@@ -58,15 +59,18 @@ def attention_backward(
         dlse = dlse.resolve_neg().contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     key = (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(), dout.stride(), q.dtype, q.device,
-        causal, scale, layout, deterministic, device,
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), *identity(out), *identity(dout), *identity(lse),
+        None if dlse is None else identity(dlse), q.dtype, q.device, causal, scale, layout, deterministic, device,
     )  # fmt: skip
-    if key not in _launches:
+    try:
+        launch = _launches[key]
+    except KeyError:
+        check_outputs(q, layout, out=out, dout=dout, lse=lse, dlse=dlse)
+        tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+        launch = prepare(tensors, causal, scale, layout, deterministic, device)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
-        tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-        _launches[key] = prepare(tensors, causal, scale, layout, deterministic, device)
-    launch = _launches[key]
+        _launches[key] = launch
     if launch is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     launch({
@@ -74,6 +78,32 @@ def attention_backward(
         "added": None,
     })  # fmt: skip
     return dq, dk, dv
+
+
+def identity(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def check_outputs(q: Tensor, layout: str, **tensors: Tensor | None) -> None:
+    """That O, LSE and their gradients are of q. Raises TypeError or ValueError by name."""
+    shape = in_bhsd(q, layout).shape
+    for name, t in tensors.items():
+        of_rows = name in ("lse", "dlse")
+        want = (shape[:3], torch.float32) if of_rows else (q.shape, q.dtype)
+        if t is None:
+            continue
+        if t.dtype != want[1]:
+            raise TypeError(f"{name}: expected dtype {want[1]}, got {t.dtype}; convert with .to({want[1]})")
+        if t.shape != want[0]:
+            raise ValueError(
+                f"{name}: expected shape {tuple(want[0])}, got {tuple(t.shape)}; give that of the same call"
+            )
+        if t.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; put all of them on one")
+        if of_rows and not t.is_contiguous():
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {t.stride()}; call .contiguous() on it"
+            )
 
 
 def prepare(
@@ -86,6 +116,7 @@ def prepare(
 ) -> Launches | None:
     """The launches for tensors of these shapes and strides; None if there is nothing to compute."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    require_gradients(q, None, device)
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout)
     if problem.is_empty:
         return None

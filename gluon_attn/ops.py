@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .device import Device
-from .gradients import attention_backward
+from .gradients import attention_backward, require_gradients
 from .problem import in_bhsd, output_dtype
 
 # Devices that an operator's schema can name: it takes no objects.
@@ -149,6 +149,8 @@ def attention_op(
                 f"{name}: expected None under torch.compile or torch.export, got a value; leave it out, or keep the "
                 "call out of the graph by a function of your own under @torch.compiler.disable"
             )
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and device is not None:
+        require_gradients(q, None, device)
     cards = [name for name, known in CARDS.items() if device == known]
     if not cards:
         raise NotImplementedError(

@@ -14,8 +14,8 @@ class BackwardPlan:
     """The numbers of a backward's launches that depend on no tensor.
 
     programs: of the main kernel, as many as there are processors: each loads its next K and V early. Only with a fixed
-        order of sums, under a causal mask, one for each key block: the order is that of the grid, and no two of a
-        program may wait for each other.
+        order of sums one for each key block: who waits for others then waits for programs of a lower number, which have
+        begun, however many processors there really are.
     blocks_per_item: 1, or 2 to pair key blocks that many queries see with those that few do.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     """
@@ -63,7 +63,7 @@ class BackwardPlan:
         return BackwardPlan(
             problem=problem,
             config=config,
-            programs=key_blocks if problem.causal and deterministic else min(device.sm_count, items),
+            programs=key_blocks if deterministic else min(device.sm_count, items),
             blocks_per_item=blocks_per_item,
             row_programs=row_programs,
             deterministic=deterministic,

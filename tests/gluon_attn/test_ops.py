@@ -70,18 +70,23 @@ def test_exported():
 @pytest.mark.parametrize("grad", [False, True])
 def test_autocast_converts_fp32(grad):
     inputs = [t.detach().requires_grad_(grad) for t in qkv(dtype=torch.float32)]
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attention(*inputs, device=HOPPER)
-    assert isinstance(out, Tensor)
-    assert out.dtype == torch.bfloat16
     plain = attention(*(t.bfloat16() for t in inputs), device=HOPPER)
     assert isinstance(plain, Tensor)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*inputs, device=HOPPER)
+        mixed = attention(inputs[0].bfloat16(), inputs[1], inputs[2].bfloat16(), device=HOPPER)
+    assert isinstance(mixed, Tensor)
+    assert torch.equal(mixed, plain)
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.bfloat16
     assert torch.equal(out, plain)
     if grad:
         out.float().sum().backward()
         assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in inputs)
     with pytest.raises(TypeError, match=r"^q: expected dtype float16, bfloat16"):
         attention(*(t.detach() for t in inputs), device=HOPPER)
+    with pytest.raises(TypeError, match=r"^q: expected dtype float16, bfloat16"):
+        attention(*(t.detach().to("meta") for t in inputs))
 
 
 def test_refused_in_a_graph():

@@ -61,6 +61,16 @@ for d, is_causal in itertools.product((32, 64, 72, 128, 192, 256), (False, True)
 
 
 @gradients_test
+def programs_with_several_key_blocks() -> None:
+    """More of them than processors, and an odd number to a head."""
+    for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True)):
+        q, k, v = normal_qkv(batch=4, heads=8, q_len=700, kv_len=1400, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        got = gradients(q, k, v, dout, causal=causal, deterministic=deterministic)
+        check_gradients(q, k, v, dout, got, causal=causal, what=f"D={head_dim} {causal=} {deterministic=}")
+
+
+@gradients_test
 def both_layouts_and_lse() -> None:
     for layout, causal in itertools.product(("bhsd", "bshd"), (False, True)):
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=300, kv_len=400, layout=layout)
@@ -111,7 +121,7 @@ def invariants_at_131072_tokens() -> None:
 @gradients_test
 def deterministic_launches_are_equal() -> None:
     for head_dim, causal, launches in ((128, True, 10_000), (64, True, 2000), (64, False, 2000), (256, True, 2000)):
-        q, k, v = normal_qkv(batch=2, heads=8, kv_heads=4, q_len=1000, head_dim=head_dim)
+        q, k, v = normal_qkv(batch=4, heads=10, kv_heads=10 if causal else 5, q_len=1000, head_dim=head_dim)
         dout = normal(*q.shape, seed=7)
         out, lse = attention(q, k, v, causal=causal, return_lse=True)
 

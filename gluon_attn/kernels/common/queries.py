@@ -45,11 +45,6 @@ class Keys:
     MASK: gl.constexpr  # a Mask
 
     @jit
-    def slice(self, offset, KEYS: gl.constexpr):
-        """KEYS of these keys, from key first + offset on."""
-        return Keys(self.batch, self.kv_head, self.first + offset, self.sequence, KEYS, self.BLOCK_M, self.MASK)
-
-    @jit
     def queries(self):
         """The QueryRange that they walk, the same in each head of the group. The last block alone may have fewer than
         KEYS keys, and is masked throughout."""

@@ -1,5 +1,6 @@
 """The gradients of attention on CPU tensors, executed by gluon_cpu: numbers, edges, refusals, races."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ CASES = {
     "D=192, full": (1, 1, 1, 130, 70, 192, False, FP16),
     "D=256, fp16": (1, 1, 1, 65, 129, 256, False, FP16),
 }
+HOPPER = Device.hopper()
 FEW = ("one block", "odd lengths, causal", "rows that see no key", "batches and grouped heads", "D=256")
 
 
@@ -49,10 +51,18 @@ def tensors(case: str, layout: str = "bhsd", seed: int = 0) -> tuple[Tensor, ...
     return q, k, v, dout, torch.randn((batch, heads, q_len), generator=generator)
 
 
-def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None, **options: Any) -> list[Any]:
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    device: Device = HOPPER,
+    **options: Any,
+) -> list[Any]:
     """By autograd, of attention on gluon_cpu."""
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*inputs, device=Device.hopper(), return_lse=True, **options)
+    out, lse = attention(*inputs, device=device, return_lse=True, **options)
     outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     return list(torch.autograd.grad(outputs, inputs, grads))
 
@@ -70,6 +80,22 @@ def test_deterministic_of_both_outputs_in_the_other_layout(case):
     options: dict[str, Any] = {"causal": CASES[case][6], "layout": "bshd"}
     got = gradients(q, k, v, dout, dlse, deterministic=True, **options)
     check_gradients(q, k, v, dout, got, dlse=dlse, what=case, **options)
+
+
+def small(sm_count: int) -> Device:
+    """A card on which each program has several key blocks."""
+    return dataclasses.replace(HOPPER, sm_count=sm_count)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("sm_count", "kv_len"), [(1, 300), (2, 300), (1, 200), (2, 500)])
+def test_programs_with_several_key_blocks(sm_count, kv_len, causal, deterministic):
+    q = torch.randn(1, 2, 140, 64).to(BF16)
+    k, v = torch.randn(2, 1, 1, kv_len, 64).to(BF16)
+    dout = torch.randn_like(q)
+    got = gradients(q, k, v, dout, device=small(sm_count), causal=causal, deterministic=deterministic)
+    check_gradients(q, k, v, dout, got, causal=causal)
 
 
 @pytest.mark.parametrize("what", ["scores times 30", "deep negative scores", "constant V", "dO of one direction"])
@@ -150,17 +176,38 @@ def test_refused_by_name():
         attention(*fp8, device=Device.hopper())
     with pytest.raises(TypeError, match=r"^deterministic: expected a bool"):
         attention(*inputs, device=Device.hopper(), deterministic=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^q_scale: expected None"):
+        attention(*inputs, q_scale=torch.ones(1, 1), device=Device.hopper())
+    with pytest.raises(TypeError, match=r"^device: expected a gluon_attn Device"):
+        attention(*inputs, device="hopper")  # type: ignore[arg-type]
     out = attention(*inputs, device=Device.hopper())
     (dq,) = torch.autograd.grad(out, inputs[0], dout, create_graph=True)
     with pytest.raises(NotImplementedError, match="gradients of its gradients are not supported"):
         dq.float().sum().backward()
 
 
+def test_tensors_of_another_call_are_refused():
+    q, k, v, dout, _ = tensors("one block")
+    out, lse = attention(q, k, v, device=HOPPER, return_lse=True)
+    given: dict[str, Any] = {"dout": dout, "dlse": lse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    wrong: dict[str, tuple[Tensor, str]] = {
+        "dout": (dout[:, :, :8], r"expected shape \(1, 1, 64, 128\)"),
+        "out": (out.float(), "expected dtype torch.bfloat16"),
+        "lse": (lse.double(), "expected dtype torch.float32"),
+        "dlse": (lse[..., :3], r"expected shape \(1, 1, 64\)"),
+    }
+    for name, (tensor, message) in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: {message}"):
+            attention_backward(**given | {name: tensor}, device=HOPPER)
+    with pytest.raises(NotImplementedError, match="expected a Hopper card"):
+        attention_backward(**given, device=Device.blackwell())
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", ["rows that see no key", pytest.param("D=256", marks=pytest.mark.slow)])
 def test_no_schedule_finds_a_race(case, deterministic):
     q, k, v, dout, _ = tensors(case)
-    options: dict[str, Any] = {"causal": True, "device": Device.hopper()}
+    options: dict[str, Any] = {"causal": True, "device": small(1)}  # two key blocks to a program
     out, lse = attention(q, k, v, return_lse=True, **options)
     runs = []
 

@@ -42,7 +42,7 @@ def plan_of(*, deterministic: bool = False, **fields: Any) -> BackwardPlan:
         ({"causal": True}, 128, 2),  # 256 key blocks: 128 pairs
         ({"causal": True, "batch": 1}, 128, 1),  # there is a processor for each
         ({"causal": True, "deterministic": True}, 256, 1),
-        ({"deterministic": True}, 132, 1),
+        ({"deterministic": True}, 256, 1),
     ],
 )
 def test_programs(fields, programs, blocks_per_item):

@@ -10,8 +10,8 @@ from .work import first_work
 @jit
 def reduce(wires, order, operands):
     """If DETERMINISTIC, in the order of the keys: who adds to a row block waits until as many have as have keys before
-    its own. Each of them is a program of a lower number, or an earlier item of one, and so has begun; it waits for no
-    one that has not. It begins with the same row block and adds to each of this program's rows before."""
+    its own. Each of them is a program of a lower number, and so has begun. It walks the row blocks in the same order,
+    and adds to all that this program has."""
     ROWS: gl.constexpr = operands.dq.block_shape[2]
     gdc_wait()  # until the kernel before has set dQ, and the numbers of who has added, to zero
     dqs = wires.dqs.consumer()
