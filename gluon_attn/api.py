@@ -162,14 +162,10 @@ def attention(
         require_gradients(q, out, device)
         for name, one in zip(SCALES, (q_scale, k_scale, v_scale), strict=True):
             check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
-        options: dict[str, Any] = {
-            "causal": causal,
-            "scale": scale,
-            "layout": layout,
-            "num_ctas": num_ctas,
-            "tile": tile,
-        }
-        options |= {"device": device, "deterministic": deterministic}
+        options = {
+            "causal": causal, "scale": scale, "layout": layout, "num_ctas": num_ctas, "tile": tile, "device": device,
+            "deterministic": deterministic,
+        }  # fmt: skip
         out, lse = Attention.apply(q, k, v, options, attention)
         return (out, lse) if return_lse else out
     scales = (q_scale, k_scale, v_scale)

@@ -40,17 +40,7 @@ def forward(
 
 
 @forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    layout: str,
-    deterministic: bool | None,
-    num_ctas: int | None,
-    card: str,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Any, v: Any, causal: Any, scale: Any, layout: str, *others: Any) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _ = in_bhsd(q, layout).shape
     return torch.empty_like(q, dtype=output_dtype(q.dtype)), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
