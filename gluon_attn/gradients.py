@@ -75,7 +75,6 @@ def attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     launch({
         "q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv,
-        "added": None,
     })  # fmt: skip
     return dq, dk, dv
 

@@ -27,6 +27,7 @@ PREPARE = Kernel(
     Pointer("delta_ptr", "delta"),
     Pointer("dq_ptr", "dq_sums"),
     Pointer("added_ptr", "added", "i32"),
+    Scalar("sets_zero"),
 )
 MAIN = Kernel(
     attention_backward,
@@ -43,6 +44,7 @@ MAIN = Kernel(
     Scalar("scale_log2", "fp32"),
     Scalar("scale", "fp32"),
     Scalar("blocks_per_item"),
+    Scalar("last_heads"),
 )
 FINISH = Kernel(finish_backward, Tma("out_desc", "dq"), Pointer("dq_ptr", "dq_sums"), Scalar("scale", "fp32"))
 
@@ -53,7 +55,6 @@ def builds_of(
     dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: HopperBackward, deterministic: bool
 ) -> tuple[Build, ...]:
     """The kernel before, the main one and the one after, for these compile-time choices. dtype: float16 or bfloat16."""
-    absent = {} if deterministic else {"added_ptr": None}
     rows = Block.of(dtype, config.block_m, padded_head_dim)
     keys = Block.of(dtype, config.keys, padded_head_dim)
     statistics = Block.of(torch.float32, 1, config.block_m)
@@ -61,11 +62,11 @@ def builds_of(
     blocks = dict.fromkeys(("q", "dout", "out", "dq"), rows) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
     blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
     return (
-        Build(kernel=PREPARE, blocks=blocks, constants=absent),
+        Build(kernel=PREPARE, blocks=blocks, constants={}),
         Build(
             kernel=MAIN,
             blocks=blocks,
-            constants={"MASK": mask, "CONFIG": config, **absent},
+            constants={"MASK": mask, "CONFIG": config, "DETERMINISTIC": deterministic},
             num_warps=config.WARPS,
             starts_early=True,
         ),
@@ -90,15 +91,14 @@ def compiled_backward(
 
 def workspaces(plan: BackwardPlan, device: torch.device | str) -> dict[str, Callable[[], Tensor]]:
     """What makes the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R) fp32, and
-    the sums of dQ, (B, H, R D / 32, 32) fp32, with R queries, rounded up to whole blocks, and D padded; if it is
-    deterministic, how many key blocks have added to each row block, int32."""
+    the sums of dQ, (B, H, R D / 32, 32) fp32, with R queries, rounded up to whole blocks, and D padded; how
+    many key blocks have added to each row block, int32."""
     problem = plan.problem
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
     sums = (plan.rows * problem.padded_head_dim // SUM_COLUMNS, SUM_COLUMNS)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("lse_log2", "delta"), (*heads, *statistics))
     shapes["dq_sums"] = (*heads, *sums)
-    if plan.deterministic:
-        shapes["added"] = (*heads, plan.row_blocks)
+    shapes["added"] = (*heads, plan.row_blocks)
 
     def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
         return lambda: torch.empty(shape, dtype=dtype, device=device)
@@ -114,9 +114,10 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     views |= {n: View.of(make()) for n, make in workspaces(plan, "meta").items() if n != "added"}
     before, main, after = builds_of(problem.dtype, problem.padded_head_dim, problem.mask, config, plan.deterministic)
     scale = {"scale": problem.scale}
-    numbers = scale | {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
+    order = {"blocks_per_item": plan.blocks_per_item, "last_heads": plan.last_heads}
+    numbers = scale | order | {"scale_log2": plan.scale_log2}
     return [
-        Launch(build=before, programs=plan.row_programs, views=views, scalars={}),
+        Launch(build=before, programs=plan.row_programs, views=views, scalars={"sets_zero": plan.sets_zero}),
         Launch(build=main, programs=plan.programs, views=views, scalars=numbers),
         Launch(build=after, programs=plan.row_programs, views=views, scalars=scale),
     ]

@@ -17,6 +17,7 @@ class BackwardPlan:
         order of sums one for each key block: who waits for others then waits for programs of a lower number, which have
         begun, however many processors there really are.
     blocks_per_item: 1, or 2 to pair key blocks that many queries see with those that few do.
+    last_heads: of how many KV heads, the last ones, the key blocks are not paired, so that all programs end together.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     """
 
@@ -24,6 +25,7 @@ class BackwardPlan:
     config: HopperBackward
     programs: int
     blocks_per_item: int
+    last_heads: int
     row_programs: int
     deterministic: bool
     arch: int
@@ -31,6 +33,11 @@ class BackwardPlan:
     @property
     def row_blocks(self) -> int:
         return -(-self.problem.q_len // self.config.block_m)
+
+    @property
+    def sets_zero(self) -> bool:
+        """Whether dQ's sums are set to zero before, and not by who is first to add: some rows see no key."""
+        return self.problem.causal and self.problem.q_len > self.problem.kv_len
 
     @property
     def rows(self) -> int:
@@ -59,12 +66,15 @@ class BackwardPlan:
                     f"{name}: expected fewer than 2^31 blocks over all heads and batches, got {blocks}; split the batch"
                 )
         blocks_per_item = 2 if problem.causal and not deterministic and key_blocks > device.sm_count else 1
-        items = problem.batch * problem.kv_heads * -(-of_head // blocks_per_item)
+        items_of_head = -(-of_head // blocks_per_item)
+        items = problem.batch * problem.kv_heads * items_of_head
+        last_heads = -(-device.sm_count // items_of_head) if blocks_per_item == 2 and items > device.sm_count else 0
         return BackwardPlan(
             problem=problem,
             config=config,
             programs=key_blocks if deterministic else min(device.sm_count, items),
             blocks_per_item=blocks_per_item,
+            last_heads=last_heads,
             row_programs=row_programs,
             deterministic=deterministic,
             arch=device.arch,

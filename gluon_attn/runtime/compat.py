@@ -24,6 +24,8 @@ from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
+from triton.experimental.gluon.language._core import builtin
+
 from channels.compat import aggregate, constexpr_function, gl, jit
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "TensorMemoryLayout",
     "add2",
     "aggregate",
+    "builtin",
     "constexpr_function",
     "driver",
     "fence_async_shared",

@@ -163,11 +163,16 @@ def multiplier(op: Op, element: str, result: str, precision: str) -> Any:
 
 @handles("ttng.warp_group_dot_wait")
 def warp_group_dot_wait(e: Emitter, op: Op) -> None:
+    wait_for_products(e, op, int_attr(op.attrs["pendings"]))
+
+
+def wait_for_products(e: Emitter, op: Op, pendings: int) -> None:
+    """Results are the operands, of products that are complete then."""
     values = e.operands(op)
     info = e.info(op, "warpgroup_mma_wait")
     e.emit("yield")
     codes = [e.full(v) if isinstance(v.type, Tensor) else v.code for v in values]
-    call = f"A.warp_group_dot_wait({info}, {int_attr(op.attrs['pendings'])}{''.join(', ' + c for c in codes)})"
+    call = f"A.warp_group_dot_wait({info}, {pendings}{''.join(', ' + c for c in codes)})"
     variables = []
     for name, v in zip(op.results, values, strict=True):
         variable = e.fresh(name)

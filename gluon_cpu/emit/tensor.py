@@ -1,5 +1,7 @@
 """Shapes, layouts, reductions, inline assembly."""
 
+import re
+
 import numpy as np
 
 from .. import libdevice
@@ -319,10 +321,18 @@ def map_elementwise(e: Emitter, op: Op) -> None:
         e.set(name, f"{out}[{i}].astype({e.dtype_code(t)}, copy=False)", t, e.local(t), array=True)
 
 
+WGMMA_WAIT = re.compile(r"\s*wgmma\.wait_group\.sync\.aligned\s+(\d+)\s*;\s*")
+
+
 @handles("tt.elementwise_inline_asm", "ttg.inline_asm")
 def inline_asm(e: Emitter, op: Op) -> None:
     start = op.body.index('"')
     text = op.body[start + 1 : op.body.rindex('"')].replace("\\0A", "\n").replace("\\09", "\t").replace('\\"', '"')
+    from .hopper import wait_for_products
+
+    wait = WGMMA_WAIT.fullmatch(text)
+    if wait and len(op.results) == len(op.operands):
+        return wait_for_products(e, op, int(wait.group(1)))
     values = e.operands(op)
     info = e.info(
         op, "inline assembly", text=text, results=len(op.results), dtypes=[e.dtype(t) for t in op.result_types],

@@ -1,10 +1,11 @@
-"""All inline assembly of the project: arithmetic only, each piece with a twin in Python that says what it computes."""
+"""All inline assembly of the project: arithmetic, each piece with a twin in Python that says what it computes; and a
+wait, which gluon_cpu knows."""
 
 from collections.abc import Callable
 
 import numpy as np
 
-from gluon_attn.runtime.compat import constexpr_function, gl, jit
+from gluon_attn.runtime.compat import builtin, constexpr_function, gl, jit
 
 PTX_NAMES = {"bf16": "bf16", "fp16": "f16", "fp8e4nv": "e4m3", "fp8e5": "e5m2"}
 
@@ -37,6 +38,36 @@ def round_four(a, b, c, d, dtype: gl.constexpr):
     into one uint32 tensor, a in its low byte."""
     ASM: gl.constexpr = round_four_asm(dtype)
     return gl.inline_asm_elementwise(ASM, "=r,f,f,f,f", [a, b, c, d], dtype=gl.uint32, is_pure=True, pack=1)
+
+
+@builtin
+def pending_values(product, _semantic=None):
+    """The registers of a product that is still to be waited for, as a tensor."""
+    return gl.tensor(product.handle, product.type.tensor_type)
+
+
+@constexpr_function
+def wait_asm(pending):
+    return f"wgmma.wait_group.sync.aligned {pending};"
+
+
+@constexpr_function
+def tied_registers(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)])
+
+
+@jit
+def wait_apart(product, PENDING: gl.constexpr):
+    """`warpgroup_mma_wait(PENDING, deps=[product])` in which each warpgroup of a role waits for its own product alone.
+
+    The compiler puts a barrier of the whole role after its own wait. Here the role's warpgroups may drift apart, so
+    memory that one of them writes and another's product reads needs a barrier in the kernel. product: fp32.
+    """
+    values = pending_values(product)
+    REGISTERS: gl.constexpr = values.numel // (32 * gl.num_warps())
+    ASM: gl.constexpr = wait_asm(PENDING)
+    TIED: gl.constexpr = tied_registers(REGISTERS)
+    return gl.inline_asm_elementwise(ASM, TIED, [values], dtype=gl.float32, is_pure=False, pack=REGISTERS)
 
 
 def round_packed(dtype: np.dtype, *values: np.ndarray) -> np.ndarray:

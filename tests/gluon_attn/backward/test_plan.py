@@ -87,7 +87,7 @@ def test_a_config_fits_a_card(head_dim):
     assert HOPPER[head_dim].gradient_registers == 240
 
 
-@pytest.mark.parametrize(("head_dim", "spills"), [(64, 2), (128, 0), pytest.param(256, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("head_dim", "spills"), [(64, 2), (128, 1), pytest.param(256, 64, marks=pytest.mark.slow)])
 def test_products_overlap_and_loops_hardly_spill(head_dim, spills):
     """The assembler makes a kernel wait after each product if it has too few registers."""
     for causal in (False, True):
@@ -102,5 +102,5 @@ def test_products_overlap_and_loops_hardly_spill(head_dim, spills):
 def test_the_order_of_sums_is_a_choice_at_compile_time():
     in_any = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=False)
     in_one = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=True)
-    assert [build.constants.get("added_ptr", "given") for build in in_any[:2]] == [None, None]
-    assert all("added_ptr" not in build.constants for build in in_one)
+    assert in_any[1].constants["DETERMINISTIC"] is False
+    assert in_one[1].constants["DETERMINISTIC"] is True

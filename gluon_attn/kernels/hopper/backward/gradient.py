@@ -15,6 +15,7 @@ from channels import SharedMemoryConsumer, SharedMemoryProducer, tma
 from gluon_attn.runtime.compat import aggregate, fence_async_shared, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.sequence import key_coords
+from ..inline_asm import wait_apart
 from .layouts import accumulator_layout, in_register_order, left_operand_layout
 from .work import first_work
 
@@ -63,10 +64,10 @@ def from_registers(p, ds, ds_tile, q, do, k, slot, state):
     fence_async_shared()  # the role's writes of dS, and its reads of statistics, before what engines do with either
     gl.barrier()  # each warpgroup reads what the other has written
     dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(q.shape[0], q.shape[1]))
-    dv, _ = warpgroup_mma_wait(1, deps=[dv, left_p])
+    dv = wait_apart(dv, 1)
     left_ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
     dk = warpgroup_mma(left_ds, q, state.dk, is_async=True)
-    dqs = hand_over(warpgroup_mma_wait(1, deps=[dq]), state.dqs)  # dK goes on
+    dqs = hand_over(wait_apart(dq, 1), state.dqs)  # dK goes on
     dk, _ = warpgroup_mma_wait(0, deps=[dk, left_ds])
     slot.release()
     return dk, dv, dqs
@@ -100,12 +101,12 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
     q, do = slot.view([BLOCK_M, D], part=0), slot.view([BLOCK_M, D], part=2)
     s = multiply(k, q.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
     dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
-    s = warpgroup_mma_wait(1, deps=[s])  # dP goes on
+    s = wait_apart(s, 1)  # dP goes on
     lse = of_columns(slot, 1, SCORES)
     if MASKED:
         s = keys.mask(s, row)
     p = gl.exp2(s * scale_log2 - lse)
-    dp = warpgroup_mma_wait(0, deps=[dp])
+    dp = wait_apart(dp, 0)
     ds = (p * (dp - of_columns(slot, 3, SCORES))).to(k.dtype)
     ds_tile = wires.ds.index(state.turn)
     ds_tile.store(ds)

@@ -11,7 +11,7 @@ from .wires import alloc_wires
 from .work import order_of
 
 
-@jit(do_not_specialize=["blocks_per_item"])  # 1 and 2 are one kernel
+@jit(do_not_specialize=["blocks_per_item", "last_heads"])  # one kernel, however they are
 def attention_backward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, BLOCK_M, D]
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, KEYS, D]
@@ -22,12 +22,14 @@ def attention_backward(
     lse_desc,  # (B, H, 1, R) fp32, blocks [1, 1, 1, BLOCK_M]; R: Sq rounded up to blocks
     delta_desc,  # as lse_desc
     dq_desc,  # (B, H, R * D / 32, 32) fp32, blocks [1, 1, BLOCK_M * D / 32, 32]
-    added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ; None: in any order
+    added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ, or at least one
     scale_log2,  # softmax scale times log2(e)
     scale,
     blocks_per_item,  # 1, or 2 to pair key blocks that many queries see with those that few do
+    last_heads,  # KV heads whose key blocks are not paired
     MASK: gl.constexpr,  # a Mask
     CONFIG: gl.constexpr,  # a HopperBackward
+    DETERMINISTIC: gl.constexpr,  # add up dQ in the order of the keys
 ):
     gdc_launch_dependents()
     operands = Operands(
@@ -40,18 +42,18 @@ def attention_backward(
         lse=lse_desc,
         delta=delta_desc,
         dq=dq_desc,
-        added=(added_ptr,),
+        added=added_ptr,
         scale_log2=scale_log2,
         scale=scale,
     )
     wires = alloc_wires(operands, CONFIG)
-    order = order_of(q_desc, k_desc, blocks_per_item, MASK)
+    order = order_of(q_desc, k_desc, blocks_per_item, last_heads, MASK)
     init_all(wires.channels())
     gl.warp_specialize(
         [
             (gradient, (wires, order, operands)),
             (load, (wires, order, operands)),
-            (reduce, (wires, order, operands)),
+            (reduce, (wires, order, operands, DETERMINISTIC)),
         ],
         [1, 1],  # warps; the first role runs in the eight that the kernel was launched with
         [CONFIG.load_registers, CONFIG.load_registers],

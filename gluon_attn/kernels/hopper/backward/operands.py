@@ -18,7 +18,7 @@ class Operands:
     )
     delta: tma_descriptor  # as lse: rowsum(dO * O) - dLSE
     dq: tma_descriptor  # (B, H, R * D / 32, 32) fp32, tiles of one row block each, see `in_register_order`
-    added: gl.tuple  # of one: (B, H, blocks) int32, key blocks that have added to a row block's dQ; None: in any order
+    added: gl.tensor  # (B, H, blocks) int32: see `reduce`
     scale_log2: gl.tensor  # softmax scale times log2(e)
     scale: gl.tensor
 

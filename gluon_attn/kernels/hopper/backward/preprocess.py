@@ -1,4 +1,4 @@
-"""Before the gradients: the statistics of each row, and dQ set to zero."""
+"""Before the gradients: the statistics of each row."""
 
 from channels import SharedMemoryChannel, close_all, init_all, tma
 from gluon_attn.runtime.compat import gdc_launch_dependents, gl, jit
@@ -8,7 +8,7 @@ from ...common.sequence import RowBlock, Sequence, query_coords
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
-@jit
+@jit(do_not_specialize=["sets_zero"])
 def prepare_backward(
     out_desc,  # (B, H, Sq, D): O, blocks [1, 1, BLOCK_M, D]
     do_desc,  # as out_desc: dO
@@ -16,8 +16,9 @@ def prepare_backward(
     dlse_ptr,  # as lse_ptr: the gradient of LSE; or null
     lse_log2_ptr,  # (B, H, 1, R) fp32, contiguous, to be written; R: Sq rounded up to blocks
     delta_ptr,  # as lse_log2_ptr
-    dq_ptr,  # (B, H, R * D / 32, 32) fp32, contiguous, to be set to 0
-    added_ptr,  # (B, H, blocks) int32, likewise; or None
+    dq_ptr,  # (B, H, R * D / 32, 32) fp32, contiguous: set to 0 if sets_zero
+    added_ptr,  # (B, H, blocks) int32, contiguous, to be set to 0: nobody has added to a row block's dQ
+    sets_zero,  # 1 if there are row blocks that see no key, to whose dQ nobody will add
 ):
     """One program for each row block of each head: delta = rowsum(dO * O) - dLSE; LSE in base 2.
 
@@ -41,13 +42,12 @@ def prepare_backward(
     slot, _ = loaded.producer().acquire()
     tma.load(slot, (out_desc, do_desc), (coords, coords))
 
-    zero_at = gl.program_id(0).to(gl.int64) * (BLOCK_M * D)
-    ELEMENTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    zeros = gl.zeros([BLOCK_M * D], gl.float32, ELEMENTS)
-    gl.store(dq_ptr + zero_at + gl.arange(0, BLOCK_M * D, ELEMENTS), zeros)
-
-    if added_ptr is not None:
-        gl.store(added_ptr + gl.program_id(0), 0)
+    gl.store(added_ptr + gl.program_id(0), 0)
+    if sets_zero:
+        zero_at = gl.program_id(0).to(gl.int64) * (BLOCK_M * D)
+        ELEMENTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        zeros = gl.zeros([BLOCK_M * D], gl.float32, ELEMENTS)
+        gl.store(dq_ptr + zero_at + gl.arange(0, BLOCK_M * D, ELEMENTS), zeros)
     row = gl.arange(0, BLOCK_M, ROW)
     inside = rows.first_row + row < q_len
     source = all_head.to(gl.int64) * q_len + rows.first_row + row

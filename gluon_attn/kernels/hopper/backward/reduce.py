@@ -6,14 +6,20 @@ from gluon_attn.runtime.compat import gdc_wait, gl, jit
 from .operands import dq_coords
 from .work import first_work
 
+CLAIMED = gl.constexpr(-1)  # who is first to add to a row block's dQ has begun, and is not done
+
 
 @jit
-def reduce(wires, order, operands):
-    """If DETERMINISTIC, in the order of the keys: who adds to a row block waits until as many have as have keys before
-    its own. Each of them is a program of a lower number, and so has begun. It walks the row blocks in the same order,
-    and adds to all that this program has."""
+def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
+    """Who is first to add to a row block's dQ stores instead, so that nobody has to set it to zero; the others wait for
+    that. Who comes first is first.
+
+    If DETERMINISTIC, in the order of the keys: who adds to a row block waits until as many have as have keys before its
+    own. Each of them is a program of a lower number, and so has begun. It walks the row blocks in the same order, and
+    adds to all that this program has.
+    """
     ROWS: gl.constexpr = operands.dq.block_shape[2]
-    gdc_wait()  # until the kernel before has set dQ, and the numbers of who has added, to zero
+    gdc_wait()  # until the kernel before has set `added` to zero
     dqs = wires.dqs.consumer()
     work = first_work(order)
     while work.is_left():
@@ -23,14 +29,27 @@ def reduce(wires, order, operands):
             head = keys.kv_head * order.group + member
             for step in range(walked.steps()):
                 block = walked.block(step)
+                added = operands.added + (keys.batch * order.kv_heads * order.group + head) * walked.end + block
+                # Before dQ is there, so that it takes no time.
+                if DETERMINISTIC:
+                    turn = keys.first // keys.KEYS
+                    before = gl.atomic_load(added, sem="acquire")
+                    is_first = turn == 0
+                else:
+                    turn = gl.to_tensor(1)
+                    before = gl.atomic_cas(added, 0, CLAIMED, sem="acquire")
+                    is_first = before == 0
                 dq, dqs = dqs.acquire()
-                if operands.added[0] is not None:
-                    added = operands.added[0] + (keys.batch * order.kv_heads * order.group + head) * walked.end + block
-                    gl.atomic_poll(added, keys.first // keys.KEYS, sem="acquire")
-                tma.add(operands.dq, dq_coords(keys.batch, head, block, ROWS), dq.part(0))
+                coords = dq_coords(keys.batch, head, block, ROWS)
+                if is_first:
+                    tma.store(operands.dq, coords, dq.part(0))
+                else:
+                    if before != turn:
+                        gl.atomic_poll(added, turn, sem="acquire")
+                    tma.add(operands.dq, coords, dq.part(0))
                 tma.wait_stores_read()
                 dq.release()
-                if operands.added[0] is not None:
+                if DETERMINISTIC | is_first:
                     tma.wait_stores_done()
-                    gl.atomic_add(added, 1, sem="release")
+                    gl.atomic_xchg(added, gl.where(is_first, 1, turn + 1), sem="release")
         work = work.next()

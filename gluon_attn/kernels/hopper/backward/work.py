@@ -9,9 +9,12 @@ from ...common.sequence import Sequence
 @aggregate
 class Order:
     """What there is to do, one item after the other: the key blocks of a KV head, the first one first, which under a
-    causal mask is the one that most queries see; then those of the next. If blocks_per_item is 2, an item is two of
-    them, the first and the last, the second and the last but one: together they cost as much as any other two. int32
-    scalars."""
+    causal mask is the one that most queries see; then those of the next.
+
+    If blocks_per_item is 2, an item is two of them, the first and the last, the second and the last but one: together
+    they cost as much as any other two. Of pairs, some programs have one more than others, which idle meanwhile. So
+    those of the last heads follow one by one, the first of all these heads before the second. int32 scalars.
+    """
 
     q_len: gl.tensor
     k_len: gl.tensor
@@ -20,17 +23,20 @@ class Order:
     key_blocks: gl.tensor
     blocks_per_item: gl.tensor
     items_per_head: gl.tensor
-    items: gl.tensor
+    items: gl.tensor  # before those of the last heads
+    last_heads: gl.tensor
+    all_heads: gl.tensor  # KV heads of all batches
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     MASK: gl.constexpr  # a Mask
 
 
 @jit
-def order_of(q_desc, k_desc, blocks_per_item, MASK: gl.constexpr):
+def order_of(q_desc, k_desc, blocks_per_item, last_heads, MASK: gl.constexpr):
     """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D)."""
     KEYS: gl.constexpr = k_desc.block_shape[2]
     kv_heads = k_desc.shape[1]
+    all_heads = k_desc.shape[0] * kv_heads
     key_blocks = (k_desc.shape[2] + KEYS - 1) // KEYS
     items_per_head = (key_blocks + blocks_per_item - 1) // blocks_per_item
     return Order(
@@ -41,7 +47,9 @@ def order_of(q_desc, k_desc, blocks_per_item, MASK: gl.constexpr):
         key_blocks=key_blocks,
         blocks_per_item=blocks_per_item,
         items_per_head=items_per_head,
-        items=k_desc.shape[0] * kv_heads * items_per_head,
+        items=(all_heads - last_heads) * items_per_head,
+        last_heads=last_heads,
+        all_heads=all_heads,
         KEYS=KEYS,
         BLOCK_M=q_desc.block_shape[2],
         MASK=MASK,
@@ -51,21 +59,38 @@ def order_of(q_desc, k_desc, blocks_per_item, MASK: gl.constexpr):
 @aggregate
 class Work:
     """The key block at hand. Immutable: `next()` returns the next: the other one of the item, or one of the item that
-    is as many on as there are programs."""
+    is as many on as there are programs.
+
+    Programs take the single ones there and back, as an ox ploughs: who had a heavier one has a lighter one next.
+    """
 
     item: gl.tensor
     way_back: gl.tensor  # at the second block of an item
     order: Order
 
     @jit
+    def place(self):
+        """In the order of the last heads' key blocks; negative before them. The first round that all programs begin
+        there is a way back."""
+        order, programs = self.order, gl.num_programs(0)
+        first_round = (order.items + programs - 1) // programs
+        round = self.item // programs - first_round
+        back = gl.where((round >= 0) & (round % 2 == 0), programs - 1 - 2 * gl.program_id(0), 0)
+        return self.item - order.items + back
+
+    @jit
     def is_left(self):
-        return self.item < self.order.items
+        return self.place() < self.order.last_heads * self.order.key_blocks
 
     @jit
     def keys(self):
         order = self.order
-        head, place = self.item // order.items_per_head, self.item % order.items_per_head
-        index = gl.where(self.way_back, order.key_blocks - 1 - place, place)
+        head, index = self.item // order.items_per_head, self.item % order.items_per_head
+        index = gl.where(self.way_back, order.key_blocks - 1 - index, index)
+        place = self.place()
+        if place >= 0:
+            head = order.all_heads - order.last_heads + place % order.last_heads
+            index = place // order.last_heads
         sequence = Sequence(gl.to_tensor(0), order.q_len, gl.to_tensor(0), order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
         return Keys(batch, kv_head, index * order.KEYS, sequence, order.KEYS, order.BLOCK_M, order.MASK)
@@ -74,7 +99,8 @@ class Work:
     def next(self):
         order = self.order
         alone = 2 * (self.item % order.items_per_head) + 1 >= order.key_blocks  # the middle one of an odd number
-        way_back = (order.blocks_per_item == 2) & ~self.way_back & ~alone
+        single = alone | (self.item >= order.items) | (order.blocks_per_item == 1)
+        way_back = ~self.way_back & ~single
         return Work(self.item + gl.where(way_back, 0, gl.num_programs(0)), way_back, order)
 
 
