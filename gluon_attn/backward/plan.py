@@ -8,6 +8,9 @@ from ..forward.plan import LARGEST_LENGTH
 from ..problem import Problem
 from .configs import HopperBackward
 
+# How many programs work on one head, with a fixed order of sums: they wait for each other, one after the other.
+PROGRAMS_OF_A_HEAD = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardPlan:
@@ -18,6 +21,7 @@ class BackwardPlan:
         begun, however many processors there really are.
     blocks_per_item: 1, or 2 to pair key blocks that many queries see with those that few do.
     last_heads: of how many KV heads, the last ones, the key blocks are not paired, so that all programs end together.
+    heads_in_turn: of how many of those one key block follows the other.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     """
 
@@ -26,6 +30,7 @@ class BackwardPlan:
     programs: int
     blocks_per_item: int
     last_heads: int
+    heads_in_turn: int
     row_programs: int
     deterministic: bool
     arch: int
@@ -68,13 +73,18 @@ class BackwardPlan:
         blocks_per_item = 2 if problem.causal and not deterministic and key_blocks > device.sm_count else 1
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
-        last_heads = -(-device.sm_count // items_of_head) if blocks_per_item == 2 and items > device.sm_count else 0
+        if deterministic:
+            last_heads, heads_in_turn = problem.batch * problem.kv_heads, -(-device.sm_count // PROGRAMS_OF_A_HEAD)
+        else:
+            uneven = blocks_per_item == 2 and items > device.sm_count
+            last_heads = heads_in_turn = -(-device.sm_count // items_of_head) if uneven else 0
         return BackwardPlan(
             problem=problem,
             config=config,
             programs=key_blocks if deterministic else min(device.sm_count, items),
             blocks_per_item=blocks_per_item,
             last_heads=last_heads,
+            heads_in_turn=max(1, heads_in_turn),
             row_programs=row_programs,
             deterministic=deterministic,
             arch=device.arch,

@@ -11,13 +11,15 @@ class QueryRange:
     """The row blocks of one head that some keys walk, first ... end - 1, and from which on each query sees every key.
     All int32 scalars.
 
-    They are walked in steps, the last block first, so that under a causal mask the masked ones come last. So programs
-    that have different keys of a head begin with the same rows.
+    They are walked in steps, the last block first, so that under a causal mask the masked ones come last. `rotation`:
+    how many of the unmasked ones are walked after the other unmasked ones, so that programs that have different keys of
+    a head do not meet.
     """
 
     first: gl.tensor
     end: gl.tensor
     unmasked_first: gl.tensor
+    rotation: gl.tensor
 
     @jit
     def steps(self):
@@ -29,6 +31,14 @@ class QueryRange:
 
     @jit
     def block(self, step):
+        unmasked = self.unmasked_steps()
+        turned = step + self.rotation
+        turned -= gl.where(turned >= unmasked, unmasked, 0)
+        return gl.where(step < unmasked, self.end - 1 - turned, self.masked_block(step))
+
+    @jit
+    def masked_block(self, step):
+        """The same, of a step after the unmasked ones."""
         return self.end - 1 - step
 
 
@@ -43,6 +53,7 @@ class Keys:
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     MASK: gl.constexpr  # a Mask
+    ROTATED: gl.constexpr  # every block of keys begins two row blocks after the one before
 
     @jit
     def queries(self):
@@ -59,7 +70,11 @@ class Keys:
             unmasked_first = gl.minimum((gl.maximum(last_key - shift, 0) + self.BLOCK_M - 1) // self.BLOCK_M, end)
             unmasked_first = gl.maximum(unmasked_first, first)
         whole = self.first + self.KEYS <= sequence.k_len
-        return QueryRange(first, end, gl.where(whole, unmasked_first, end))
+        unmasked_first = gl.where(whole, unmasked_first, end)
+        rotation = gl.to_tensor(0)
+        if self.ROTATED:
+            rotation = 2 * (self.first // self.KEYS) % gl.maximum(end - unmasked_first, 1)
+        return QueryRange(first, end, unmasked_first, rotation)
 
     @jit
     def mask(self, scores, row):

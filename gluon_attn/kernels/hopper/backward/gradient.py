@@ -118,11 +118,13 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
 
 
 @jit
-def walk(state, k, v, keys, first, end, wires, scale_log2, MASKED: gl.constexpr):
-    """Steps `first` to `end` - 1 of the range of queries of a head."""
+def walk(state, k, v, keys, first, end, group, wires, scale_log2, MASKED: gl.constexpr):
+    """Steps `first` to `end` - 1 of the range of queries, each for all `group` heads of the keys. Which row block it is
+    counts for a mask alone."""
     walked = keys.queries()
-    for step in range(first, end):
-        state = next_block(state, k, v, keys, walked.block(step) * keys.BLOCK_M, wires, scale_log2, MASKED)
+    for step in range(first * group, end * group):
+        row = walked.masked_block(step // group) * keys.BLOCK_M
+        state = next_block(state, k, v, keys, row, wires, scale_log2, MASKED)
     return state
 
 
@@ -168,9 +170,9 @@ def gradient(wires, order, operands):
         zeros = gl.zeros([KEYS, D], gl.float32, GRADS)
         state = State(zeros, zeros, rows, dqs, turn)
         unmasked = walked.unmasked_steps()
-        for _ in range(order.group):
-            state = walk(state, k, v, keys, 0, unmasked, wires, operands.scale_log2, MASKED=False)
-            state = walk(state, k, v, keys, unmasked, walked.steps(), wires, operands.scale_log2, MASKED=True)
+        group, scale_log2 = order.group, operands.scale_log2
+        state = walk(state, k, v, keys, 0, unmasked, group, wires, scale_log2, MASKED=False)
+        state = walk(state, k, v, keys, unmasked, walked.steps(), group, wires, scale_log2, MASKED=True)
         kv_slot.release()
         store_grads(state, wires, operands, keys)
         tma.wait_stores_read()

@@ -25,31 +25,29 @@ def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
     while work.is_left():
         keys = work.keys()
         walked = keys.queries()
-        for member in range(order.group):
-            head = keys.kv_head * order.group + member
-            for step in range(walked.steps()):
-                block = walked.block(step)
-                added = operands.added + (keys.batch * order.kv_heads * order.group + head) * walked.end + block
-                # Before dQ is there, so that it takes no time.
-                if DETERMINISTIC:
-                    turn = keys.first // keys.KEYS
-                    before = gl.atomic_load(added, sem="acquire")
-                    is_first = turn == 0
-                else:
-                    turn = gl.to_tensor(1)
-                    before = gl.atomic_cas(added, 0, CLAIMED, sem="acquire")
-                    is_first = before == 0
-                dq, dqs = dqs.acquire()
-                coords = dq_coords(keys.batch, head, block, ROWS)
-                if is_first:
-                    tma.store(operands.dq, coords, dq.part(0))
-                else:
-                    if before != turn:
-                        gl.atomic_poll(added, turn, sem="acquire")
-                    tma.add(operands.dq, coords, dq.part(0))
-                tma.wait_stores_read()
-                dq.release()
-                if DETERMINISTIC | is_first:
-                    tma.wait_stores_done()
-                    gl.atomic_xchg(added, gl.where(is_first, 1, turn + 1), sem="release")
+        for step in range(walked.steps() * order.group):
+            head, block = keys.kv_head * order.group + step % order.group, walked.block(step // order.group)
+            added = operands.added + (keys.batch * order.kv_heads * order.group + head) * walked.end + block
+            # Before dQ is there, so that it takes no time.
+            if DETERMINISTIC:
+                turn = keys.first // keys.KEYS
+                before = gl.atomic_load(added, sem="acquire")
+                is_first = turn == 0
+            else:
+                turn = gl.to_tensor(1)
+                before = gl.atomic_cas(added, 0, CLAIMED, sem="acquire")
+                is_first = before == 0
+            dq, dqs = dqs.acquire()
+            coords = dq_coords(keys.batch, head, block, ROWS)
+            if is_first:
+                tma.store(operands.dq, coords, dq.part(0))
+            else:
+                if before != turn:
+                    gl.atomic_poll(added, turn, sem="acquire")
+                tma.add(operands.dq, coords, dq.part(0))
+            tma.wait_stores_read()
+            dq.release()
+            if DETERMINISTIC | is_first:
+                tma.wait_stores_done()
+                gl.atomic_xchg(added, gl.where(is_first, 1, turn + 1), sem="release")
         work = work.next()

@@ -13,7 +13,8 @@ class Order:
 
     If blocks_per_item is 2, an item is two of them, the first and the last, the second and the last but one: together
     they cost as much as any other two. Of pairs, some programs have one more than others, which idle meanwhile. So
-    those of the last heads follow one by one, the first of all these heads before the second. int32 scalars.
+    those of the last heads follow one by one: of heads_in_turn heads the first ones, then the second ones, and so on;
+    then those of the next heads_in_turn. int32 scalars.
     """
 
     q_len: gl.tensor
@@ -25,14 +26,16 @@ class Order:
     items_per_head: gl.tensor
     items: gl.tensor  # before those of the last heads
     last_heads: gl.tensor
+    heads_in_turn: gl.tensor
     all_heads: gl.tensor  # KV heads of all batches
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     MASK: gl.constexpr  # a Mask
+    ROTATED: gl.constexpr  # see `Keys`
 
 
 @jit
-def order_of(q_desc, k_desc, blocks_per_item, last_heads, MASK: gl.constexpr):
+def order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_in_turn, MASK: gl.constexpr, ROTATED: gl.constexpr):
     """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D)."""
     KEYS: gl.constexpr = k_desc.block_shape[2]
     kv_heads = k_desc.shape[1]
@@ -49,10 +52,12 @@ def order_of(q_desc, k_desc, blocks_per_item, last_heads, MASK: gl.constexpr):
         items_per_head=items_per_head,
         items=(all_heads - last_heads) * items_per_head,
         last_heads=last_heads,
+        heads_in_turn=heads_in_turn,
         all_heads=all_heads,
         KEYS=KEYS,
         BLOCK_M=q_desc.block_shape[2],
         MASK=MASK,
+        ROTATED=ROTATED,
     )
 
 
@@ -61,7 +66,8 @@ class Work:
     """The key block at hand. Immutable: `next()` returns the next: the other one of the item, or one of the item that
     is as many on as there are programs.
 
-    Programs take the single ones there and back, as an ox ploughs: who had a heavier one has a lighter one next.
+    Programs take the single ones there and back, as an ox ploughs: who had a heavier one has a lighter one next. Not
+    where each program has one item, as it has if the sums are to be in a fixed order.
     """
 
     item: gl.tensor
@@ -73,10 +79,11 @@ class Work:
         """In the order of the last heads' key blocks; negative before them. The first round that all programs begin
         there is a way back."""
         order, programs = self.order, gl.num_programs(0)
-        first_round = (order.items + programs - 1) // programs
-        round = self.item // programs - first_round
-        back = gl.where((round >= 0) & (round % 2 == 0), programs - 1 - 2 * gl.program_id(0), 0)
-        return self.item - order.items + back
+        place = self.item - order.items
+        if order.ROTATED:
+            round = self.item // programs - (order.items + programs - 1) // programs
+            place += gl.where((round >= 0) & (round % 2 == 0), programs - 1 - 2 * gl.program_id(0), 0)
+        return place
 
     @jit
     def is_left(self):
@@ -89,11 +96,14 @@ class Work:
         index = gl.where(self.way_back, order.key_blocks - 1 - index, index)
         place = self.place()
         if place >= 0:
-            head = order.all_heads - order.last_heads + place % order.last_heads
-            index = place // order.last_heads
+            turns = order.heads_in_turn * order.key_blocks
+            before, place = place // turns * order.heads_in_turn, place % turns
+            heads = gl.minimum(order.heads_in_turn, order.last_heads - before)
+            head = order.all_heads - order.last_heads + before + place % heads
+            index = place // heads
         sequence = Sequence(gl.to_tensor(0), order.q_len, gl.to_tensor(0), order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        return Keys(batch, kv_head, index * order.KEYS, sequence, order.KEYS, order.BLOCK_M, order.MASK)
+        return Keys(batch, kv_head, index * order.KEYS, sequence, order.KEYS, order.BLOCK_M, order.MASK, order.ROTATED)
 
     @jit
     def next(self):
