@@ -130,6 +130,8 @@ class BackwardRun:
         described = {n: t for n, t in self.tensors.items() if n not in ("lse", "dlse", "added")}
         self.launches = backward_launches_of(plan, described)
         self.launch = self.launches[self.KERNELS.index(which)]
+        self.deterministic = deterministic
+        self.kept: list[Tensor] | None = None
         self.between = {name: make() for name, make in workspaces(plan, "cpu").items()}
         self.tensors |= self.between
 
@@ -143,6 +145,20 @@ class BackwardRun:
         """The gradients of the last launch against float64."""
         q, k, v, dout = self.inputs
         check_gradients(q, k, v, dout, self.grads, causal=self.causal, what=what)
+
+    def bits(self) -> list[Tensor]:
+        """The gradients of the last launch that have the same bits under every schedule."""
+        return self.grads if self.deterministic else self.grads[1:]
+
+    def keep_bits(self) -> None:
+        """Launch it and remember them."""
+        self(mode="lowered")
+        self.check()
+        self.kept = [grad.clone() for grad in self.bits()]
+
+    def has_kept_bits(self) -> bool:
+        assert self.kept is not None
+        return all(map(torch.equal, self.bits(), self.kept))
 
 
 def normal_qkv(

@@ -89,7 +89,7 @@ def of_gradients(head_dim: int, causal: bool, deterministic: bool, dtype: torch.
         if not checked:
             run.check()
             checked = True
-        return [grad.clone() for grad in (run.grads if deterministic else run.grads[1:])]
+        return [grad.clone() for grad in run.bits()]
 
     return launched
 
