@@ -147,8 +147,9 @@ class BackwardRun:
         check_gradients(q, k, v, dout, self.grads, causal=self.causal, what=what)
 
     def bits(self) -> list[Tensor]:
-        """The gradients of the last launch that have the same bits under every schedule."""
-        return self.grads if self.deterministic else self.grads[1:]
+        """What has the same bits under every schedule, of the last launch: dK and dV; if it is deterministic dQ, and the
+        sums in fp32 that it is rounded from."""
+        return [*self.grads, self.between["dq_sums"]] if self.deterministic else self.grads[1:]
 
     def keep_bits(self) -> None:
         """Launch it and remember them."""
