@@ -147,8 +147,8 @@ class BackwardRun:
         check_gradients(q, k, v, dout, self.grads, causal=self.causal, what=what)
 
     def bits(self) -> list[Tensor]:
-        """What has the same bits under every schedule, of the last launch: dK and dV; if it is deterministic dQ too, and
-        the sums in fp32 that it is rounded from."""
+        """What has the same bits under every schedule, of the last launch: dK and dV; if it is deterministic dQ too,
+        and the sums in fp32 that it is rounded from."""
         return [*self.grads, self.between["dq_sums"]] if self.deterministic else self.grads[1:]
 
     def keep_bits(self) -> None:
