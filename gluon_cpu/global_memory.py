@@ -57,6 +57,10 @@ class GlobalMemory:
         self.found = found
         self.buffers: list[GlobalBuffer] = []
         self.bases: list[int] = []
+        self.waiters: list[Any] = []  # who polls, until somebody writes
+
+    def describe(self) -> str:
+        return "what it polls for, in global memory"
 
     def add(self, name: str, address: int, raw: Any, runs: list[tuple[int, int]]) -> GlobalBuffer:
         base = (len(self.buffers) + 1) * SPACING + address % (1 << 12)

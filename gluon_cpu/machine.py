@@ -118,8 +118,11 @@ class Machine:
         live = self.live
         while True:
             if not agents and not tasks:
-                if not self.reap():
+                if self.reap():
+                    return
+                if not (self.waiting and self.memory.waiters):
                     raise deadlock(self)
+                self.resident += 4  # who polls may wait for a program that has not started yet
                 return
             entity = pick(agents, tasks)
             entity.step()

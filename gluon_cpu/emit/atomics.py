@@ -69,6 +69,6 @@ def atomic_poll(e: Emitter, op: Op) -> None:
     e.emit("yield")
     e.emit(f"{tries} = 0")
     call = f"A.poll({info}, {pointers.code}, {wanted.code}, {tries})"
-    e.emit(f"while ({found} := {call}) is None: {tries} += 1; yield")
+    e.emit(f"while ({found} := {call}) is None: {tries} += 1; yield{'' if limit else ' A.until_written()'}")
     for name, t in zip(op.results, op.result_types, strict=True):
         e.set(name, found, t, e.local(t), array=isinstance(t, Tensor))

@@ -3,6 +3,7 @@
 The compiler itself turns a layout into its linear form, so that no rule of swizzling or of tiling is written twice.
 """
 
+import atexit
 import functools
 import re
 from typing import Any
@@ -22,6 +23,14 @@ def builder() -> Any:
 
 
 _CONTEXTS: list[Any] = []
+
+
+# A process that ends may leave this module alive until after the bindings are gone, which then report the builder and
+# all that it leads to as leaks, in thirty lines.
+@atexit.register
+def let_go_of_builder() -> None:
+    builder.cache_clear()
+    _CONTEXTS.clear()
 
 
 def bases(text: str) -> list[list[int]]:

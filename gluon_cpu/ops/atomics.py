@@ -56,6 +56,8 @@ class AtomicOps(GlobalOps):
                     else:
                         cell[...] = combine(info.kind, cell.copy(), values[i : i + 1])
         self.release(info, written)
+        if written:
+            machine.wake(machine.memory)
         return old_out.reshape(shape) if shape else scalar(old_out[0])
 
     def poll(self, info: Any, pointers: Any, wanted: Any, tries: int) -> Any:
@@ -66,6 +68,10 @@ class AtomicOps(GlobalOps):
         if "acq" in info.on_success:
             self.acquire(info, spread(pointers, True, info.shape)[0][np.asarray(found).reshape(-1)])
         return found if info.shape else bool(found)
+
+    def until_written(self) -> Any:
+        """What a poll that failed waits for: it can pass only when somebody has written."""
+        return self.cluster.machine.memory
 
     def acquire(self, info: Any, addresses: Any) -> None:
         """Know what was released at these addresses within this agent's scope, by other programs too."""

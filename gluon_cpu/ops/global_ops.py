@@ -105,6 +105,7 @@ class GlobalOps(BarrierOps):
                 machine.global_write(buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign)
             view = buffer.view(item)
             view[offsets // item] = np.ascontiguousarray(values[part]).view(view.dtype)
+        machine.wake(machine.memory)
 
     # cp.async
 

@@ -206,6 +206,7 @@ def write_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[
         target.view(dtype)[...] = task.info.reduce(target.view(dtype), inside.view(dtype)).astype(dtype)
     else:
         target[...] = inside
+    machine.wake(machine.memory)
 
 
 class PeerStore(Task):

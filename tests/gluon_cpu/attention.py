@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
+from gluon_attn.backward.launch import backward_launches_of, workspaces
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import pick_config
 from gluon_attn.cpu import register_twins
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import TileConfig
@@ -14,8 +17,9 @@ from gluon_attn.forward.launch import launches_of, temporaries_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
 from gluon_attn.problem import SCALES, Problem, in_bhsd, output_dtype
+from gluon_attn.reference import reference_attention
 from gluon_attn.runtime.kernel import Launch, Tensors
-from gluon_attn.testing import check, tile_for_rounds
+from gluon_attn.testing import check, check_gradients, tile_for_rounds
 
 register_twins()
 
@@ -99,6 +103,63 @@ class TransposeRun:
         padded = torch.nn.functional.pad(self.v.view(torch.uint8), (0, 0, 0, columns - self.v.shape[2]))
         keys = padded.mT.unflatten(3, (columns // 16, 2, 4, 2)).transpose(4, 5)
         assert torch.equal(self.transposed.view(torch.uint8), keys.flatten(3)), what
+
+
+class BackwardRun:
+    """The three launches of the gradients of attention, ready to be repeated: all that they write is poisoned before
+    each."""
+
+    KERNELS = ("before", "main", "after")
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, deterministic: bool, programs: int, which: str = "main"
+    ) -> None:
+        """programs: of the main kernel, unless it is deterministic: then it has one for each key block. which: of
+        KERNELS the one that `launch` is."""
+        self.inputs = (q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype))
+        self.causal = causal
+        device = dataclasses.replace(Device.hopper(), sm_count=programs)
+        problem = Problem.of(q, k, v, causal=causal)
+        plan = BackwardPlan.of(problem, pick_config(problem), device, deterministic=deterministic)
+        self.target = f"sm_{plan.arch}a"
+        out, lse = reference_attention(q, k, v, causal=causal)
+        self.grads = [torch.empty_like(t) for t in (q, k, v)]
+        self.tensors: Tensors = dict(zip(("q", "k", "v", "dout"), self.inputs, strict=True))
+        self.tensors |= {"out": out, "lse": lse, "dlse": None, "added": None}
+        self.tensors |= dict(zip(("dq", "dk", "dv"), self.grads, strict=True))
+        described = {n: t for n, t in self.tensors.items() if n not in ("lse", "dlse", "added")}
+        self.launches = backward_launches_of(plan, described)
+        self.launch = self.launches[self.KERNELS.index(which)]
+        self.deterministic = deterministic
+        self.kept: list[Tensor] | None = None
+        self.between = {name: make() for name, make in workspaces(plan, "cpu").items()}
+        self.tensors |= self.between
+
+    def __call__(self, **options: Any) -> Any:
+        """The report of the last launch."""
+        for t in (*self.grads, *self.between.values()):
+            t.fill_(float("nan") if t.is_floating_point() else -1)
+        return [run(launch, self.tensors, self.target, **options) for launch in self.launches][-1]
+
+    def check(self, what: str = "") -> None:
+        """The gradients of the last launch against float64."""
+        q, k, v, dout = self.inputs
+        check_gradients(q, k, v, dout, self.grads, causal=self.causal, what=what)
+
+    def bits(self) -> list[Tensor]:
+        """What has the same bits under every schedule, of the last launch: dK and dV; if it is deterministic dQ too,
+        and the sums in fp32 that it is rounded from."""
+        return [*self.grads, self.between["dq_sums"]] if self.deterministic else self.grads[1:]
+
+    def keep_bits(self) -> None:
+        """Launch it and remember them."""
+        self(mode="lowered")
+        self.check()
+        self.kept = [grad.clone() for grad in self.bits()]
+
+    def has_kept_bits(self) -> bool:
+        assert self.kept is not None
+        return all(map(torch.equal, self.bits(), self.kept))
 
 
 def normal_qkv(

@@ -4,8 +4,9 @@
 
 Each wait, arrive, commit, fence, expect, init, invalidation, cluster barrier and store wait is deleted; each count,
 byte count, number of pending operations and phase is changed; each barrier of a product is dropped. A mutant runs under
-a few schedules of each policy until the machine reports a finding, and under many more if none does. Prints a line for
-each, and ends with status 1 if one survives that EXPLAINED does not explain, or if one is found that it does.
+a few schedules of each policy until the machine reports a finding, and under many more if none does. Of the gradients,
+other bits than the right kernel's count as found, as these must not depend on the schedule. Prints a line for each, and
+ends with status 1 if one survives that EXPLAINED does not explain, or if one is found that it does.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from gluon_attn.forward.launch import launches_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_tile, hopper_tile
 from gluon_attn.kernels.blackwell.forward import kernel as blackwell_kernel
+from gluon_attn.kernels.hopper.backward import kernel as backward_kernel
 from gluon_attn.kernels.hopper.forward import kernel as hopper_kernel
 from gluon_attn.kernels.hopper.transpose import kernel as transpose_kernel
 from gluon_attn.problem import Problem
@@ -38,10 +40,11 @@ from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate
 from gluon_cpu.ir.parse import parse_module
-from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
+from tests.gluon_cpu.attention import BackwardRun, Run, TransposeRun, kv_scales, normal_qkv
 from tests.gluon_cpu.mutants import Mutant, mutants
 
 POLICIES = ("random", "late", "early", "pct", "starve")
+AnyRun = Run | TransposeRun | BackwardRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class Kernel:
     tile: TileConfig
     dtype: torch.dtype = torch.bfloat16
 
-    def runs(self) -> Sequence[Run | TransposeRun]:
+    def runs(self) -> Sequence[AnyRun]:
         device = Device.blackwell() if isinstance(self.tile, BlackwellTile) else Device.hopper()
         options: dict[str, Any] = {"causal": self.causal, "device": device}
         kind: dict[str, Any] = {"head_dim": self.head_dim, "dtype": self.dtype}
@@ -67,6 +70,29 @@ class Kernel:
         if self.tile.transposes_before(self.dtype.itemsize):
             return [transpose_run(*qkv, self.tile, device) for qkv in inputs]
         return [Run(*qkv, *scales, **options, tile=self.tile, programs=1) for qkv in inputs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """One of the three kernels of the gradients, and the problems (Sq, Sk) that its mutants are tried on, all three
+    launched each time. The main one is one program, or, if it is deterministic, one for each key block."""
+
+    head_dim: int
+    lengths: tuple[tuple[int, int], ...]
+    causal: bool = False
+    deterministic: bool = False
+    which: str = "main"
+
+    def runs(self) -> Sequence[AnyRun]:
+        inputs = [
+            normal_qkv(heads=2, kv_heads=1, q_len=q, kv_len=kv, head_dim=self.head_dim, dtype=torch.float16)
+            for q, kv in self.lengths
+        ]
+        kind: dict[str, Any] = {"causal": self.causal, "deterministic": self.deterministic, "which": self.which}
+        runs = [BackwardRun(*qkv, programs=1, **kind) for qkv in inputs]
+        for run in runs:
+            run.keep_bits()
+        return runs
 
 
 def transpose_run(q: Tensor, k: Tensor, v: Tensor, tile: TileConfig, device: Device) -> TransposeRun:
@@ -82,7 +108,10 @@ def transpose_run(q: Tensor, k: Tensor, v: Tensor, tile: TileConfig, device: Dev
 # On Blackwell, queries to a CTA; a ring of three slots, which one tile of two key blocks walks around already. Three
 # tiles of one to five blocks; tiles of one block, where nothing is rescaled; tiles of two.
 BLACKWELL_LENGTHS = ((700, 600), (520, 100), (600, 250))
-KERNELS: dict[str, Kernel] = {
+# Of the gradients, by head dim: several row blocks, and key blocks of which the last is not whole, and so masked; one
+# row block and several key blocks.
+BACKWARD_LENGTHS = {64: ((400, 200), (100, 300)), 128: ((200, 200), (60, 300)), 256: ((200, 150), (60, 180))}
+KERNELS: dict[str, Kernel | Backward] = {
     "two CTAs, turns": Kernel(
         head_dim=64,
         causal=True,
@@ -144,6 +173,21 @@ KERNELS: dict[str, Kernel] = {
         )
         for name, num_ctas, slots in (("one CTA", 1, 3), ("two CTAs", 2, 3), ("four CTAs", 4, 3))
     },
+    **{
+        f"gradients, D={head_dim}, {mask}{order}": Backward(
+            head_dim=head_dim, lengths=lengths, causal=mask == "causal", deterministic=bool(order)
+        )
+        for head_dim, lengths in BACKWARD_LENGTHS.items()
+        for mask in ("full", "causal")
+        for order in ("", ", in order")
+    },
+    **{
+        f"gradients, kernel {which}, D={head_dim}": Backward(
+            head_dim=head_dim, lengths=lengths, deterministic=True, which=which
+        )
+        for head_dim, lengths in BACKWARD_LENGTHS.items()
+        for which in ("before", "after")
+    },
 }
 
 
@@ -157,6 +201,7 @@ class Explanation:
 
 HOPPER = Path(str(hopper_kernel.__file__)).parent
 HOPPER_TRANSPOSE = Path(str(transpose_kernel.__file__)).parent
+BACKWARD = Path(str(backward_kernel.__file__)).parent
 BLACKWELL = Path(str(blackwell_kernel.__file__)).parent
 CHANNELS = Path(str(channels.__file__)).parent
 
@@ -170,7 +215,7 @@ def line_of(folder: Path, file: str, text: str, which: slice = slice(None)) -> s
 
 
 FIRST, LAST = slice(1), slice(-1, None)
-ON_HOPPER, ON_BLACKWELL = r"(?!Blackwell)[^|]*", r"Blackwell[^|]*"
+ON_HOPPER, ON_BLACKWELL = r"(?!Blackwell|gradients)[^|]*", r"Blackwell[^|]*"
 
 
 def in_load(text: str, which: slice = slice(None)) -> str:
@@ -184,7 +229,9 @@ def in_softmax(text: str, which: slice = slice(None)) -> str:
 FREED = line_of(CHANNELS, "shared_memory.py", "mbarrier.wait(self.freed.index(at.slot()), at.previous_lap())")
 ACQUIRED = line_of(CHANNELS, "shared_memory.py", "self.channel.wait_until_free(at)", FIRST)
 WITHOUT_TURNS = "|".join(
-    name for name, kernel in KERNELS.items() if isinstance(kernel.tile, HopperTile) and not kernel.tile.turns
+    name
+    for name, kernel in KERNELS.items()
+    if isinstance(kernel, Kernel) and isinstance(kernel.tile, HopperTile) and not kernel.tile.turns
 )
 TURNS_INIT = line_of(CHANNELS, "signals.py", "init_barriers(self.sent, signal_arrivals(sending_roles=1))")
 LAST_FENCE = line_of(CHANNELS, "barriers.py", "cluster_fence()", LAST)
@@ -218,7 +265,38 @@ SECOND_QUERY = line_of(BLACKWELL, "copies.py", "q, queries = queries.acquire()",
 QUERIES_DRAIN = line_of(BLACKWELL, "copies.py", "queries.drain()")
 KEYS_DRAIN = line_of(BLACKWELL, "copies.py", "keys_values.drain()")
 
+GRADIENTS, IN_ORDER = r"gradients, D=[^|]*", r"gradients, D=[^|]*, in order"
+LOADED_BEFORE = line_of(BACKWARD, "preprocess.py", "slot, _ = loaded.producer().acquire()")
+KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
+KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
+SECOND_STORE = line_of(BACKWARD, "gradient.py", "tma.store_own(operands.dv, coords, dv_tile)")
+REDUCE_WAIT = line_of(
+    BACKWARD, "reduce.py", "gdc_wait()  # until the kernel before has set dQ, and the numbers of who has added, to zero"
+)
+
 EXPLAINED: tuple[Explanation, ...] = (
+    Explanation(
+        rf"gradients, kernel before[^|]* \| "
+        rf"(delete: wait_barrier .* {LOADED_BEFORE}|count .* init_barrier .* {FREED_INIT})",
+        "the slot is filled once: its first acquire passes at once, and nobody frees it",
+    ),
+    Explanation(
+        rf"{IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
+        rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d$)",
+        "in order each program has one key block: the slot of K and V is filled once, and nobody waits for its end",
+    ),
+    Explanation(
+        rf"{GRADIENTS} \| delete: fence_async_shared .* {SECOND_STORE}",
+        "the fence before the store of dK covers dV too, which has been written by then",
+    ),
+    Explanation(
+        rf"{GRADIENTS} \| delete: grid_dependency_wait .* {REDUCE_WAIT}",
+        "what this role adds is made of rows that the load role has loaded after its own wait",
+    ),
+    Explanation(
+        rf"{IN_ORDER} \| (acquire|release) -> relaxed: atomic_(poll|rmw) ",
+        "sums by TMA are atomic, so no order is a race; and that weak memory reorders the polls is not played",
+    ),
     Explanation(
         rf"one CTA, turns \| delete: wait_barrier .* partition1 at .* < ({SKIPS})",
         "the last role in turn: its turn for the block before came after all others had freed the slot's last lap",
@@ -296,12 +374,13 @@ def instead_of_compiling(replacement: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def text_of(run: Run | TransposeRun) -> str:
-    """The lowered text that `run` executes: with the compiler's memory offsets, fences and cluster barriers."""
+def text_of(run: AnyRun) -> str:
+    """The lowered text of `run.launch`: with the compiler's memory offsets, fences and cluster barriers."""
     texts: list[str] = []
 
     def record(kernel: Any, signature: Any, constants: Any, attrs: Any, options: Any, arch: int, mode: str) -> Any:
-        texts.append(front.build_text(GluonASTSource(kernel, signature, constants, attrs), arch, options, True))
+        if kernel is run.launch.build.kernel.fn:
+            texts.append(front.build_text(GluonASTSource(kernel, signature, constants, attrs), arch, options, True))
         return front.compile_source(kernel, signature, constants, attrs, options, arch, mode)
 
     with instead_of_compiling(record):
@@ -309,10 +388,15 @@ def text_of(run: Run | TransposeRun) -> str:
     return texts[0]
 
 
-def verdict(runs: Sequence[Run | TransposeRun], mutant: Mutant, seeds: Iterable[int]) -> str:
+def verdict(runs: Sequence[AnyRun], mutant: Mutant, seeds: Iterable[int]) -> str:
     """What was found first, and under which schedule; "" if nothing was."""
     compiled = front.Compiled(generate(parse_module(mutant.text), True))
-    with instead_of_compiling(lambda *_: compiled):
+    mutated = runs[0].launch.build.kernel.fn
+
+    def instead(kernel: Any, *rest: Any) -> Any:
+        return compiled if kernel is mutated else front.compile_source(kernel, *rest)
+
+    with instead_of_compiling(instead):
         for seed, run, policy in itertools.product(seeds, runs, POLICIES):
             schedule = gluon_cpu.Schedule(policy, seed=seed)
             try:
@@ -323,6 +407,8 @@ def verdict(runs: Sequence[Run | TransposeRun], mutant: Mutant, seeds: Iterable[
                 run.check()
             except AssertionError:
                 return f"WRONG NUMBERS, no finding ({policy}, seed {seed})"
+            if isinstance(run, BackwardRun) and not run.has_kept_bits():
+                return f"other bits ({policy}, seed {seed})"
     return ""
 
 
@@ -356,14 +442,17 @@ def campaign(kernel: str, seeds: int, hunt: int, only: str) -> tuple[int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kernel", choices=sorted(KERNELS), help="default: all")
+    parser.add_argument("--kernel", default="", help="only kernels whose names begin like this; default: all")
     parser.add_argument("--seeds", type=int, default=3, help="schedules of each policy")
     parser.add_argument("--only", default="", help="only mutants with this in their name")
     parser.add_argument("--hunt", type=int, default=40, help="as many for those that survive without an explanation")
     options = parser.parse_args()
     torch.set_num_threads(1)
     total = survivors = 0
-    for kernel in [options.kernel] if options.kernel else KERNELS:
+    chosen = [name for name in KERNELS if name.startswith(options.kernel)]
+    if not chosen:
+        parser.error(f"--kernel: no name begins with {options.kernel!r}; there are {', '.join(KERNELS)}")
+    for kernel in chosen:
         tried, survived = campaign(kernel, options.seeds, options.hunt, options.only)
         total, survivors = total + tried, survivors + survived
     print(f"{total} mutants, {survivors} survived without an explanation")

@@ -2,7 +2,8 @@
 
     python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--shard 1/4] [--seconds N] [...]
 
-They are those of the tuning table and, with names that begin with "twins", the right twins of small kernels with a bug.
+They are those of the tuning table; with names that begin with "gradients", the three of each backward pass; and, with
+names that begin with "twins", the right twins of small kernels with a bug.
 Prints a line for each kernel and dtype and one with the sum, and ends with status 1 at the first finding.
 """
 
@@ -21,7 +22,7 @@ from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellTile, HopperTile
 from gluon_attn.forward.table import TABLE, Row
 from tests.gluon_cpu.arguments import at_least_one, shard
-from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
+from tests.gluon_cpu.attention import BackwardRun, Run, kv_scales, normal_qkv
 from tests.gluon_cpu.twins import TWINS, Twin
 
 POLICIES = ("random", "late", "early", "pct", "starve")
@@ -74,6 +75,35 @@ def of_the_table(row: Row, dtype: torch.dtype) -> Twin:
     return launched
 
 
+def of_gradients(head_dim: int, causal: bool, deterministic: bool) -> Twin:
+    """The backward's kernels, with several row blocks and key blocks, and two heads to a KV head; the numbers of the
+    first run are compared with float64. The bits of dQ are the same under every schedule if it is deterministic."""
+    q_len, kv_len = {64: (400, 200), 128: (200, 200), 256: (200, 150)}[head_dim]
+    dtype = torch.float16 if causal else torch.bfloat16
+    qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
+    run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=1)
+    checked = False
+
+    def launched(**options: Any) -> list[torch.Tensor]:
+        nonlocal checked
+        run(**options)
+        if not checked:
+            run.check()
+            checked = True
+        return [grad.clone() for grad in run.bits()]
+
+    return launched
+
+
+def gradients() -> dict[str, Callable[[], Twin]]:
+    return {
+        f"gradients D={head_dim} {'causal' if causal else 'full'}{' in order' if deterministic else ''}": (
+            functools.partial(of_gradients, head_dim, causal, deterministic)
+        )
+        for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True))
+    }
+
+
 def watch(
     name: str,
     run: Twin,
@@ -114,7 +144,7 @@ def kernels() -> dict[str, Callable[[], Twin]]:
         for dtype in DTYPES[row.element_bytes]:
             # Rows may differ in no more than slots or registers, so each has its number in the table.
             table[f"{name_of(row, dtype)} row {i}"] = functools.partial(of_the_table, row, dtype)
-    return {**table, **{name: functools.partial(TWINS.__getitem__, name) for name in TWINS}}
+    return {**table, **gradients(), **{name: functools.partial(TWINS.__getitem__, name) for name in TWINS}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

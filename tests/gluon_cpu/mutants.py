@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Deleted in turn, each wherever it stands. All of them are without result.
+# Deleted in turn, each wherever it stands. None has a result that is used.
 SYNCHRONISATION = (
     "ttng.init_barrier",
     "ttng.inval_barrier",
@@ -18,6 +18,9 @@ SYNCHRONISATION = (
     "ttng.tc_gen5_commit",
     "ttg.barrier",
     "gpu.barrier",
+    "tt.grid_dependency_wait",
+    "tt.atomic_poll",
+    "tt.atomic_rmw",
 )
 
 
@@ -64,8 +67,13 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
     """(what is changed, the lines in place of this one)."""
     op = op_of(line)
     indent = line[: len(line) - len(line.lstrip())]
-    if op in SYNCHRONISATION and not re.match(r"\s*%", line):
+    atomic = op in ("tt.atomic_poll", "tt.atomic_rmw")
+    if op in SYNCHRONISATION and (atomic or not re.match(r"\s*%", line)):
         yield "delete", []
+    if atomic and (found := re.search(r"\b(acquire|release|acq_rel), (gpu|sys)\b", line)):
+        for group, word in ((1, "relaxed"), (2, "cta")):
+            at = found.span(group)
+            yield f"{found[group]} -> {word}", [line[: at[0]] + word + line[at[1] :]]
     if op in ("ttng.init_barrier", "ttng.arrive_barrier") and (found := re.search(rf"{op} [^,]+, (\d+)", line)):
         count = int(found[1])
         for other in (count + 1, count - 1) if op == "ttng.init_barrier" and count > 1 else (count + 1,):
@@ -107,6 +115,8 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
                 f"pendings {found[1]} -> {int(found[1]) + 1}",
                 [line[: at[0]] + str(int(found[1]) + 1) + line[at[1] :]],
             )
+    if op == "ttng.async_tma_store_wait" and "read_only" not in line:
+        yield "done -> read", [line.replace("}", ", read_only}", 1)]
 
 
 def op_of(line: str) -> str:

@@ -189,3 +189,26 @@ def test_poll_of_a_tensor(launch):
     out = poisoned(128, dtype=torch.int32)
     launch(four_polls, (1,), torch.zeros(128, dtype=torch.int32), out)
     same(out, torch.ones(128, dtype=torch.int32))
+
+
+@jit
+def last_first(flag_ptr, out_ptr, START: gl.constexpr):
+    """Programs in the order of falling numbers: each polls for how many have had their turn."""
+    gl.atomic_poll(flag_ptr, START + gl.num_programs(0) - 1 - gl.program_id(0), sem="acquire")
+    gl.store(out_ptr, gl.program_id(0))
+    gl.atomic_add(flag_ptr, 1, sem="release")
+
+
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
+def test_a_poll_that_fails_waits_for_a_write(policy):
+    """It does not spin, also if whom it waits for has not started yet."""
+    out = poisoned(1, dtype=torch.int32)
+    schedule = gluon_cpu.Schedule(policy, seed=1)
+    report = gluon_cpu.launch(last_first, (12,), flag(), out, 0, schedule=schedule, resident=1)
+    assert int(out) == 0
+    assert report.steps < 2000
+
+
+def test_a_poll_for_what_nobody_writes_is_a_deadlock():
+    with pytest.raises(gluon_cpu.Deadlock, match=r"nobody can go on(.|\n)*waits for what it polls for, in global"):
+        gluon_cpu.launch(last_first, (3,), flag(), poisoned(1, dtype=torch.int32), 1)

@@ -57,3 +57,35 @@ def test_a_launch_says_nothing_at_exit(tmp_path, way, bug):
     assert "leaked" not in done.stderr
     assert LAST[bug] in done.stderr
     assert bool(done.stderr) == (bug != "nothing")
+
+
+# A function of the package in a module beside a kernel that names a module of the bindings kept the package's own
+# objects of the compiler alive: only in a process that compiles attention.
+BESIDE = """
+from gluon_cpu.front import errors_in
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+@gluon.jit
+def unused():
+    async_copy.wait_group(0)
+"""
+ATTENTION = """
+import torch
+from gluon_attn import attention
+from gluon_attn.device import Device
+import beside
+
+q, k, v = (torch.ones(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(3))
+attention(q, k, v, device=Device.hopper())
+"""
+
+
+def test_a_first_compile_of_attention_says_nothing_at_exit(tmp_path):
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "program.py").write_text(ATTENTION)
+    environment = os.environ | {"GLUON_CPU_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert list((tmp_path / "cache").iterdir()), "it has compiled"
+    assert done.stdout + done.stderr == ""
