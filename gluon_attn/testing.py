@@ -6,12 +6,15 @@ For tests and benchmarks, of this project and of who changes its kernels. A resu
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .backward.configs import HopperBackward
+from .backward.launch import backward_on_card
+from .backward.plan import BackwardPlan
 from .device import Device
 from .forward.configs import TileConfig
 from .forward.table import pick_tile
@@ -22,6 +25,7 @@ __all__ = [
     "FP8",
     "GradientError",
     "Surrounded",
+    "backward_call",
     "check",
     "check_gradients",
     "gradient_errors",
@@ -122,6 +126,41 @@ def tile_for_reuse(problem: Problem, device: Device, num_ctas: int) -> TileConfi
     # On two CTAs the table has one for many keys only, at D=64 under a causal mask.
     kv_len = problem.kv_len if num_ctas == 1 else max(problem.kv_len, 2**12)
     return tile_for_rounds(dataclasses.replace(problem, q_len=2**14, kv_len=kv_len), device, num_ctas)
+
+
+def backward_call(
+    config: HopperBackward,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    deterministic: bool = False,
+    device: Device | None = None,
+) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """A call of the backward's kernels, (B, H, S, D), with this config instead of the table's: (dQ, dK, dV).
+
+    device: what to plan for, with fewer processors say; default: the tensors' own card."""
+    problem = Problem.of(q, k, v, causal=causal, scale=None, layout="bhsd")
+    chosen = Device.of(q.device) if device is None else device
+    plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
+    shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": q, "dk": k, "dv": v}
+    if q.device.type == "cpu":
+        from .cpu import backward_on_cpu
+
+        launches = backward_on_cpu(plan, shapes)
+    else:
+        launches = backward_on_card(plan, shapes)
+
+    def call() -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        launches({**shapes, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": None, "added": None})
+        return dq, dk, dv
+
+    return call
 
 
 def poison_free_memory(*like: tuple[Iterable[int], torch.dtype]) -> None:
