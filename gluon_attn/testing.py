@@ -140,10 +140,13 @@ def backward_call(
     causal: bool,
     deterministic: bool = False,
     device: Device | None = None,
+    output: Callable[[Tensor], Tensor] = torch.empty_like,
+    workspaces: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
     """A call of the backward's kernels, (B, H, S, D), with this config instead of the table's: (dQ, dK, dV).
 
-    device: what to plan for, with fewer processors say; default: the tensors' own card."""
+    device: what to plan for, with fewer processors say; default: the tensors' own card. output: makes each gradient,
+    from the tensor that it is of. workspaces: given each workspace's name and new memory, says what is to be used."""
     problem = Problem.of(q, k, v, causal=causal, scale=None, layout="bhsd")
     chosen = Device.of(q.device) if device is None else device
     plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
@@ -154,9 +157,16 @@ def backward_call(
         launches = backward_on_cpu(plan, shapes)
     else:
         launches = backward_on_card(plan, shapes)
+    if workspaces is not None:
+        replace = workspaces
+        made = launches.temporaries
+        launches.temporaries = {
+            name: lambda given, name=name, make=make: replace(name, make(given))  # type: ignore[misc]
+            for name, make in made.items()
+        }
 
     def call() -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        dq, dk, dv = (output(t) for t in (q, k, v))
         launches({**shapes, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": None, "added": None})
         return dq, dk, dv
 

@@ -51,6 +51,6 @@ def test_delayed_kernels_compile_and_are_right(head_dim):
     clocks, right = done.stdout.splitlines()
     before, main, _ = map(int, clocks.split()[1:])
     assert before == 2  # two for each delay
-    # Of the load role two, K and V, and rows; of the gradient role products and dQ, in both loops; of the reduce role two.
+    # The load role has two, the gradient role products and dQ in both loops, the reduce role two.
     assert main >= 2 * (2 + 2 * 3 + 2)
     assert right == "right"
