@@ -2,17 +2,22 @@
 
     python -m bench.gradients --out FILE          # on a Hopper card, some minutes
     python -m bench.gradients --show FILE         # anywhere
+    python -m bench.gradients --host              # time of the host for one call, of little work
+    python -m bench.gradients --candidates --out FILE    # every config of the backward that can be, interleaved
 
 A backward pass is all of its kernels, called through autograd. Its FLOPs count as two and a half times those of the
 forward pass: five products for two.
 """
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +25,23 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.points import LENGTHS, Point
+from bench.points import DTYPES, LENGTHS, Point
 from bench.provenance import provenance
-from bench.timing import time_interleaved
+from bench.sweep import measure_in_turn
+from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention
+from gluon_attn.backward.configs import HopperBackward
+from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.table import HOPPER
+from gluon_attn.device import Device
+from gluon_attn.gradients import attention_backward
+from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.problem import Problem
+from gluon_attn.resources import resources
+from gluon_attn.testing import backward_call
 
 GRAD_FLOPS = 2.5  # over those of the forward pass
+MOST_SPILLS = 100  # of a loop; with more, a config is not timed
 
 
 def points(head_dims: list[int], lengths: list[int], kv_heads: int | None) -> list[Point]:
@@ -99,6 +115,100 @@ def measure(point: Point, rounds: int, with_deterministic: bool) -> dict[str, An
     }
 
 
+HOST_POINT = Point(head_dim=128, causal=True, length=512, batch=1, heads=16)
+
+
+def host_microseconds() -> dict[str, float]:
+    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each has its turn."""
+    q, k, v = HOST_POINT.tensors()
+    dout = torch.randn_like(q)
+    calls = calls_of(HOST_POINT, with_deterministic=True)
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    return measure_in_turn(
+        host_seconds,
+        {
+            "forward": partial(attention, q, k, v, causal=True),
+            "forward, to be differentiated": partial(attention, *inputs, causal=True),
+            "backward, called directly": partial(attention_backward, dout, None, q, k, v, out, lse, causal=True),
+            "backward": calls["ours"],
+            "backward, deterministic": calls["ours, deterministic"],
+            "backward, cuDNN": calls["cudnn"],
+        },
+    )
+
+
+def configs(padded_head_dim: int) -> list[HopperBackward]:
+    """Every config that its checks and shared memory allow."""
+    found = []
+    for block_m, keys, row_slots, ds_slots in itertools.product((64, 128), (64, 128), (1, 2, 3, 4), (1, 2)):
+        try:
+            config = HopperBackward(block_m=block_m, keys=keys, row_slots=row_slots, ds_slots=ds_slots)
+        except ValueError:
+            continue
+        if config.smem_bytes(padded_head_dim) <= Device.hopper().smem_bytes:
+            found.append(config)
+    return found
+
+
+def label(config: HopperBackward) -> str:
+    """Rows x keys, slots of rows and of dS, registers of the single warps."""
+    return f"{config.block_m}x{config.keys} q{config.row_slots}ds{config.ds_slots} r{config.load_registers}"
+
+
+def refusal(config: HopperBackward, point: Point) -> str | None:
+    """What stands against a config: the compiler, or that a step of its loops spills or waits for each product."""
+    padded = Problem.padded(point.head_dim)
+    try:
+        main = compiled_backward(DTYPES[point.dtype], padded, Mask(causal=point.causal), config)[1]
+    except Exception as error:  # whatever the compiler raises, it is the result for this config
+        return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
+    loops = [loop for loop in resources(main).loops if loop.products > 4]
+    spills = max((loop.spills for loop in loops), default=0)
+    return f"{spills} spills in a loop" if spills > MOST_SPILLS else None
+
+
+def difference(got: Sequence[Tensor], want: Sequence[Tensor]) -> str | None:
+    """What tells gradients from those of the table's config by more than rounding."""
+    for name, one, other in zip("QKV", got, want, strict=True):
+        off = float((one.double() - other.double()).norm() / other.double().norm())
+        if not off < 0.02:  # true of NaN
+            return f"wrong: d{name} is off by {off:.3f} of its norm"
+    return None
+
+
+def measure_candidates(point: Point, rounds: int) -> dict[str, Any]:
+    """All configs of a point, the table's among them; the gradients alone, without autograd."""
+    q, k, v = point.tensors()
+    dout = torch.randn_like(q)
+    out, lse = attention(q, k, v, causal=point.causal, return_lse=True)
+    calls: dict[str, Callable[[], object]] = {}
+    refused: dict[str, str] = {}
+    tried = configs(Problem.padded(point.head_dim))
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # leaves the kernels in Triton's cache
+        reasons = list(pool.map(refusal, tried, [point] * len(tried)))
+    want = attention_backward(dout, None, q, k, v, out, lse, causal=point.causal)
+    for config, why in zip(tried, reasons, strict=True):
+        if why is None:
+            call = backward_call(config, dout, q, k, v, out, lse, causal=point.causal)
+            why = difference(call(), want)
+            calls[label(config)] = call
+        if why is not None:
+            calls.pop(label(config), None)
+            refused[label(config)] = why
+    timings = time_interleaved(calls, rounds=rounds)
+    flops = GRAD_FLOPS * point.flops
+    results = {
+        name: {"ms": t.median * 1e3, "tflops": flops / t.median / 1e12, "spread": t.spread}
+        for name, t in timings.items()
+    }
+    fastest = max(results, key=lambda name: results[name]["tflops"])
+    table = label(HOPPER[Problem.padded(point.head_dim)])
+    lead = results[fastest]["tflops"] / results[table]["tflops"] if table in results else float("nan")
+    print(f"{point.name}: fastest {fastest}, {lead:.3f} times the table's {table}; {len(refused)} refused", flush=True)
+    return {"point": asdict(point), "name": point.name, "table": table, "results": results, "refused": refused}
+
+
 def show(found: dict[str, Any]) -> None:
     names = list(found["points"][0]["results"])
     print("| TFLOP/s | " + " | ".join(names) + " | ours / cudnn |")
@@ -118,6 +228,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--kv-heads", type=int, help="64 query heads, and so many KV heads")
     parser.add_argument("--deterministic", action="store_true", help="time that too")
+    parser.add_argument("--host", action="store_true", help="time the host instead, in one small problem")
+    parser.add_argument("--candidates", action="store_true", help="time every config of our kernels instead")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--commit", help="of the tree that is measured, if git cannot tell")
     args = parser.parse_args()
@@ -127,11 +239,25 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench.gradients: expected a Hopper card, got none; use --show FILE to see a result file")
     found: dict[str, Any] = {"provenance": provenance(args.commit), "points": []}
+    if args.host:
+        found |= {"point": asdict(HOST_POINT), "host_us": host_microseconds()}
+        for name, us in found["host_us"].items():
+            print(f"{name:30} {us:6.1f} us")
+        save(found, args.out)
+        return
     for point in points(args.head_dims, args.lengths, args.kv_heads):
-        found["points"].append(measure(point, args.rounds, args.deterministic))
-        if args.out:
-            args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    show(found)
+        if args.candidates:
+            found["points"].append(measure_candidates(point, args.rounds))
+        else:
+            found["points"].append(measure(point, args.rounds, args.deterministic))
+        save(found, args.out)
+    if not args.candidates:
+        show(found)
+
+
+def save(found: dict[str, Any], out: Path | None) -> None:
+    if out:
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

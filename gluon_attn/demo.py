@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,12 +20,14 @@ from .device import Device
 from .forward.configs import HopperTile, TileConfig
 from .forward.launch import compiled
 from .forward.table import BLACKWELL, HOPPER, pick_tile
+from .gradients import attention_backward
 from .kernels.common.mask import Mask
 from .problem import Problem
 from .reference import reference_attention
 from .resources import resources
 from .runtime.assembler import assembler_version
 from .runtime.compiler import check_triton_version
+from .testing import GradientError, gradient_errors
 
 # The attention of one layer of Llama-3-8B over a prompt of 4096 tokens.
 PREFILL = Problem(
@@ -45,6 +47,10 @@ SCHEDULES = 10
 DTYPE_LABELS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 FP8_SHIFT = 2.0**8  # what the kernels multiply P with, where it is in e4m3
 EXECUTION_COLUMNS = "for      dtype  mask    CTAs  error of O  plain torch  of LSE   schedules  findings  seconds"
+GRADIENT_COLUMNS = (
+    "for      dtype  mask    sums of dQ   error of dQ (plain)  of dK (plain)      of dV (plain)      schedules  "
+    "findings  seconds"
+)
 KERNEL_COLUMNS = (
     "for      head dim  mask    CTAs  tile        registers           smem KB  instr  products  TMA ld/st  "
     "spills: loop  other  unlike its neighbours"
@@ -78,6 +84,23 @@ EXECUTIONS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientExecution:
+    """The gradients on gluon_cpu, in bf16, for such a card."""
+
+    causal: bool
+    deterministic: bool
+
+
+GRADIENT_EXECUTIONS = (
+    GradientExecution(causal=False, deterministic=False),
+    GradientExecution(causal=True, deterministic=False),
+    GradientExecution(causal=True, deterministic=True),
+)
+Job = Execution | GradientExecution
+CASES = len(EXECUTIONS) + len(GRADIENT_EXECUTIONS)
+
+
 def architecture(arch: int) -> str:
     return f"sm_{arch}a"
 
@@ -86,7 +109,9 @@ def mask(causal: bool) -> str:
     return "causal" if causal else "full"
 
 
-def name_of(job: Execution) -> str:
+def name_of(job: Job) -> str:
+    if isinstance(job, GradientExecution):
+        return f"{architecture(90)} bf16 {mask(job.causal)}, gradients{', in a fixed order' * job.deterministic}"
     ctas = "1 CTA" if job.num_ctas == 1 else f"{job.num_ctas} CTAs"
     return f"{architecture(job.device.arch)} {DTYPE_LABELS[job.dtype]} {mask(job.causal)}, {ctas}"
 
@@ -114,6 +139,43 @@ def execute(job: Execution, schedules: int) -> tuple[str, str | None]:
         f"{time.monotonic() - start:.1f}"
     )
     return row, wrong(out_error, plain_error, lse_error)
+
+
+def execute_gradients(job: GradientExecution, schedules: int) -> tuple[str, str | None]:
+    """(A row under GRADIENT_COLUMNS, what is wrong or None.)"""
+    start = time.monotonic()
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 1, 2, 200, 64).to(torch.bfloat16)
+    k, v = torch.randn(2, 1, 1, 250, 64).to(torch.bfloat16)
+    options: dict[str, Any] = {"causal": job.causal, "device": HOPPER_CARD}
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    results: list[tuple[torch.Tensor, ...]] = []
+
+    def call() -> None:
+        deterministic = job.deterministic
+        results.append(attention_backward(dout, None, q, k, v, out, lse, deterministic=deterministic, **options))
+
+    finding = find_race(call, schedules)
+    sums = "fixed order" if job.deterministic else "any order"
+    case = f"{architecture(90):<8} bf16   {mask(job.causal):<7} {sums:<12} "
+    if finding is not None:
+        return f"{case}{'-':<20} {'-':<18} {'-':<18} {len(results) + 1:<10} 1", finding
+    found = gradient_errors(q, k, v, dout, results, causal=job.causal)
+    errors = [f"{e.error:.1e} ({e.plain_error:.1e})" for e in found]
+    row = (
+        f"{case}{errors[0]:<20} {errors[1]:<18} {errors[2]:<18} {schedules:<10} 0         "
+        f"{time.monotonic() - start:.1f}"
+    )
+    return row, wrong_gradients(found)
+
+
+def wrong_gradients(found: Sequence[GradientError]) -> str | None:
+    """None if the errors are those of rounding."""
+    wrong = [e for e in found if not e.error <= e.budget]  # true of NaN
+    if not wrong:
+        return None
+    said = ", ".join(f"of {e.name} at most {e.budget:.1e}, got {e.error:.1e}" for e in wrong)
+    return f"wrong: expected an error {said}"
 
 
 def largest(x: torch.Tensor) -> float:
@@ -228,21 +290,23 @@ def run_without_a_card(schedules: int, kernels: bool) -> str | None:
     start = time.monotonic()
     to_describe = listed() if kernels else []
     say("No Hopper or Blackwell card is used: kernels are executed on the CPU, role by role, and watched for races.")
-    say(f"{len(EXECUTIONS)} cases, {schedules} schedules each: 2 query heads, 1 KV head, 300 queries a CTA, 500 keys,")
-    say("D=64. Errors are the largest, against float64; plain torch is attention in the inputs' dtype.")
+    say(f"{CASES} cases, {schedules} schedules each. Errors are the largest, against float64; plain torch is attention")
+    say("in the inputs' dtype. D=64.")
     if schedules == SCHEDULES and kernels:
         say("It takes about three to four minutes on two idle cores, much less once its kernels are in Triton's cache.")
-    say(f"\n{EXECUTION_COLUMNS}")
     # Not forked: torch has threads.
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=prepare_process) as pool:
         executed = [pool.submit(execute, job, schedules) for job in EXECUTIONS]
+        with_gradients = [pool.submit(execute_gradients, job, schedules) for job in GRADIENT_EXECUTIONS]
         described = [pool.submit(describe, kernel) for kernel in to_describe]
-        for i, (job, done) in enumerate(zip(EXECUTIONS, executed, strict=True), 1):
-            row, problem = result_of(done, f"executing {name_of(job)} (case {i} of {len(EXECUTIONS)})", start)
-            say(row)
-            if problem is not None:
-                pool.shutdown(cancel_futures=True)
-                return f"{name_of(job)}: {problem}"
+        say(f"\nForward: 2 query heads, 1 KV head, 300 queries a CTA, 500 keys.\n\n{EXECUTION_COLUMNS}")
+        problem = say_executed(EXECUTIONS, executed, 1, start)
+        if problem is None:
+            say(f"\nGradients: 2 query heads, 1 KV head, 200 queries, 250 keys.\n\n{GRADIENT_COLUMNS}")
+            problem = say_executed(GRADIENT_EXECUTIONS, with_gradients, 1 + len(EXECUTIONS), start)
+        if problem is not None:
+            pool.shutdown(cancel_futures=True)
+            return problem
         if to_describe:
             say_what_is_listed(to_describe)
         for i, line in enumerate(described, 1):
@@ -250,9 +314,21 @@ def run_without_a_card(schedules: int, kernels: bool) -> str | None:
     compiled_too = f"; {len(to_describe)} kernels were compiled" if to_describe else ""
     say(f"\nNothing ran on a card{compiled_too}; {time.monotonic() - start:.0f} s.")
     say(
-        f"All {len(EXECUTIONS)} cases agree with float64, and no race was found under "
+        f"All {CASES} cases, forward and gradients, agree with float64, and no race was found under "
         f"{schedules} {'schedule' if schedules == 1 else 'schedules'} each."
     )
+    return None
+
+
+def say_executed(
+    jobs: Sequence[Job], executed: Sequence[Future[tuple[str, str | None]]], first: int, start: float
+) -> str | None:
+    """A row for each job, as it is done; first: the number of the first one. Returns what was wrong, or None."""
+    for i, (job, done) in enumerate(zip(jobs, executed, strict=True), first):
+        row, problem = result_of(done, f"executing {name_of(job)} (case {i} of {CASES})", start)
+        say(row)
+        if problem is not None:
+            return f"{name_of(job)}: {problem}"
     return None
 
 
@@ -278,7 +354,8 @@ def milliseconds(call, runs: int = 30) -> float:  # type: ignore[no-untyped-def]
 
 
 def run_prefill(device: Device, kernels: bool) -> str | None:
-    """Run PREFILL on the card, check it against the reference, time it against torch's SDPA through cuDNN.
+    """Run PREFILL and its gradients on the card, check them against the reference, time them against torch's SDPA
+    through cuDNN.
 
     Returns what was wrong, or None."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -306,21 +383,63 @@ def run_prefill(device: Device, kernels: bool) -> str | None:
     say(f"largest error against float64: O {out_error:.1e} (plain bf16: {plain_error:.1e}), LSE {lse_error:.1e}")
     if problem := wrong(out_error, plain_error, lse_error):
         return problem
+    dout = torch.randn_like(q)
+    grads = gradients_of(out, lse, q, k, v, dout)
+    say(f"of the gradients (plain bf16): {', '.join(f'{e.name} {e.error:.1e} ({e.plain_error:.1e})' for e in grads)}")
+    if problem := wrong_gradients(grads):
+        return problem
 
-    def cudnn() -> torch.Tensor:
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attention(q, k, v, causal=p.causal)
+
+    def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=p.causal, enable_gqa=True)
 
     flops = 4 * p.batch * p.heads * p.q_len * p.kv_len * p.head_dim / 2
-    ours, theirs = milliseconds(lambda: attention(q, k, v, causal=p.causal)), milliseconds(cudnn)
-    say(f"ours:  {ours:.3f} ms, {flops / ours / 1e9:.0f} TFLOP/s")
-    say(f"cuDNN: {theirs:.3f} ms, {flops / theirs / 1e9:.0f} TFLOP/s (torch SDPA, same run)")
+    say("\nTimed beside torch's SDPA through cuDNN, in this process. Backward: called through autograd.")
+    say("         forward             backward            both")
+    times = {name: milliseconds_of(call, q, k, v, dout) for name, call in (("ours", ours), ("cuDNN", cudnn))}
+    for name, taken in times.items():
+        cells = [f"{ms:.3f} ms {n * flops / ms / 1e9:4.0f} TFLOP/s" for ms, n in zip(taken, (1, 2.5, 3.5), strict=True)]
+        say(f"{name:<8} {'  '.join(cells)}")
+    forward, backward, both = (b / a for a, b in zip(times["ours"], times["cuDNN"], strict=True))
     if kernels:
         say(f"\nThe kernel, assembler {assembler_version()}:\n{KERNEL_COLUMNS}")
         tile = pick_tile(p, device)
         say(describe(Variant(arch=device.arch, padded_head_dim=p.padded_head_dim, causal=p.causal, tile=tile)))
-    say(f"\nThe result agrees with float64. Ours runs at {theirs / ours:.2f} times cuDNN's speed.")
+    say(
+        f"\nAll results agree with float64. Ours runs at {forward:.2f} times cuDNN's speed forward, {backward:.2f} "
+        f"backward, {both:.2f} both."
+    )
     return None
+
+
+def gradients_of(
+    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> list[GradientError]:
+    """Errors of PREFILL's gradients. Of a KV head at a time, as above; each is judged by the budget of its head, and
+    the one that is worst by that is returned."""
+    p = PREFILL
+    dq, dk, dv = attention_backward(dout, None, q, k, v, out, lse, causal=p.causal)
+    group = p.heads // p.kv_heads
+    heads = []
+    for head in range(p.kv_heads):
+        rows, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        got = (dq[:, rows], dk[:, one], dv[:, one])
+        heads.append(gradient_errors(q[:, rows], k[:, one], v[:, one], dout[:, rows], [got], causal=p.causal))
+    return [max(of_one, key=GradientError.badness) for of_one in zip(*heads, strict=True)]
+
+
+def milliseconds_of(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> list[float]:
+    """Of the forward pass without gradients, the backward pass, and both."""
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = call(*inputs)
+    return [
+        milliseconds(lambda: call(q, k, v)),
+        milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)),
+        milliseconds(lambda: torch.autograd.grad(call(*inputs), inputs, dout)),
+    ]
 
 
 def card() -> Device | None:

@@ -130,6 +130,9 @@ def prepare(
 
 def readable_by_tma(t: Tensor) -> Tensor:
     """The tensor, or a contiguous copy if it is not stored as it reads, or in strides that TMA does not take."""
+    aligned = t.data_ptr() % TMA_ALIGNMENT_BYTES == 0
+    if aligned and t.is_contiguous() and not t.is_neg():  # nearly always; head dims are multiples of 16 bytes
+        return t
     t = t.resolve_neg()
     strides = (s * t.element_size() for s, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1)
     aligned = t.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and all(s % TMA_ALIGNMENT_BYTES == 0 for s in strides)

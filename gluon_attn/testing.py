@@ -6,12 +6,15 @@ For tests and benchmarks, of this project and of who changes its kernels. A resu
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .backward.configs import HopperBackward
+from .backward.launch import backward_on_card
+from .backward.plan import BackwardPlan
 from .device import Device
 from .forward.configs import TileConfig
 from .forward.table import pick_tile
@@ -20,8 +23,12 @@ from .reference import reference_attention
 
 __all__ = [
     "FP8",
+    "GradientError",
     "Surrounded",
+    "backward_call",
     "check",
+    "check_gradients",
+    "gradient_errors",
     "last_place",
     "normal",
     "normal_qkv",
@@ -121,6 +128,51 @@ def tile_for_reuse(problem: Problem, device: Device, num_ctas: int) -> TileConfi
     return tile_for_rounds(dataclasses.replace(problem, q_len=2**14, kv_len=kv_len), device, num_ctas)
 
 
+def backward_call(
+    config: HopperBackward,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    deterministic: bool = False,
+    device: Device | None = None,
+    output: Callable[[Tensor], Tensor] = torch.empty_like,
+    workspaces: Callable[[str, Tensor], Tensor] | None = None,
+) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """A call of the backward's kernels, (B, H, S, D), with this config instead of the table's: (dQ, dK, dV).
+
+    device: what to plan for, with fewer processors say; default: the tensors' own card. output: makes each gradient,
+    from the tensor that it is of. workspaces: given each workspace's name and new memory, says what is to be used."""
+    problem = Problem.of(q, k, v, causal=causal, scale=None, layout="bhsd")
+    chosen = Device.of(q.device) if device is None else device
+    plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
+    shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": q, "dk": k, "dv": v}
+    if q.device.type == "cpu":
+        from .cpu import backward_on_cpu
+
+        launches = backward_on_cpu(plan, shapes)
+    else:
+        launches = backward_on_card(plan, shapes)
+    if workspaces is not None:
+        replace = workspaces
+        made = launches.temporaries
+        launches.temporaries = {
+            name: lambda given, name=name, make=make: replace(name, make(given))  # type: ignore[misc]
+            for name, make in made.items()
+        }
+
+    def call() -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (output(t) for t in (q, k, v))
+        launches({**shapes, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": None, "added": None})
+        return dq, dk, dv
+
+    return call
+
+
 def poison_free_memory(*like: tuple[Iterable[int], torch.dtype]) -> None:
     """Fill memory of these shapes with NaN and free it: what is allocated next is likely to get it."""
     poisoned = [torch.full(tuple(shape), float("nan"), dtype=dtype, device="cuda") for shape, dtype in like]
@@ -213,6 +265,60 @@ def check(
     assert error <= budget, f"{what}: LSE is off by {error:.3e}, budget {budget:.3e} (plain fp32: {single_error:.3e})"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientError:
+    """Of one gradient, in magnitude at its largest. plain_error: that of plain PyTorch in the same dtype.
+
+    budget: twice plain_error, plus one unit in the last place at the gradient's largest number, plus 2^-20 of the
+    largest number of all three: dS is a difference of such numbers in fp32, and can be 0.
+    """
+
+    name: str
+    error: float  # NaN if the gradient has NaN
+    plain_error: float
+    budget: float
+
+    def badness(self) -> float:
+        """The error in budgets; infinite if it is NaN."""
+        return math.inf if math.isnan(self.error) else self.error / max(self.budget, 2.0**-126)
+
+
+def gradient_errors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    runs: Sequence[Sequence[Tensor]],
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+) -> list[GradientError]:
+    """Of dQ, dK and dV against float64, the largest of several runs. dout, dlse: of O and of LSE."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        out, lse = reference_attention(*inputs, causal=causal, scale=scale, layout=layout)
+        outputs, with_grads = [out], [dout.to(dtype)]
+        if dlse is not None:
+            # A row that sees no key has an LSE that no input moves.
+            outputs, with_grads = [out, lse], [*with_grads, dlse.masked_fill(lse == float("-inf"), 0.0).to(lse.dtype)]
+        return list(torch.autograd.grad(outputs, inputs, with_grads))
+
+    exact = plain(torch.float64)
+    single = 2.0**-20 * max(map(largest, exact))
+    found = []
+    for i, (want, same_dtype) in enumerate(zip(exact, plain(q.dtype), strict=True)):
+        errors = torch.tensor([largest(run[i].double() - want) for run in runs], dtype=torch.float64)
+        plain_error = largest(same_dtype.double() - want)
+        budget = 2 * plain_error + last_place(q.dtype, largest(want)) + single
+        error = float(errors.max())  # NaN, if there is one
+        found.append(GradientError(name="d" + "QKV"[i], error=error, plain_error=plain_error, budget=budget))
+    return found
+
+
 def check_gradients(
     q: Tensor,
     k: Tensor,
@@ -228,32 +334,17 @@ def check_gradients(
 ) -> None:
     """The gradients (dQ, dK, dV) against float64; raises AssertionError with what is wrong, after `what`.
 
-    dout, dlse: of O and of LSE. Each gradient may be off by twice what plain PyTorch in the same dtype is, plus one
-    unit in the last place at its largest number, plus 2^-20 of the largest number of all three: dS is a difference of
-    such numbers in fp32, and can be 0.
+    dout, dlse: of O and of LSE. How far off each may be: `GradientError.budget`.
     """
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-    def plain(dtype: torch.dtype) -> list[Tensor]:
-        inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        out, lse = reference_attention(*inputs, causal=causal, scale=scale, layout=layout)
-        outputs, with_grads = [out], [dout.to(dtype)]
-        if dlse is not None:
-            # A row that sees no key has an LSE that no input moves.
-            outputs, with_grads = [out, lse], [*with_grads, dlse.masked_fill(lse == float("-inf"), 0.0).to(lse.dtype)]
-        return list(torch.autograd.grad(outputs, inputs, with_grads))
-
-    exact = plain(torch.float64)
-    single = 2.0**-20 * max(map(largest, exact))
-    for name, t, got, want, same_dtype in zip("qkv", (q, k, v), grads, exact, plain(q.dtype), strict=True):
+    for name, t, got in zip("QKV", (q, k, v), grads, strict=True):
         assert got is not None, f"{what}: no gradient of {name}"
         assert (got.shape, got.dtype, got.device) == (t.shape, t.dtype, t.device), f"{what}: d{name} {got.shape}"
         bad = int((~got.isfinite()).sum())
         assert bad == 0, f"{what}: {bad} of {got.numel()} elements of d{name} are not finite"
-        error, plain_error = largest(got.double() - want), largest(same_dtype.double() - want)
-        budget = 2 * plain_error + last_place(got.dtype, largest(want)) + single
-        assert error <= budget, (
-            f"{what}: d{name} is off by {error:.3e}, budget {budget:.3e} ({plain_error:.3e} in torch)"
+    runs = [[g for g in grads if g is not None]]
+    for e in gradient_errors(q, k, v, dout, runs, dlse=dlse, causal=causal, scale=scale, layout=layout):
+        assert e.error <= e.budget, (
+            f"{what}: {e.name} is off by {e.error:.3e}, budget {e.budget:.3e} ({e.plain_error:.3e} in torch)"
         )
 
 

@@ -15,6 +15,7 @@ from .text import (
 from .types import Type, TypeParser
 
 VALUE = re.compile(r"%[\w.$\-]+(?:#\d+)?")
+STRING = re.compile(r'"[^"]*"')  # a quote within one is printed as \22
 RESULTS = re.compile(r"^(%[\w.$\-]+(?::\d+)?(?:, %[\w.$\-]+(?::\d+)?)*) = ")
 
 
@@ -197,8 +198,9 @@ class Parser:
                 inside = body[m.end() : matching(body, m.end() - 1)]
                 args = VALUE.findall(split_top(inside, ":")[0])
             successors.append((m[0].rstrip("("), args))
+        operands = VALUE.findall(STRING.sub("", body))  # assembly may name %clock
         return Op(
-            name, results, VALUE.findall(body), types, result_types, operand_types, attrs, body.strip(), site, text,
+            name, results, operands, types, result_types, operand_types, attrs, body.strip(), site, text,
             [], successors,
         )  # fmt: skip
 

@@ -2,11 +2,13 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from gluon_attn import __main__ as command
 from gluon_attn import demo
 from gluon_attn.forward.table import HOPPER
+from gluon_attn.gradients import attention_backward
 
 ROOT = Path(__file__).parents[2]
 KERNELS = len({(row.padded_head_dim, row.causal, row.tile) for row in HOPPER if row.element_bytes == 2})
@@ -66,6 +69,7 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(demo, "ProcessPoolExecutor", Threads)
     monkeypatch.setattr(demo, "execute", execute)
+    monkeypatch.setattr(demo, "execute_gradients", execute)
     monkeypatch.setattr(demo, "describe", lambda kernel: f"kernel {kernel.padded_head_dim} {kernel.unlike}")
     monkeypatch.setattr(demo, "quiet_exit", lambda: None)
     return settings
@@ -79,7 +83,9 @@ def printed(monkeypatch, capsys, *arguments: str) -> list[str]:
 
 def test_the_verdict_comes_last(monkeypatch, capsys, stand_ins):
     lines = printed(monkeypatch, capsys)
-    assert lines[-1] == "All 8 cases agree with float64, and no race was found under 10 schedules each."
+    assert lines[-1] == (
+        "All 11 cases, forward and gradients, agree with float64, and no race was found under 10 schedules each."
+    )
     assert any("It takes about" in line for line in lines[:5])
     assert sum(line.startswith("kernel ") for line in lines) == KERNELS + 2
 
@@ -87,6 +93,7 @@ def test_the_verdict_comes_last(monkeypatch, capsys, stand_ins):
 def test_options(monkeypatch, capsys, stand_ins):
     lines = printed(monkeypatch, capsys, "--schedules", "1", "--no-kernels")
     assert "sm_90a bf16 causal, 2 CTAs 1" in lines
+    assert "sm_90a bf16 causal, gradients, in a fixed order 1" in lines
     assert not any(line.startswith("kernel ") for line in lines)
     assert lines[-1].endswith("no race was found under 1 schedule each.")
 
@@ -105,7 +112,7 @@ def test_what_takes_long_is_said(monkeypatch, capsys, stand_ins):
     stand_ins["seconds"] = 0.2
     monkeypatch.setattr(demo, "QUIET_SECONDS", 0.02)
     lines = printed(monkeypatch, capsys, "--no-kernels")
-    assert any(line.endswith("executing sm_90a bf16 full, 1 CTA (case 1 of 8)") for line in lines)
+    assert any(line.endswith("executing sm_90a bf16 full, 1 CTA (case 1 of 11)") for line in lines)
 
 
 def test_an_execution_gives_what_the_race_checker_found(monkeypatch):
@@ -113,6 +120,44 @@ def test_an_execution_gives_what_the_race_checker_found(monkeypatch):
     row, problem = demo.execute(demo.EXECUTIONS[0], 3)
     assert problem == "a race"
     assert row.split()[:4] == ["sm_90a", "bf16", "full", "1"]
+
+
+def test_a_finding_in_the_gradients_fails(monkeypatch, capsys, stand_ins):
+    monkeypatch.setattr(demo, "execute_gradients", lambda job, schedules: ("a row", "a race"))
+    with pytest.raises(SystemExit, match="1"):
+        printed(monkeypatch, capsys)
+    assert capsys.readouterr().out.endswith("a row\n\nFAILED: sm_90a bf16 full, gradients: a race\n")
+
+
+def test_an_execution_of_gradients_gives_what_the_race_checker_found(monkeypatch):
+    monkeypatch.setattr(demo, "find_race", lambda call, schedules: "a race")
+    row, problem = demo.execute_gradients(demo.GRADIENT_EXECUTIONS[2], 3)
+    assert problem == "a race"
+    assert row.split()[:5] == ["sm_90a", "bf16", "causal", "fixed", "order"]
+
+
+def test_an_execution_of_gradients():
+    row, problem = demo.execute_gradients(demo.GRADIENT_EXECUTIONS[1], 1)
+    assert problem is None
+    assert row.split()[-3:-1] == ["1", "0"], row
+
+
+@pytest.mark.parametrize("error", [0.5, float("nan")])
+def test_gradients_are_compared_with_float64(monkeypatch, error):
+    """Whatever a schedule gave: the error is in the second of three."""
+    calls = []
+
+    def fake_backward(*given, **options):
+        grads = attention_backward(*given, **options)
+        calls.append(1)
+        grads[1][0, 0, 0, 0] += error if len(calls) == 2 else 0.0
+        return grads
+
+    monkeypatch.setattr(demo, "attention_backward", fake_backward)
+    monkeypatch.setattr(demo, "find_race", lambda call, schedules: any(call() for _ in range(schedules)) or None)
+    _, problem = demo.execute_gradients(demo.GRADIENT_EXECUTIONS[0], 3)
+    assert len(calls) == 3
+    assert str(problem).startswith("wrong: expected an error of dK at most")
 
 
 @pytest.mark.parametrize(("error", "is_wrong"), [(1e-4, False), (0.5, True), (float("nan"), True)])
@@ -131,6 +176,39 @@ def test_an_execution_is_compared_with_float64(monkeypatch, error, is_wrong):
     _, problem = demo.execute(demo.EXECUTIONS[1], 3)
     assert len(calls) == 3
     assert (problem is not None) == is_wrong
+
+
+@pytest.fixture
+def stand_in_for_a_card(monkeypatch):
+    """The problem made small and its tensors on the CPU; nothing is timed."""
+    randn = torch.randn
+    small = dataclasses.replace(demo.PREFILL, heads=2, kv_heads=1, q_len=130, kv_len=130, head_dim=64, scale=0.125)
+    monkeypatch.setattr(demo, "PREFILL", small)
+    monkeypatch.setattr(demo, "milliseconds", lambda call, runs=1: [call(), 2.0][1])
+    monkeypatch.setattr(demo, "attention", partial(demo.attention, device=demo.HOPPER_CARD))
+    monkeypatch.setattr(demo, "attention_backward", partial(attention_backward, device=demo.HOPPER_CARD))
+    monkeypatch.setattr("torch.nn.attention.sdpa_kernel", lambda backend: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: randn(*shape, **options | {"device": "cpu"}))
+
+
+def test_a_card_is_shown_forward_and_backward(capsys, stand_in_for_a_card):
+    assert demo.run_prefill(demo.HOPPER_CARD, kernels=False) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-4:-2]] == ["ours", "cuDNN"]
+    assert all(line.count("2.000 ms") == 3 for line in lines[-4:-2])
+    assert lines[-1] == (
+        "All results agree with float64. Ours runs at 1.00 times cuDNN's speed forward, 1.00 backward, 1.00 both."
+    )
+
+
+def test_wrong_gradients_on_a_card_are_said(monkeypatch, capsys, stand_in_for_a_card):
+    def twice_dk(*given, **options):
+        dq, dk, dv = attention_backward(*given, **options, device=demo.HOPPER_CARD)
+        return dq, 2 * dk, dv
+
+    monkeypatch.setattr(demo, "attention_backward", twice_dk)
+    assert str(demo.run_prefill(demo.HOPPER_CARD, kernels=False)).startswith("wrong: expected an error of dK at most")
+    assert "Ours" not in capsys.readouterr().out
 
 
 def test_no_two_kernels_look_alike():
@@ -155,6 +233,13 @@ def test_the_command_executes_and_compiles():
     done = run("--schedules", "2")
     assert done.returncode == 0, done.stderr
     table = [line.split() for line in done.stdout.splitlines() if line.startswith("sm_")]
+    in_order = [row for row in table if row[3] in ("any", "fixed")]
+    assert [(*row[2:4], row[-2]) for row in in_order] == [
+        ("full", "any", "0"),
+        ("causal", "any", "0"),
+        ("causal", "fixed", "0"),
+    ]
+    table = [row for row in table if row not in in_order]
     executed = [row for row in table if row[1] in ("bf16", "e4m3")]
     assert {tuple(row[:4]) for row in executed} == {
         *(("sm_90a", "bf16", *case) for case in (("full", "1"), ("causal", "2"))),

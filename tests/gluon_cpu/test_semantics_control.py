@@ -318,6 +318,13 @@ def test_inline_assembly_runs_its_registered_twin(launch):
     same(out, x ^ (x + 1))
 
 
+def test_inline_assembly_may_name_special_registers(launch):
+    x, out = small_integers(128, dtype=torch.int32), poisoned(128, dtype=torch.int32)
+    gluon_cpu.register_asm("mov.u32 $0, %clock;", lambda a, b: b - a)
+    launch(assembly, (1,), x, out, ASM="mov.u32 $0, %clock;")
+    same(out, torch.ones_like(out))
+
+
 def test_inline_assembly_without_a_twin_is_an_error(launch):
     x, out = small_integers(128, dtype=torch.int32), poisoned(128, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="prmt") as caught:

@@ -4,21 +4,30 @@ ConSan watches the one schedule that runs, buffer by buffer. A finding is a devi
 check has a process of its own.
 """
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 
 from channels import SignalChannel, cluster_fence
 from channels.compat import gl, jit
 from gluon_attn import attention
+from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.table import HOPPER as BACKWARD
+from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
-from gluon_attn.testing import check, normal_qkv
+from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.testing import backward_call, check, check_gradients, normal, normal_qkv
 from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(900)
 
 FINDING = "Buffer being accessed has outstanding"
 
+# Of the backward's table: padded head dim, causal, dQ in a fixed order.
+GRADIENT_CASES = list(itertools.product(BACKWARD, (False, True), (False, True)))
 CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)}
 # (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
@@ -73,6 +82,24 @@ def run_attention(row: Row) -> None:
         check(q, k, v, out, lse, causal=row.causal, what=f"Sq={q_len}, Sk={kv_len}")
 
 
+def run_gradients(head_dim: int, causal: bool, deterministic: bool) -> None:
+    """All three kernels, with a processor for each key block, and with two for all of them."""
+    config, mask = BACKWARD[head_dim], Mask(causal=causal)
+    kernels = compiled_backward(torch.bfloat16, head_dim, mask, config, deterministic=deterministic, device_index=0)
+    assert all(kernel.metadata.profile_scratch_size > 0 for kernel in kernels)
+    card = Device.of(torch.device("cuda", 0))
+    for (q_len, kv_len), sm_count in itertools.product(LENGTHS, (card.sm_count, 2)):
+        q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+        device = dataclasses.replace(card, sm_count=sm_count)
+        got = backward_call(
+            config, dout, q, k, v, out, lse, causal=causal, deterministic=deterministic, device=device
+        )()
+        torch.cuda.synchronize()
+        check_gradients(q, k, v, dout, got, causal=causal, what=f"Sq={q_len}, Sk={kv_len}, {sm_count} processors")
+
+
 def run_persistent(num_ctas: int) -> None:
     """More tiles than programs, so that each channel lives on from tile to tile."""
     programs = torch.cuda.get_device_properties().multi_processor_count // num_ctas
@@ -84,6 +111,13 @@ def run_persistent(num_ctas: int) -> None:
 
 RUNS = {
     **{name: (run_attention, (row,)) for name, row in CASES.items()},
+    **{
+        f"gradients, D={d}, {'causal' if causal else 'full'}{', in a fixed order' * fixed}": (
+            run_gradients,
+            (d, causal, fixed),
+        )
+        for d, causal, fixed in GRADIENT_CASES
+    },
     "more tiles than programs, 2 CTAs": (run_persistent, (2,)),
     "more tiles than programs, 1 CTA": (run_persistent, (1,)),
     "a role that waits": (run_hand_over, (True,)),
@@ -98,7 +132,7 @@ def run(name: str) -> None:
 
 APART = Apart(
     function="tests.gpu.test_consan:run",
-    item_seconds=180,
+    item_seconds=240,
     processes=4,
     env={"TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"},
 )

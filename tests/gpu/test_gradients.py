@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gluon_attn import attention
+from gluon_attn.backward.table import HOPPER
 from gluon_attn.gradients import attention_backward
-from gluon_attn.testing import check_gradients, normal, normal_qkv, poison_free_memory
+from gluon_attn.testing import backward_call, check_gradients, normal, normal_qkv, poison_free_memory
 from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -31,9 +32,10 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> 
 
 # Of flash-attention's tests: queries and keys.
 LENGTHS = (
-    (1, 1), (64, 64), (64, 128), (128, 64), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256),
-    (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (799, 3), (1, 239), (3, 799), (127, 512),
-    (2048, 2048),
+    (1, 1), (1, 3), (2, 1), (64, 1), (239, 1), (511, 1), (3, 513), (64, 64), (64, 128), (128, 64), (128, 192),
+    (256, 256), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (307, 256), (384, 256), (640, 128),
+    (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (799, 3), (1, 239), (3, 799), (127, 512), (2048, 2048),
+    (4224, 4224),
 )  # fmt: skip
 
 
@@ -42,16 +44,19 @@ def numbers(head_dim: int, causal: bool) -> Callable[[], None]:
         groups = itertools.cycle([(4, 4), (6, 2), (5, 1), (8, 2)])
         dtypes = itertools.cycle([torch.bfloat16, torch.float16])
         for (q_len, kv_len), (heads, kv_heads), dtype in zip(LENGTHS, groups, dtypes, strict=False):
+            batch = 1 if q_len > 2048 else 2
             q, k, v = normal_qkv(
-                batch=2, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype
+                batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype
             )
             dout = normal(*q.shape, dtype=dtype, seed=7)
             rows = (-(-q_len // 128) + 1) * 128
-            poison_free_memory((q.shape, dtype), (k.shape, dtype), ((2, heads, rows, 256), torch.float32))
-            for deterministic in (False, True):
-                got = gradients(q, k, v, dout, causal=causal, deterministic=deterministic)
-                what = f"{tuple(q.shape)} {tuple(k.shape)} {dtype} {deterministic=}"
-                check_gradients(q, k, v, dout, got, causal=causal, what=what)
+            poison_free_memory((q.shape, dtype), (k.shape, dtype), ((batch, heads, rows, 256), torch.float32))
+            what = f"{tuple(q.shape)} {tuple(k.shape)} {dtype}"
+            in_any, in_one = (gradients(q, k, v, dout, causal=causal, deterministic=d) for d in (False, True))
+            check_gradients(q, k, v, dout, in_any, causal=causal, what=what)
+            check_gradients(q, k, v, dout, in_one, causal=causal, what=f"{what} in a fixed order")
+            if causal and q_len > kv_len:
+                assert not any(dq[:, :, : q_len - kv_len].any() for dq in (in_any[0], in_one[0])), what
 
     return run
 
@@ -91,6 +96,67 @@ def unusual_numbers() -> None:
         "constant V": (q, k, torch.ones_like(v)),
     }.items():
         check_gradients(*tensors, dout, gradients(*tensors, dout, causal=True), causal=True, what=what)
+
+
+def nan_like(t: Tensor) -> Tensor:
+    return torch.full_like(t, float("nan"))
+
+
+def poisoned(name: str, workspace: Tensor) -> Tensor:
+    return workspace.fill_(12345 if workspace.dtype == torch.int32 else float("nan"))
+
+
+@gradients_test
+def poisoned_outputs_and_workspaces() -> None:
+    """Nothing is read before it is written, and all is written: also dQ of rows that see no key, which is 0."""
+    lengths = ((700, 300), (300, 700), (129, 129))
+    for head_dim, causal, deterministic, (q_len, kv_len) in itertools.product(
+        (64, 128, 256), (False, True), (False, True), lengths
+    ):
+        q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+        call = backward_call(
+            HOPPER[head_dim], dout, q, k, v, out, lse, causal=causal, deterministic=deterministic,
+            output=nan_like, workspaces=poisoned,
+        )  # fmt: skip
+        got = call()
+        check_gradients(q, k, v, dout, got, causal=causal, what=f"D={head_dim} {causal=} {q_len} {kv_len}")
+        if causal:
+            assert not got[0][:, :, : max(q_len - kv_len, 0)].any()
+
+
+def adders(q_len: int, kv_len: int, causal: bool, block_m: int, keys: int) -> list[int]:
+    """Of each block of rows: how many key blocks it sees."""
+    blocks = -(-q_len // block_m)
+    if not causal:
+        return [-(-kv_len // keys)] * blocks
+    last_rows = (min((i + 1) * block_m, q_len) - 1 for i in range(blocks))
+    return [-(-max(0, last + 1 + kv_len - q_len) // keys) for last in last_rows]
+
+
+@gradients_test
+def everybody_adds_once() -> None:
+    """In a fixed order, the number of each block of rows begins at any value, and ends at that of its key blocks."""
+    for head_dim, causal, (q_len, kv_len) in itertools.product(
+        (64, 128, 256), (False, True), ((700, 300), (300, 700), (1000, 1000))
+    ):
+        config = HOPPER[head_dim]
+        q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+        numbers: list[Tensor] = []
+
+        def keep(name: str, workspace: Tensor, numbers: list[Tensor] = numbers) -> Tensor:
+            numbers.extend([workspace] * (name == "added"))
+            return poisoned(name, workspace)
+
+        call = backward_call(config, dout, q, k, v, out, lse, causal=causal, deterministic=True, workspaces=keep)
+        want = torch.tensor(adders(q_len, kv_len, causal, config.block_m, config.keys), device=q.device)
+        for _ in range(20):
+            call()
+        for got in numbers:
+            assert bool((got == want).all()), f"D={head_dim} {causal=} {q_len} {kv_len}: {got.tolist()}"
 
 
 def long_calls() -> list[tuple[Tensor, ...]]:
@@ -135,6 +201,36 @@ def deterministic_launches_are_equal() -> None:
             for a, b in zip(first, run(), strict=True):
                 different += (a != b).any()
         assert int(different) == 0, f"D={head_dim} {causal=}: {int(different)} tensors differ"
+
+
+@gradients_test
+def deterministic_replays_are_equal() -> None:
+    """Of a CUDA graph, with other work between them that leaves other numbers behind in the memory."""
+    for head_dim, replays in ((128, 10_000), (64, 2000), (256, 2000)):
+        q, k, v = normal_qkv(batch=2, heads=4, q_len=500, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+
+        def run(q=q, k=k, v=v, out=out, lse=lse, dout=dout) -> tuple[Tensor, ...]:
+            return attention_backward(dout, None, q, k, v, out, lse, causal=True, deterministic=True)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            first = [t.clone() for t in run()]
+        torch.cuda.current_stream().wait_stream(stream)
+        check_gradients(q, k, v, dout, first, causal=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run()
+        different = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(replays):
+            for t in got:
+                t.fill_(float("nan"))
+            graph.replay()
+            for a, b in zip(first, got, strict=True):
+                different += (a != b).any()
+        assert int(different) == 0, f"D={head_dim}: {int(different)} tensors differ"
 
 
 @gradients_test

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
-from gluon_attn import attention
+from gluon_attn import attention, reference_attention
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import check_gradients
@@ -110,6 +110,44 @@ def test_unusual_numbers(what):
     else:
         dout = torch.ones_like(dout)
     check_gradients(q, k, v, dout, gradients(q, k, v, dout, causal=True), causal=True, what=what)
+
+
+@pytest.mark.parametrize("case", ["odd lengths, causal", "rows that see no key", "D=256, fp16"])
+def test_derivatives_along_directions(case):
+    """Against finite differences in float64 of the forward pass alone, which no autograd has had a hand in."""
+    q, k, v, dout, dlse = tensors(case)
+    causal = CASES[case][6]
+    got = gradients(q, k, v, dout, dlse, causal=causal)
+    inputs = [t.double() for t in (q, k, v)]
+
+    def loss(*moved: Tensor) -> float:
+        out, lse = reference_attention(*moved, causal=causal)
+        return float((out * dout).sum() + (lse * dlse).masked_fill(lse == float("-inf"), 0.0).sum())
+
+    step = 1e-5
+    for i, (name, grad) in enumerate(zip("qkv", got, strict=True)):
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            direction = torch.randn(grad.shape, generator=generator, dtype=torch.float64)
+            ahead, behind = (
+                loss(*(t + sign * step * direction if j == i else t for j, t in enumerate(inputs))) for sign in (1, -1)
+            )
+            want = (ahead - behind) / (2 * step)
+            # Rounding moves the sum by 2^-8 or so of the gradient's norm, another gradient by about all of it.
+            error = abs(float((grad.double() * direction).sum()) - want)
+            assert error <= 0.02 * float(grad.double().norm()), f"d{name}: {error} of {want}"
+
+
+def test_products_of_inputs_and_gradients():
+    """⟨V, dV⟩ = ⟨O, dO⟩ and ⟨Q, dQ⟩ = ⟨K, dK⟩ of a head: V scales O, and Q and K scale the same scores."""
+    q, k, v, dout, _ = tensors("odd lengths, causal")
+    out = attention(q, k, v, causal=True, device=HOPPER)
+    assert isinstance(out, Tensor)
+    dq, dk, dv = gradients(q, k, v, dout, causal=True)
+    for (a, da), (b, db) in (((v, dv), (out, dout)), ((q, dq), (k, dk))):
+        one, other = a.double() * da.double(), b.double() * db.double()
+        scale = float(one.square().sum().sqrt() + other.square().sum().sqrt())
+        assert abs(float(one.sum() - other.sum())) <= 2.0**-5 * scale
 
 
 def test_scale():

@@ -1,0 +1,95 @@
+"""The bench of the gradients: which configs there are to try, what is said of them, what the host is asked to do."""
+
+import concurrent.futures
+import dataclasses
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from bench import gradients
+from bench.points import Point
+from bench.timing import Timing
+from gluon_attn import attention
+from gluon_attn.backward.table import HOPPER
+from gluon_attn.device import Device
+from gluon_attn.gradients import attention_backward
+from gluon_attn.testing import backward_call
+
+POINT = Point(head_dim=64, causal=True, length=130, batch=1, heads=1)
+
+
+@pytest.mark.parametrize("head_dim", HOPPER)
+def test_candidates_fit_and_the_tables_is_among_them(head_dim):
+    found = gradients.configs(head_dim)
+    assert HOPPER[head_dim] in found
+    assert len({gradients.label(config) for config in found}) == len(found)
+    assert all(config.smem_bytes(head_dim) <= Device.hopper().smem_bytes for config in found)
+
+
+def test_what_does_not_compile_is_said(monkeypatch):
+    def broken(*given):
+        raise RuntimeError("no registers")
+
+    monkeypatch.setattr(gradients, "compiled_backward", broken)
+    assert gradients.refusal(HOPPER[64], POINT) == "does not compile: RuntimeError: no registers"
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """gluon_cpu for the card, threads for processes; nothing is compiled or timed, but all is called."""
+
+    def timed(calls, rounds=1):
+        return {name: Timing(0.001, (call() is None or 0.001,)) for name, call in calls.items()}
+
+    class Threads(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, **options):
+            super().__init__(max_workers=1)
+
+    on_cpu: dict[str, Any] = {"device": Device.hopper()}
+    monkeypatch.setattr(gradients, "time_interleaved", timed)
+    monkeypatch.setattr(gradients, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(gradients, "refusal", lambda config, point: None if config.row_slots == 3 else "not tried")
+    monkeypatch.setattr(gradients, "attention", partial(attention, **on_cpu))
+    monkeypatch.setattr(gradients, "attention_backward", partial(attention_backward, **on_cpu))
+    monkeypatch.setattr(gradients, "backward_call", partial(backward_call, **on_cpu))
+    tensors = Point.tensors
+    monkeypatch.setattr(Point, "tensors", lambda point: tensors(point, "cpu"))
+
+
+def test_candidates_are_compared_with_the_table_before_they_are_timed(stand_ins, monkeypatch):
+    keys_128 = [c for c in gradients.configs(64) if c.keys == 128]
+    monkeypatch.setattr(gradients, "configs", lambda padded_head_dim: keys_128)
+    found = json.loads(json.dumps(gradients.measure_candidates(POINT, 1)))
+    assert found["table"] in found["results"]
+    assert set(found["results"]) == {gradients.label(c) for c in keys_128 if c.row_slots == 3}
+    assert set(found["refused"].values()) == {"not tried"}
+
+
+@pytest.mark.parametrize("wrong", [2.0, float("nan")])
+def test_wrong_gradients_are_not_timed(wrong):
+    right = [torch.randn(3, 4) for _ in range(3)]
+    assert gradients.difference(right, right) is None
+    assert str(gradients.difference([right[0], wrong * right[1], right[2]], right)).startswith("wrong: dK is off by")
+
+
+def test_the_host_is_timed_forward_and_backward(stand_ins, monkeypatch):
+    asked: dict[str, Any] = {}
+
+    def in_turn(seconds_of, calls):
+        asked.update({name: call() for name, call in calls.items()})
+        return dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr(gradients, "measure_in_turn", in_turn)
+    monkeypatch.setattr(gradients, "HOST_POINT", dataclasses.replace(POINT))
+    monkeypatch.setattr(
+        gradients,
+        "calls_of",
+        lambda *given, **options: dict.fromkeys(("ours", "ours, deterministic", "cudnn"), lambda: None),
+    )
+    assert set(gradients.host_microseconds()) == set(asked)
+    assert asked["forward"].shape == (1, 1, 130, 64)
+    assert asked["forward, to be differentiated"].requires_grad
+    assert len(asked["backward, called directly"]) == 3

@@ -1,0 +1,62 @@
+"""The gradients with random delays in each role: right, and in a fixed order the same bits; each in its own process."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gluon_attn import attention
+from gluon_attn.gradients import attention_backward
+from gluon_attn.testing import gradient_errors, normal, normal_qkv
+from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.delays import DELAYS, delay
+
+pytestmark = pytest.mark.timeout(900)
+
+LAUNCHES = 200
+KEPT = 20  # of those, to be compared with float64
+HEAD_DIMS = (64, 128, 256)
+ROLES = {**{role: (role,) for role in DELAYS}, "all roles": tuple(DELAYS)}
+
+
+def launches(head_dim: int, causal: bool, deterministic: bool, count: int) -> None:
+    """More key blocks than processors, and an odd number to a head."""
+    q, k, v = normal_qkv(batch=4, heads=8, kv_heads=4, q_len=700, kv_len=1400, head_dim=head_dim)
+    dout = normal(*q.shape, seed=7)
+    out, lse = attention(q, k, v, causal=causal, return_lse=True)
+    what = f"D={head_dim} {causal=} {deterministic=}"
+    kept: list[tuple[Tensor, ...]] = []
+    different = torch.zeros(3, dtype=torch.int64, device="cuda")
+    for i in range(count):
+        grads = attention_backward(dout, None, q, k, v, out, lse, causal=causal, deterministic=deterministic)
+        if i < KEPT:
+            kept.append(grads)
+        different += torch.stack([(a != b).any() for a, b in zip(kept[0], grads, strict=True)])
+    for error in gradient_errors(q, k, v, dout, kept, causal=causal):
+        assert error.error <= error.budget, f"{what}: {error}"
+    dq, dk, dv = different.tolist()
+    assert (dk, dv) == (0, 0), f"{what}: dK and dV differ in {dk} and {dv} of {count} launches"
+    if deterministic:
+        assert dq == 0, f"{what}: dQ differs in {dq} of {count} launches"
+    else:
+        assert dq > 0, f"{what}: dQ has the same bits {count} times: programs were not shuffled"
+
+
+def run(name: str) -> None:
+    delay(*ROLES[name])
+    for head_dim in HEAD_DIMS:
+        for deterministic in (False, True):
+            launches(head_dim, True, deterministic, LAUNCHES)
+    launches(128, False, True, LAUNCHES)
+
+
+APART = Apart(function="tests.gpu.test_delays:run", item_seconds=300, processes=5)
+
+
+@pytest.fixture(scope="module")
+def outcome(request):
+    yield from outcomes_of(APART, request)
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_right_with_delays(name, outcome):
+    outcome(name).settle()

@@ -1,0 +1,58 @@
+"""A training run with our attention learns as one with torch's does; in a process of its own."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gluon_attn import attention
+from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.training import Shape, disagreement, table, train
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 200
+PEERS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "FlashAttention-2": SDPBackend.FLASH_ATTENTION,
+    "plain torch": SDPBackend.MATH,
+}
+
+
+def by_torch(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def ours(deterministic: bool, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return attention(q, k, v, causal=True, deterministic=deterministic)
+
+
+def run(name: str) -> None:
+    shape = Shape(head_dim=int(name.removeprefix("D=")))
+    peers = {peer: train(partial(by_torch, backend), shape, STEPS, "cuda") for peer, backend in PEERS.items()}
+    judged = {
+        "ours": train(partial(ours, False), shape, STEPS, "cuda"),
+        "ours, fixed order": train(partial(ours, True), shape, STEPS, "cuda"),
+    }
+    shown = table(peers | judged)
+    print(shown)
+    wrong = disagreement(judged, peers)
+    assert wrong is None, f"{wrong}\n{shown}"
+
+
+APART = Apart(function="tests.gpu.test_training:run", item_seconds=240)
+
+
+@pytest.fixture(scope="module")
+def outcome(request):
+    yield from outcomes_of(APART, request)
+
+
+@pytest.mark.parametrize("name", ["D=64", "D=128"])
+def test_training_learns_as_with_torch(name, outcome):
+    outcome(name).settle()
