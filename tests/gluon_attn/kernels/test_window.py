@@ -12,9 +12,12 @@ import gluon_cpu
 from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperTile, TileConfig
+from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_tile, hopper_tile, require_fits
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import FP8_DTYPES, SCALES, Problem, output_dtype
+from gluon_attn.resources import resources
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
 
@@ -87,9 +90,9 @@ FOUR = hopper_tile(4, 64, 2, 4, 112, integer_max=True, last_heads_in_turn=True) 
 WIDE = blackwell_tile(3, 192, exp_pieces=4, polynomial_columns=2, rescale_threshold=8.0)  # 256 rows, 128 keys
 IN_FP8 = hopper_tile(2, 128, 2, 2, 216, early_exp=1, transpose_registers=56)
 
-# More keys than queries; as many; fewer: causal, some rows see none.
-LENGTHS = ((150, 433), (301, 301), (270, 77))
-LONGER = ((300, 877), (520, 150))
+# More keys than queries, in whole blocks; as many; fewer: causal, some rows see none.
+LENGTHS = ((150, 448), (301, 301), (270, 77))
+LONGER = ((300, 896), (520, 150))
 SQUARE = ((600, 600),)
 CASES = {
     "Hopper, its own key": Case(SMALL, 0, True, LENGTHS),
@@ -124,6 +127,7 @@ CASES = {
 QUICK = (
     "Hopper, its own key",
     "Hopper, two keys",
+    "Hopper, its own key on",
     "Hopper, 64",
     "Hopper, 130 on",
     "Hopper, four roles",
@@ -190,3 +194,24 @@ def test_only_who_sees_keys_of_a_block_multiplies_with_it(name):
         assert 0 < clean.sum() < q_len
         torch.testing.assert_close(out[:, :, clean], expected[:, :, clean], atol=4e-3, rtol=0)
         assert out[:, :, sees_it].isnan().all()
+
+
+@pytest.mark.parametrize("causal", slow_if(lambda causal: not causal, [True, False]))
+def test_compiled_for_hopper(causal):
+    """One role: a loop for each kind of step, the third for a window alone. The unmasked one stays as it is."""
+    tile = hopper_tile(1, 128, 2, 2, 232)
+    plain, window = (resources(compiled(torch.bfloat16, 64, Mask(causal=causal, left=n), tile)) for n in (None, 1000))
+    assert [len(plain.loops), len(window.loops)] == ([2, 3] if causal else [1, 2])
+    assert plain.spills == window.spills == 0
+    assert all(loop.waits == 2 for loop in window.loops), "products in flight beside the softmax"
+    unmasked = [found.loops[causal].instructions for found in (plain, window)]
+    assert abs(unmasked[1] - unmasked[0]) <= 4
+
+
+@pytest.mark.slow
+def test_compiled_for_blackwell():
+    """Two softmax roles, each with a loop more."""
+    tile = blackwell_tile(3, 192)
+    plain, window = (resources(compiled(torch.bfloat16, 64, Mask(left=n), tile)) for n in (None, 1000))
+    assert len(window.loops) == len(plain.loops) + 2
+    assert sum(loop.spills for loop in window.loops) == 0
