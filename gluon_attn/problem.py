@@ -36,6 +36,7 @@ class Problem:
     scale: float
     layout: str
     score_mod: Any = None  # a jitted function of raw scores, see `Rows.modified` in kernels/common/keys.py
+    left: int | None = None  # how many keys before its own position a query sees, see `Mask`; None: no limit
 
     @staticmethod
     def of(
@@ -105,7 +106,7 @@ class Problem:
 
     @property
     def mask(self) -> Mask:
-        return Mask(causal=self.causal)
+        return Mask(causal=self.causal, left=self.left)
 
     @property
     def is_empty(self) -> bool:

@@ -70,6 +70,8 @@ class Plan:
         # Under a causal mask the last row block costs the most and the first the least. Pairs even that out, where the
         # two differ much and there is no program for every block anyway; unless that is left to the order of items.
         lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
+        if problem.left is not None:
+            heaviest = min(heaviest, problem.left + tile.block_m)
         uneven = problem.causal and heaviest >= 2 * lightest
         ordered = isinstance(tile, BlackwellTile) and (tile.dynamic or tile.longest_first)
         pairs = uneven and heads * row_blocks > clusters and not ordered

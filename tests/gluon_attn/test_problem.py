@@ -281,6 +281,7 @@ def test_both_layouts_pose_the_same_problem(layout):
         "scale": 0.25,
         "layout": layout,
         "score_mod": None,
+        "left": None,
     }
 
 

@@ -1,9 +1,13 @@
-"""Which keys a block of query rows sees: the blocks of keys that every role walks, and the mask within them."""
+"""Which keys a block of query rows sees: the blocks of keys that every role walks, and the mask within them.
+
+The backward has queries.py instead: which queries see a block of keys. It knows no mask that hides early keys. Under
+one, the queries that see a key would end, and there would be masked steps before the unmasked ones too.
+"""
 
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from .sequence import RowBlock
-from .thread_view import keep_first_columns
+from .thread_view import hide_first_columns, keep_first_columns
 
 
 @aggregate
@@ -11,9 +15,10 @@ class KeyRange:
     """The key blocks that some rows walk, first ... end - 1, and those among them that every row sees entirely,
     unmasked_first ... unmasked_end - 1. All int32 scalars.
 
-    They are walked in steps, the last block first, so that under a causal mask the masked ones come first. A role
-    counts steps, and `block` says which block a step is about. The kernels walk no masked step after an unmasked one:
-    with the masks that there are, first and unmasked_first are 0.
+    first <= unmasked_first <= unmasked_end <= end, and first < end. They are walked in steps, the last block first. A
+    role counts steps, and `block` says which block a step is about. Steps are masked ones, then unmasked ones, then
+    masked ones again, each maybe none. The last kind there is only if the mask hides early keys: otherwise first and
+    unmasked_first are 0, and no role is compiled with a loop for it.
     """
 
     first: gl.tensor
@@ -31,17 +36,18 @@ class KeyRange:
 
     @jit
     def masked_steps(self):
-        """Steps before the first block that every row sees entirely; may be 0."""
+        """Steps before the first block that every row sees entirely; may be 0. If there is no such block, some of the
+        steps, as many as `unmasked_end_step` says."""
         return self.end - self.unmasked_end
 
     @jit
     def masked_as(self, other):
-        """The same steps, for rows of which `other` is the range that they see themselves."""
+        """The same steps, for rows of which `other` is the range that they see themselves, a part of this one."""
         return KeyRange(self.first, self.end, other.unmasked_first, other.unmasked_end)
 
     @jit
     def unmasked_end_step(self):
-        """The step after the last block that every row sees entirely."""
+        """The step after the last block that every row sees entirely; `masked_steps` if there is none."""
         return self.end - self.unmasked_first
 
 
@@ -49,12 +55,12 @@ class KeyRange:
 class Rows:
     """ROWS consecutive query rows of a row block, from `first` on, against keys in blocks of BLOCK_N.
 
-    Row first + i sees keys 0 ... visible(i) - 1.
+    Row first + i sees keys hidden(i) ... visible(i) - 1, none if there are none between the two.
     """
 
     block: RowBlock
     first: gl.tensor  # of the sequence
-    seen: gl.tensor  # how many keys the first row sees; zero or negative for none
+    seen: gl.tensor  # visible(0)
     ROWS: gl.constexpr
     BLOCK_N: gl.constexpr
     MASK: gl.constexpr  # a Mask
@@ -62,11 +68,21 @@ class Rows:
 
     @jit
     def visible(self, i):
-        """How many keys row first + i (a scalar or a tensor) sees; zero or negative for none."""
+        """The key after the last one that row first + i (i a scalar or a tensor) sees; zero or negative for none."""
         if self.MASK.causal:
             return gl.minimum(self.block.sequence.k_len, self.seen + i)
         else:
             return self.seen + i * 0
+
+    @jit
+    def hidden(self, i):
+        """How many of the first keys row first + i (i a scalar or a tensor) does not see; zero or negative for none."""
+        if self.MASK.hides_early_keys:
+            sequence = self.block.sequence
+            left = gl.minimum(self.MASK.left, sequence.k_len)  # more hides nothing, and would overflow
+            return self.first + (sequence.k_len - sequence.q_len) - left + i
+        else:
+            return i * 0
 
     @jit
     def slice(self, offset, ROWS: gl.constexpr):
@@ -80,7 +96,13 @@ class Rows:
         those of no key."""
         end = (gl.maximum(self.visible(self.ROWS - 1), 1) + self.BLOCK_N - 1) // self.BLOCK_N
         unmasked_end = gl.maximum(self.seen, 0) // self.BLOCK_N
-        return KeyRange(gl.to_tensor(0), end, gl.to_tensor(0), unmasked_end)
+        first, unmasked_first = gl.to_tensor(0), gl.to_tensor(0)
+        if self.MASK.hides_early_keys:
+            first = gl.minimum(gl.maximum(self.hidden(0), 0) // self.BLOCK_N, end - 1)
+            last = gl.minimum(self.ROWS, self.block.sequence.q_len - self.first) - 1  # nobody stores rows past it
+            unmasked_first = (gl.maximum(self.hidden(last), 0) + self.BLOCK_N - 1) // self.BLOCK_N
+            unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), unmasked_end)
+        return KeyRange(first, end, unmasked_first, unmasked_end)
 
     @jit
     def mask(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
@@ -88,7 +110,11 @@ class Rows:
         from FIRST_COLUMN on."""
         # Not visible(i): only rows past the last query would see less by it, and nobody stores those.
         columns = self.seen - (block * self.BLOCK_N + FIRST_COLUMN)
-        return keep_first_columns(scores, columns, float("-inf"), DIAGONAL=self.MASK.causal)
+        scores = keep_first_columns(scores, columns, float("-inf"), DIAGONAL=self.MASK.causal)
+        if self.MASK.hides_early_keys:
+            columns = self.hidden(0) - (block * self.BLOCK_N + FIRST_COLUMN)
+            scores = hide_first_columns(scores, columns, float("-inf"))
+        return scores
 
     @jit
     def modified(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):

@@ -39,6 +39,23 @@ def keep_first_columns(x, columns, other, DIAGONAL: gl.constexpr):
     group before: half of the comparisons are left.
     """
     view = thread_view(x)
+    column, limit = columns_and_limits(view, columns, threads_per_row(x.type.layout), DIAGONAL)
+    kept = gl.where(column < limit, view, other)
+    return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@jit
+def hide_first_columns(x, columns, other):
+    """`other` in row m where the column is below `columns` + m, compared as in `keep_first_columns`."""
+    view = thread_view(x)
+    column, limit = columns_and_limits(view, columns, threads_per_row(x.type.layout), DIAGONAL=True)
+    kept = gl.where(column < limit, other, view)
+    return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@jit
+def columns_and_limits(view, columns, THREADS: gl.constexpr, DIAGONAL: gl.constexpr):
+    """What `keep_first_columns` compares, in a thread's view: the first is less where the column is below."""
     layout: gl.constexpr = view.type.layout
     rows = gl.arange(0, view.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
@@ -47,14 +64,12 @@ def keep_first_columns(x, columns, other, DIAGONAL: gl.constexpr):
     column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
     if not DIAGONAL:
         limits = columns + rows * 0
-    elif threads_per_row(x.type.layout) == 1:
+    elif THREADS == 1:
         limits = columns + rows
     else:
         limits = columns + (rows & ~8)
         column = column - (rows & 8)[:, None, None, None]
-    limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]
-    kept = gl.where(column < limit, view, other)
-    return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
+    return column, limits[:, None, None, None] - 2 * threads[None, None, :, None]
 
 
 @jit

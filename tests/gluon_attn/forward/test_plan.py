@@ -48,6 +48,8 @@ def test_items_of_an_odd_number_of_row_blocks():
         pytest.param(1, {"heads": 4}, id="a program for each row block"),
         pytest.param(1, {"kv_len": 65536}, id="few queries at the end of many keys: row blocks cost about the same"),
         pytest.param(2, {"q_len": 8192, "kv_len": 4096}, id="more queries than keys: the first ones see nothing"),
+        pytest.param(1, {"left": 64}, id="a narrow window: row blocks cost about the same"),
+        pytest.param(2, {"left": 2048}, id="a wide window"),
     ],
 )
 def test_pairs_only_where_they_even_something_out(blocks_per_item, changes):

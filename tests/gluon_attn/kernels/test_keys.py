@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import gluon_cpu
 from channels.compat import gl, jit
 from gluon_attn.kernels.common.keys import KeyRange
-from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.kernels.common.mask import LARGEST_LEFT, Mask
 from gluon_attn.kernels.common.sizes import Lengths
 
 BLOCK_M, BLOCK_N, SHARE = 128, 64, 64
@@ -35,7 +36,7 @@ def describe_rows(found, batch, head, index, q_len, kv_len, MASK: gl.constexpr):
     rows = Lengths(q_len, kv_len, 128, 64, MASK, None).rows(batch, head, index)
     for half in gl.static_range(2):
         share = rows.slice(half * 64, 64)
-        at = found + half * 24
+        at = found + half * 26
         store_range(at, share.keys(), 1)
         gl.store(at + 9, share.first)
         gl.store(at + 10, share.visible(0))
@@ -43,8 +44,10 @@ def describe_rows(found, batch, head, index, q_len, kv_len, MASK: gl.constexpr):
         gl.store(at + 12, share.block.batch)
         gl.store(at + 13, share.block.head)
         gl.store(at + 14, share.block.first_row)
-        store_range(at + 15, rows.keys().masked_as(share.keys()), 1)
-    store_range(found + 48, rows.keys(), 1)
+        gl.store(at + 15, share.hidden(0))
+        gl.store(at + 16, share.hidden(63))
+        store_range(at + 17, rows.keys().masked_as(share.keys()), 1)
+    store_range(found + 52, rows.keys(), 1)
 
 
 @dataclass(frozen=True)
@@ -67,48 +70,100 @@ class Range:
         return [*fields, len(walk), masked, after, walk[0], walk[0] - 1]
 
 
-def seen_by(first: int, count: int, q_len: int, kv_len: int, causal: bool) -> torch.Tensor:
-    """[count, kv_len]: whether row first + i sees a key. Rows past the last query too."""
-    rows = torch.arange(first, first + count)[:, None]
-    return torch.arange(kv_len)[None, :] <= (rows + kv_len - q_len if causal else rows * 0 + kv_len)
+def seen_by(first: int, count: int, q_len: int, kv_len: int, mask: Mask) -> torch.Tensor:
+    """[rows, kv_len]: whether row first + i sees a key. Of `count` rows, those that are not past the last query."""
+    rows = torch.arange(first, first + count)
+    positions = rows[rows < q_len, None] + kv_len - q_len
+    keys = torch.arange(kv_len)[None, :]
+    seen = keys <= positions if mask.causal else torch.ones(len(positions), kv_len, dtype=torch.bool)
+    return seen if mask.left is None else seen & (keys >= positions - mask.left)
 
 
-def range_of(seen: torch.Tensor) -> Range:
-    """Every block with a key that some row sees, one at least; unmasked those that every row sees whole."""
-    some, every = seen.any(dim=0).nonzero(), seen.all(dim=0).nonzero()
-    end = int(some.max()) // BLOCK_N + 1 if some.numel() else 1
-    return Range(0, end, 0, (int(every.max()) + 1) // BLOCK_N if every.numel() else 0)
+def check_range(numbers: list[int], walked: torch.Tensor, masked: torch.Tensor, where: Any) -> Range:
+    """That a range's numbers are those of a walk over every block with a key that some row of `walked` sees, one at
+    least, unmasked those that every row of `masked` sees whole. Of no rows, it only has to be one."""
+    found = Range(*numbers[:4])
+    some = walked.any(dim=0).nonzero() // BLOCK_N
+    if some.numel():
+        assert (found.first, found.end) == (int(some.min()), int(some.max()) + 1), where
+    assert 0 <= found.first < found.end <= -(-walked.shape[1] // BLOCK_N), where
+    assert found.first <= found.unmasked_first <= found.unmasked_end <= found.end, where
+    for block in range(found.first, found.end if len(masked) else found.first):
+        columns = masked[:, block * BLOCK_N : (block + 1) * BLOCK_N]
+        whole = columns.shape[1] == BLOCK_N and bool(columns.all())
+        assert whole == (found.unmasked_first <= block < found.unmasked_end), where
+    assert numbers == found.numbers(), where
+    return found
 
 
 LENGTHS = (1, 63, 64, 65, 66, 128, 200)
+FEW_LENGTHS = (1, 64, 65, 200, 333)
+LEFTS = (0, 1, 63, 64, 130, 500, LARGEST_LEFT)
+MASKS = [
+    *(Mask(causal=causal) for causal in (False, True)),
+    *(Mask(causal=causal, left=left) for left in LEFTS for causal in (False, True)),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_of_rows(mask):
+    """Few and many queries, more and fewer of them than keys, rows that see no key, rows past the last query."""
+    lengths = LENGTHS if mask.left is None else FEW_LENGTHS
+    nothing_seen = skipped = 0
+    with gluon_cpu.machine():
+        for q_len, kv_len in itertools.product(lengths, lengths):
+            for index, first in enumerate(range(0, q_len, BLOCK_M)):
+                found = torch.full((52 + NUMBERS,), -(10**6), dtype=torch.int32)
+                describe_rows[(1,)](found, 5, 7, index, q_len, kv_len, mask, num_warps=1)
+                where = (q_len, kv_len, first)
+                all_seen = seen_by(first, BLOCK_M, q_len, kv_len, mask)
+                block = check_range(found[52:].tolist(), all_seen, all_seen, where)
+                skipped += block.first
+                for half in (0, 1):
+                    got = found[26 * half : 26 * half + 26].tolist()
+                    begin = first + SHARE * half
+                    seen = seen_by(begin, SHARE, q_len, kv_len, mask)
+                    share = check_range(got[:NUMBERS], seen, seen, where)
+                    assert got[9] == begin
+                    for row, visible, hidden in ((0, got[10], got[15]), (SHARE - 1, got[11], got[16])):
+                        expected = torch.zeros(kv_len, dtype=torch.bool)
+                        expected[max(0, hidden) : max(0, visible)] = True
+                        if row < len(seen):
+                            assert torch.equal(expected, seen[row]), where
+                            nothing_seen += not expected.any()
+                    assert got[12:15] == [5, 7, first]
+                    # It walks the block's steps, of which its own mask says which are unmasked.
+                    walked = check_range(got[17:], all_seen, seen, where)
+                    assert (walked.first, walked.end) == (block.first, block.end)
+                    assert block.first <= share.first < share.end <= block.end, "no step but the block's"
+    assert (nothing_seen > 0) == mask.causal
+    assert (skipped > 0) == (mask.left is not None and mask.left < 300)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_of_rows(causal):
-    """Few and many queries, more and fewer of them than keys, rows that see no key, rows past the last query."""
-    nothing_seen = 0
+def test_of_a_window_the_steps_do_not_grow_with_the_sequence(causal):
+    """And most of them are unmasked, if it is wide."""
+    steps = []
     with gluon_cpu.machine():
-        for q_len, kv_len in itertools.product(LENGTHS, LENGTHS):
-            for index, first in enumerate(range(0, q_len, BLOCK_M)):
-                found = torch.full((48 + NUMBERS,), -(10**6), dtype=torch.int32)
-                describe_rows[(1,)](found, 5, 7, index, q_len, kv_len, Mask(causal=causal), num_warps=1)
-                where = (q_len, kv_len, first)
-                block = range_of(seen_by(first, BLOCK_M, q_len, kv_len, causal))
-                assert found[48:].tolist() == block.numbers(), where
-                for half in (0, 1):
-                    got = found[24 * half : 24 * half + 24].tolist()
-                    begin = first + SHARE * half
-                    seen = seen_by(begin, SHARE, q_len, kv_len, causal)
-                    share = range_of(seen)
-                    assert got[:NUMBERS] == share.numbers(), where
-                    counts = seen.sum(dim=1).tolist()
-                    nothing_seen += counts[0] == 0
-                    assert [got[9], max(0, got[10]), max(0, got[11])] == [begin, counts[0], counts[-1]], where
-                    assert got[12:15] == [5, 7, first]
-                    # It walks the block's steps, of which its own mask says which are unmasked.
-                    walked = Range(block.first, block.end, share.unmasked_first, share.unmasked_end)
-                    assert got[15:] == walked.numbers(), where
-    assert (nothing_seen > 0) == causal
+        for length in (2**12, 2**20, 2**31 - 2**12):
+            found = torch.zeros(52 + NUMBERS, dtype=torch.int32)
+            last = -(-length // BLOCK_M) - 1
+            describe_rows[(1,)](found, 0, 0, last, length, length, Mask(causal=causal, left=1000), num_warps=1)
+            first, end, unmasked_first, unmasked_end, count, *_ = found[52:].tolist()
+            assert end == length // BLOCK_N
+            assert 1000 // BLOCK_N <= count <= (1000 + BLOCK_M) // BLOCK_N + 2
+            assert unmasked_end - unmasked_first >= (1000 - BLOCK_M) // BLOCK_N - 1
+            assert end - first == count
+            steps.append(count)
+    assert len(set(steps)) == 1
+
+
+def test_what_a_mask_refuses():
+    assert not Mask(causal=True).hides_early_keys
+    assert Mask(left=0).hides_early_keys
+    for left in (-1, LARGEST_LEFT + 1):
+        with pytest.raises(ValueError, match=rf"^self\.left={left} must be from 0 to {LARGEST_LEFT}, or None for no "):
+            Mask(left=left)
 
 
 @jit(do_not_specialize=["first", "end", "unmasked_first", "unmasked_end"])

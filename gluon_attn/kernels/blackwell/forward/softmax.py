@@ -87,16 +87,22 @@ def softmax(wires, order, operands, QUERY_TILE: gl.constexpr):
         rows = all_rows.slice(QUERY_TILE * ROWS, ROWS)
         scale_log2 = operands.score_scale(rows.block)
         keys = all_rows.keys().masked_as(rows.keys())  # both query tiles walk what either of them sees
-        unmasked = gl.maximum(keys.masked_steps(), 1)  # the first block is masked in any case
+        # The first block is masked in any case.
+        unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
 
         stats, ends = first_block(ends, rows, keys.block(0), scale_log2, dtype, CONFIG)
-        if rows.MASK.causal:  # otherwise no block but the first one needs a mask
+        if rows.MASK.causal:  # otherwise no block but the first one needs a mask before the unmasked ones
             for j in range(1, unmasked):
                 stats, ends = next_block(
                     ends, stats, rows, keys.block(j), scale_log2, dtype, MASKED=True, CONFIG=CONFIG
                 )
-        for j in range(unmasked, keys.unmasked_end_step()):
+        for j in range(unmasked, end):
             stats, ends = next_block(ends, stats, rows, keys.block(j), scale_log2, dtype, MASKED=False, CONFIG=CONFIG)
+        if rows.MASK.hides_early_keys:
+            for j in range(gl.maximum(end, 1), keys.steps()):
+                stats, ends = next_block(
+                    ends, stats, rows, keys.block(j), scale_log2, dtype, MASKED=True, CONFIG=CONFIG
+                )
 
         store_statistic(scores, MAX, stats.max)
         store_statistic(scores, SUM, stats.sum)

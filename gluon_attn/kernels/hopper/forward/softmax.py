@@ -11,7 +11,7 @@ from ..packing import join_quarters, quarters, unpack
 from .online_softmax import RowStats, finish, may_compare_as_integers, next_maximum, probabilities, rescale, total
 from .store import store_output
 from .wires import Blocks
-from .work import first_work, may_skip
+from .work import first_work, may_skip_early_keys, may_skip_late_keys
 
 
 @jit
@@ -61,8 +61,8 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     """(P [ROWS, BLOCK_N], packed; its row statistics; what scores and what the output are multiplied with; next ends)
     of the first block walked.
 
-    It has nothing to rescale and no product of an earlier block to overlap with. Without a causal mask it alone may
-    need one, as keys end in it, maybe within it; so one kernel serves every length.
+    It has nothing to rescale and no product of an earlier block to overlap with. Keys end in it, maybe within it, so
+    one kernel serves every length: for that it may need a mask where no other block does.
     """
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
@@ -75,7 +75,7 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     k.release()
     scores = rows.modified(scores, block)
     # 8-bit kernels always mask: without, up to 7 % slower from 1024 keys on: docs/lab_log.md#8-bit-masks.
-    if rows.MASK.causal or q.dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
+    if rows.MASK.differs_by_row or q.dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
         scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
@@ -172,7 +172,7 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
 
         q_slot, queries = queries.acquire()
         q = q_slot.view([ROWS, D], part=share)
-        if may_skip(rows.MASK, ROLE, wires.queries.PARTS):
+        if may_skip_late_keys(rows.MASK, ROLE, wires.queries.PARTS):
             for _ in range(rows.keys().end, all_rows.keys().end):
                 blocks = blocks.skip()
 
@@ -182,18 +182,23 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
             as_integers = may_compare_as_integers(stats.max, scale_log2)
         state = State(blocks, p, stats, gl.zeros([ROWS, D], gl.float32, OUT))
         keys = rows.keys()
-        if rows.MASK.causal:  # otherwise no block but the first one needs a mask
+        if rows.MASK.causal:  # otherwise no block but the first one needs a mask before the unmasked ones
             state = walk(state, q, rows, 1, keys.masked_steps(), scale_log2, CONFIG, MASKED=True)
         unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
         if as_integers:
             state = walk(state, q, rows, unmasked, end, scale_log2, CONFIG, MASKED=False, AS_INTEGERS=True)
         else:
             state = walk(state, q, rows, unmasked, end, scale_log2, CONFIG, MASKED=False)
+        if rows.MASK.hides_early_keys:
+            state = walk(state, q, rows, gl.maximum(end, 1), keys.steps(), scale_log2, CONFIG, MASKED=True)
         if not CONFIG.stage_in_queries:
             q_slot.release()
         factor, lse = finish(state.stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
         store_lse(operands.lse, operands.q.shape, rows, lse)
         acc, blocks = last_product(state.p, state.acc, state.blocks, rows)
+        if may_skip_early_keys(rows.MASK, ROLE, wires.queries.PARTS):  # before the store: others wait for their turns
+            for _ in range(all_rows.keys().first, rows.keys().first):
+                blocks = blocks.skip()
         out = acc * factor[:, None]
         store_output(out.to(operands.o.dtype), wires, operands, rows, q_slot, share, ROLE)
         work = work.next()
