@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .device import Device
-from .forward.configs import TileConfig
-from .forward.table import pick_tile
+from .forward.configs import ForwardConfig
+from .forward.table import pick_config
 from .problem import Problem
 from .reference import reference_attention
 
@@ -22,12 +22,12 @@ __all__ = [
     "FP8",
     "Surrounded",
     "check",
+    "config_for_reuse",
+    "config_for_rounds",
     "last_place",
     "normal",
     "normal_qkv",
     "poison_free_memory",
-    "tile_for_reuse",
-    "tile_for_rounds",
 ]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,16 +109,16 @@ class Surrounded:
         assert written == 0, f"{written} elements outside of the output were written"
 
 
-def tile_for_rounds(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
-    """What the table has where programs have several items each, so that small problems test that tile too."""
-    return pick_tile(problem, dataclasses.replace(device, sm_count=num_ctas), num_ctas)
+def config_for_rounds(problem: Problem, device: Device, num_ctas: int) -> ForwardConfig:
+    """What the table has where programs have several items each, so that small problems test that config too."""
+    return pick_config(problem, dataclasses.replace(device, sm_count=num_ctas), num_ctas)
 
 
-def tile_for_reuse(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
+def config_for_reuse(problem: Problem, device: Device, num_ctas: int) -> ForwardConfig:
     """What the table has where very many queries use each key: in fp8 on Hopper, one with V transposed before."""
     # On two CTAs the table has one for many keys only, at D=64 under a causal mask.
     kv_len = problem.kv_len if num_ctas == 1 else max(problem.kv_len, 2**12)
-    return tile_for_rounds(dataclasses.replace(problem, q_len=2**14, kv_len=kv_len), device, num_ctas)
+    return config_for_rounds(dataclasses.replace(problem, q_len=2**14, kv_len=kv_len), device, num_ctas)
 
 
 def poison_free_memory(*like: tuple[Iterable[int], torch.dtype]) -> None:

@@ -16,7 +16,7 @@ class BackwardPlan:
     programs: of the main kernel, as many as there are processors: each loads its next K and V early. Only with a fixed
         order of sums one for each key block: who waits for others then waits for programs of a lower number, which have
         begun, however many processors there really are.
-    blocks_per_item: 1, or 2 to pair key blocks that many queries see with those that few do.
+    blocks_per_item: 1, or 2 for a key block that many queries see with one that few do.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     """
 

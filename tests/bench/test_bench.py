@@ -13,7 +13,7 @@ from bench import peers, sustained, sweep
 from bench.candidates import CANDIDATES, label, orders_heads
 from bench.ceilings import Ceilings
 from bench.points import DTYPES, LENGTHS, MODEL_DIM, SETS, TOKENS, Point
-from gluon_attn import HopperTile, TileConfig
+from gluon_attn import ForwardConfig, HopperConfig
 from gluon_attn.device import Device
 from gluon_attn.forward.table import HOPPER, require_fits
 from gluon_attn.problem import Problem
@@ -58,7 +58,7 @@ def test_a_variant_differs_from_its_plainer_problem_in_one_thing(point):
     assert changed.count(True) == 1
     assert (plainer.batch, plainer.heads, plainer.dtype) == (point.batch, point.heads, point.dtype)
     if point.length != plainer.length:
-        assert all(plainer.length % row.tile.block_m == 0 for row in HOPPER if row.padded_head_dim == point.head_dim)
+        assert all(plainer.length % row.config.block_m == 0 for row in HOPPER if row.padded_head_dim == point.head_dim)
         assert 0 < plainer.length - point.length < 384
 
 
@@ -79,33 +79,39 @@ def test_arguments_are_the_same_numbers_in_the_points_layout_and_dtype():
 def test_every_candidate_fits_and_has_a_name_of_its_own(kind):
     head_dim, element_bytes = kind
     dtype = "bf16" if element_bytes == 2 else "e4m3"
-    for tile in CANDIDATES[kind]:
-        require_fits(tile, problem_of(Point(dtype=dtype, head_dim=head_dim, causal=False, length=512)), Device.hopper())
-    assert len({label(tile) for tile in CANDIDATES[kind]}) == len(CANDIDATES[kind])
+    for config in CANDIDATES[kind]:
+        require_fits(
+            config, problem_of(Point(dtype=dtype, head_dim=head_dim, causal=False, length=512)), Device.hopper()
+        )
+    assert len({label(config) for config in CANDIDATES[kind]}) == len(CANDIDATES[kind])
 
 
 def test_the_table_is_among_the_candidates():
     for row in HOPPER:
-        assert row.tile in CANDIDATES[row.padded_head_dim, row.element_bytes]
+        assert row.config in CANDIDATES[row.padded_head_dim, row.element_bytes]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_candidates_of_a_point(head_dim, dtype):
-    """The longest first is an order under a mask only, where each has its counterpart in pairs."""
+    """The longest first is an order under a mask only, where each has its counterpart without."""
     full, causal = (
         sweep.candidates(Point(dtype=dtype, head_dim=head_dim, causal=causal, length=512), [1, 2])
         for causal in (False, True)
     )
     for num_ctas in (1, 2):
         only = sweep.candidates(Point(dtype=dtype, head_dim=head_dim, causal=False, length=512), [num_ctas])
-        assert {tile.num_ctas for tile in only} == {num_ctas}
-    ordered = [tile for tile in causal if orders_heads(tile)]
+        assert {config.num_ctas for config in only} == {num_ctas}
+    ordered = [config for config in causal if orders_heads(config)]
     assert ordered
-    assert full == [tile for tile in causal if not orders_heads(tile)]
-    paired = {dataclasses.replace(tile, last_heads_in_turn=False) for tile in ordered if isinstance(tile, HopperTile)}
-    assert len(paired) == len(ordered)
-    assert paired <= set(full)
+    assert full == [config for config in causal if not orders_heads(config)]
+    otherwise = {
+        dataclasses.replace(config, last_heads_longest_first=False)
+        for config in ordered
+        if isinstance(config, HopperConfig)
+    }
+    assert len(otherwise) == len(ordered)
+    assert otherwise <= set(full)
 
 
 def test_calls_timed_alone(monkeypatch):
@@ -141,16 +147,16 @@ def test_host_times_are_taken_in_turn(monkeypatch):
 
 
 def test_each_kernel_is_compiled_once():
-    tiles: dict[Point, list[TileConfig]] = {p: [] for p in EVERY_POINT}
-    jobs = sweep.jobs_of(EVERY_POINT, tiles, Device.hopper())
+    configs: dict[Point, list[ForwardConfig]] = {p: [] for p in EVERY_POINT}
+    jobs = sweep.jobs_of(EVERY_POINT, configs, Device.hopper())
     wanted = {
-        (DTYPES[p.dtype], p.head_dim, row.mask, row.tile)
+        (DTYPES[p.dtype], p.head_dim, row.mask, row.config)
         for p in EVERY_POINT
         for row in HOPPER
         if (row.padded_head_dim, row.causal) == (p.head_dim, p.causal) and row.element_bytes == DTYPES[p.dtype].itemsize
     }
     assert len(jobs) == len(set(jobs))
-    assert set(jobs) == wanted  # every tile of the table for each
+    assert set(jobs) == wanted  # every config of the table for each
 
 
 def test_settled_samples_leave_out_the_start():
@@ -246,17 +252,17 @@ def test_bad_arguments_are_refused_before_anything_is_timed(monkeypatch, capsys,
 
 
 def test_calls_of_a_point(monkeypatch):
-    """What of ours and of its peers is timed, by dtype, CTA counts and tiles."""
+    """What of ours and of its peers is timed, by dtype, CTA counts and configs."""
     monkeypatch.setattr(peers, "flex", lambda *_: lambda: None)
     monkeypatch.setattr(Point, "tensors", lambda self: [torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16)] * 3)
     plain = Point(head_dim=64, causal=False, length=512)
 
-    def names(point: Point, tiles: Sequence[TileConfig] = (), ctas: Sequence[int] = (1, 2)) -> list[str]:
-        return list(peers.calls_of(point, tiles, ["fa2", "flex"], ctas))
+    def names(point: Point, configs: Sequence[ForwardConfig] = (), ctas: Sequence[int] = (1, 2)) -> list[str]:
+        return list(peers.calls_of(point, configs, ["fa2", "flex"], ctas))
 
     assert names(plain) == ["cudnn", "fa2", "flex", "ours", "ours 1cta", "ours 2cta"]
     assert names(dataclasses.replace(plain, dtype="fp16"), ctas=[2]) == ["cudnn", "fa2", "flex", "ours", "ours 2cta"]
     assert names(dataclasses.replace(plain, dtype="e4m3"), ctas=[1]) == ["cudnn", "ours", "ours 1cta"]
     assert names(dataclasses.replace(plain, baseline_length=512))[3:] == ["ours", "ours, plainer"]
-    tiles = CANDIDATES[64, 2][:2]
-    assert names(plain, tiles)[3:] == [label(tile) for tile in tiles]
+    configs = CANDIDATES[64, 2][:2]
+    assert names(plain, configs)[3:] == [label(config) for config in configs]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import BlackwellTile, TileConfig, attention, reference_attention
+from gluon_attn import BlackwellConfig, ForwardConfig, attention, reference_attention
 from gluon_attn.device import Device
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import blackwell_tile, pick_tile
+from gluon_attn.forward.table import blackwell_config, pick_config
 from gluon_attn.problem import Problem
 from gluon_attn.reference import dequantise
 
@@ -54,7 +54,7 @@ def test_scales_far_from_the_usual(device, scale):
 
 def test_two_slots_for_keys_and_values_are_enough():
     q, k, v = qkv(kv_len=400)
-    out, _ = attention(q, k, v, tile=blackwell_tile(2, 192), device=BLACKWELL, return_lse=True)
+    out, _ = attention(q, k, v, config=blackwell_config(2, 192), device=BLACKWELL, return_lse=True)
     want, _ = reference_attention(q.double(), k.double(), v.double())
     assert (out - want).abs().max() < 0.01
 
@@ -73,7 +73,7 @@ def test_fewer_processors_than_a_cluster_needs():
     q, k, v = qkv()
     one = dataclasses.replace(BLACKWELL, sm_count=1)
     with pytest.raises(ValueError, match=r"^device: expected at least 2 processors.*got 1"):
-        Plan.of(Problem.of(q, k, v), pick_tile(Problem.of(q, k, v), BLACKWELL, 2), one)
+        Plan.of(Problem.of(q, k, v), pick_config(Problem.of(q, k, v), BLACKWELL, 2), one)
 
 
 def test_four_ctas_are_blackwells():
@@ -86,8 +86,8 @@ def test_an_empty_problem_is_checked_like_any_other(lengths):
     q, k, v = qkv(q_len=lengths[0], kv_len=lengths[1])
     with pytest.raises(ValueError, match=r"^num_ctas: expected one of \(1, 2\)"):
         attention(q, k, v, num_ctas=4, device=HOPPER)
-    with pytest.raises(ValueError, match=r"^tile: expected a HopperTile"):
-        attention(q, k, v, tile=blackwell_tile(3, 192), device=HOPPER)
+    with pytest.raises(ValueError, match=r"^config: expected a HopperConfig"):
+        attention(q, k, v, config=blackwell_config(3, 192), device=HOPPER)
 
 
 def test_out_may_not_be_q_where_there_are_no_keys_either():
@@ -98,16 +98,18 @@ def test_out_may_not_be_q_where_there_are_no_keys_either():
     assert torch.equal(q, before)
 
 
-def test_the_base_of_tiles_is_no_tile():
+def test_the_base_of_configs_is_no_config():
     fields: dict[str, Any] = {"block_n": 128, "kv_slots": 2, "softmax_registers": 192, "load_registers": 24}
-    with pytest.raises(TypeError, match=r"^TileConfig: expected a HopperTile or a BlackwellTile"):
-        TileConfig(**fields)  # type: ignore[abstract]  # which a type checker says too
+    with pytest.raises(TypeError, match=r"^ForwardConfig: expected a HopperConfig or a BlackwellConfig"):
+        ForwardConfig(**fields)  # type: ignore[abstract]  # which a type checker says too
 
 
 def test_a_quarter_of_p_that_is_too_small_is_refused():
-    tile = BlackwellTile(block_n=64, kv_slots=4, softmax_registers=192, load_registers=24, exp_pieces=4, early_p=True)
-    with pytest.raises(ValueError, match=r"^tile: expected block_n=128 with early_p for torch.float8_e4m3fn, got 64"):
-        attention(*qkv(torch.float8_e4m3fn), tile=tile, device=BLACKWELL)
+    config = BlackwellConfig(
+        block_n=64, kv_slots=4, softmax_registers=192, load_registers=24, exp_pieces=4, early_p=True
+    )
+    with pytest.raises(ValueError, match=r"^config: expected block_n=128 with early_p for torch.float8_e4m3fn, got 64"):
+        attention(*qkv(torch.float8_e4m3fn), config=config, device=BLACKWELL)
 
 
 def test_a_misaligned_fp8_base_says_by_how_many_elements():

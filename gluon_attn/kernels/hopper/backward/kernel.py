@@ -25,7 +25,7 @@ def attention_backward(
     added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ; None: in any order
     scale_log2,  # softmax scale times log2(e)
     scale,
-    blocks_per_item,  # 1, or 2 to pair key blocks that many queries see with those that few do
+    blocks_per_item,  # 1, or 2 for a key block that many queries see with one that few do
     MASK: gl.constexpr,  # a Mask
     CONFIG: gl.constexpr,  # a HopperBackward
 ):
