@@ -460,3 +460,29 @@ def test_out_over_an_input_is_refused(name):
 def test_a_known_name_of_elsewhere_gets_a_hint(name, hint):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'; use {hint}"):
         attention(*qkv(), **{name: 1})  # type: ignore[arg-type]
+
+
+def test_another_architecture_than_the_cards_is_refused(monkeypatch):
+    """Where the tensors are on a card. There is none here: a tensor that says it is on one, and a card for it."""
+    real = Device.of
+    monkeypatch.setattr(Device, "of", lambda device: HOPPER if device.type == "meta" else real(device))
+    q, k, v = (t.to("meta") for t in qkv())
+    monkeypatch.setattr("gluon_attn.api.check_call", lambda *_: None)
+    with pytest.raises(ValueError, match=r"^device: expected one of compute capability \(9, 0\).*got NVIDIA B200"):
+        attention(q, k, v, device=BLACKWELL)
+
+
+def test_out_may_not_be_q_where_there_are_no_keys_either():
+    q, k, v = qkv()
+    k, v = k[:, :, :0], v[:, :, :0]
+    before = q.clone()
+    with pytest.raises(ValueError, match=r"^out: expected memory of its own"):
+        attention(q, k, v, out=q, device=HOPPER)
+    assert torch.equal(q, before)
+
+
+def test_a_misaligned_fp8_base_says_by_how_many_elements():
+    q, k, v = qkv(dtype=E4M3)
+    shifted = torch.empty(q.numel() + 8, dtype=torch.uint8)[8:].view(E4M3).view(q.shape)
+    with pytest.raises(ValueError, match=r"slice at a multiple of 16 elements"):
+        attention(shifted, k, v, device=HOPPER)

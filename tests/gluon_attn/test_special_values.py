@@ -1,9 +1,11 @@
-"""NaN and infinity in Q, K, V and the scales come out as of plain PyTorch, in every dtype and with every lever."""
+"""NaN and infinity in Q, K, V and the scales come out as of plain PyTorch, in every dtype and with every lever; and
+scales at the edge of what numbers can hold."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,6 +15,7 @@ from gluon_attn.device import Device
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config
 from gluon_attn.problem import SCALES, Problem
+from gluon_attn.reference import dequantise
 from tests.gluon_attn.special_values import E4M3, E5M2, INF, NAN, Tensors, check_special, special_tensors
 from tests.slow import slow_if
 
@@ -118,3 +121,42 @@ def test_the_specification_is_plain_pytorch(scores):
     with sdpa_kernel(SDPBackend.MATH):
         torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v, scale=1.0), equal_nan=True)
     torch.testing.assert_close(lse[0, 0], torch.tensor(scores).logsumexp(0, keepdim=True), equal_nan=True)
+
+
+# --- Scales that are 0, tiny or large
+
+on_both = pytest.mark.parametrize("device", [H200, B200], ids=["H200", "B200"])
+
+
+def qkv(dtype: torch.dtype = torch.bfloat16, q_len: int = 40, kv_len: int = 200) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, n, 64, generator=generator) for n in (q_len, kv_len, kv_len))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@on_both
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_head_that_is_all_zeros_has_scale_0_and_even_weights(device, causal):
+    q, k, v = qkv(E4M3)
+    q_scale, k_scale = torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, 0.5]])
+    out, lse = attention(q, k, v, causal=causal, q_scale=q_scale, k_scale=k_scale, device=device, return_lse=True)
+    want, want_lse = reference_attention(
+        dequantise(q, q_scale, 2).double(),
+        dequantise(k, k_scale, 2).double(),
+        v.double(),
+        causal=causal,
+    )
+    assert (lse - want_lse).abs().max() < 1e-4
+    assert (out - want).abs().max() < 0.05 * want.abs().max()
+
+
+@on_both
+@pytest.mark.parametrize("scale", [1e-30, 50.0])
+def test_scales_far_from_the_usual(device, scale):
+    """Even weights, and weights that are one key's alone: scores times scale up to about 1e3."""
+    q, k, v = qkv()
+    out, lse = attention(q, k, v, scale=scale, device=device, return_lse=True)
+    want, want_lse = reference_attention(q.double(), k.double(), v.double(), scale=scale)
+    plain, plain_lse = reference_attention(q, k, v, scale=scale)
+    assert (out - want).abs().max() <= 2 * (plain - want).abs().max()
+    assert (lse - want_lse).abs().max() <= 1e-5 + 2 * (plain_lse - want_lse).abs().max()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gluon_attn import BlackwellConfig, HopperConfig
+from gluon_attn import BlackwellConfig, ForwardConfig, HopperConfig
 from gluon_attn.forward.table import blackwell_config
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,3 +178,9 @@ def test_max_in_load_is_for_sm_103_alone():
     assert blackwell_config(3, 192).archs == (100, 103)
     assert blackwell_config(3, 192, max_in_load=True).archs == (103,)
     assert HopperConfig(**HOPPER_VALID).archs == (90,)
+
+
+def test_the_base_of_configs_is_no_config():
+    fields: dict[str, Any] = {"block_n": 128, "kv_slots": 2, "softmax_registers": 192, "load_registers": 24}
+    with pytest.raises(TypeError, match=r"^ForwardConfig: expected a HopperConfig or a BlackwellConfig"):
+        ForwardConfig(**fields)  # type: ignore[abstract]  # which a type checker says too

@@ -137,3 +137,8 @@ def test_longer_than_the_kernel_counts():
         plan(heads=8, q_len=most + 1)
     with pytest.raises(ValueError, match=rf"^k: expected at most {most} positions, .*got {most + 1}; split the sequ"):
         plan(heads=8, kv_len=most + 1)
+
+
+def test_fewer_processors_than_a_cluster_needs():
+    with pytest.raises(ValueError, match=r"^device: expected at least 2 processors.*got 1"):
+        plan(TWO_CTAS, dataclasses.replace(H200, sm_count=1))

@@ -139,6 +139,10 @@ def test_row_blocks_of_one_program(row_blocks, num_ctas, causal):
     checked(run, f"{row_blocks} row blocks")
 
 
+def test_two_slots_for_keys_and_values_are_enough():
+    checked(blackwell_run({"q_len": 40, "kv_len": 400}, causal=False, config=blackwell_config(2, 192)), "two slots")
+
+
 @pytest.mark.parametrize("num_ctas", [1, 2])
 def test_more_programs_than_row_blocks(num_ctas):
     """A program without work opens and closes its channels, and that is all."""
