@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--ctas", type=int, nargs="+", choices=[1, 2], default=[1, 2], help="to time, beside the table's pick"
     )
-    top.add_argument("--candidates", action="store_true", help="time every tile of bench/candidates.py instead")
+    top.add_argument("--candidates", action="store_true", help="time every config of bench/candidates.py instead")
     top.add_argument("--peers", nargs="*", choices=["fa2", "flex"], default=[], help="to time beside cuDNN")
     top.add_argument("--sustained", action="store_true", help="also long loops at S=8192, of every kind")
     top.add_argument("--alone", action="store_true", help="also time cuDNN and ours for 100 ms on end each, in turn")

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.candidates import label
 from bench.points import DTYPES, Point
-from gluon_attn import TileConfig, attention
+from gluon_attn import ForwardConfig, attention
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 
@@ -56,10 +56,10 @@ def ours(point: Point, tensors: list[Tensor], **options: Any) -> Callable[[], ob
 
 
 def calls_of(
-    point: Point, tiles: Sequence[TileConfig], peers: Sequence[str], ctas: Sequence[int]
+    point: Point, configs: Sequence[ForwardConfig], peers: Sequence[str], ctas: Sequence[int]
 ) -> dict[str, Callable[[], object]]:
     """cuDNN (in bf16 where the point is fp8) and, in 16 bits, `peers`; and ours: as the table picks it, and with each
-    number of `ctas`, or on the plainer problem if there is one; or with each of `tiles` instead."""
+    number of `ctas`, or on the plainer problem if there is one; or with each of `configs` instead."""
     tensors = point.tensors()
     q, k, v = tensors
     calls: dict[str, Callable[[], object]] = {}
@@ -67,8 +67,8 @@ def calls_of(
         calls[name] = (
             flex(q, k, v, point.causal) if name == "flex" else partial(sdpa, BACKENDS[name], q, k, v, point.causal)
         )
-    if tiles:
-        return calls | {label(t): ours(point, tensors, tile=t) for t in tiles}
+    if configs:
+        return calls | {label(t): ours(point, tensors, config=t) for t in configs}
     calls["ours"] = ours(point, tensors)
     plainer = point.plainer()
     if plainer:

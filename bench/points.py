@@ -26,7 +26,7 @@ class Point:
     """One problem: self-attention over `length` tokens.
 
     batch, heads: default TOKENS and MODEL_DIM, shared out. heads_per_kv_head: 1 is MHA. layout: as attention() has it.
-    baseline_length: in a point that is compared with ours on a plainer problem (MHA, "bhsd", a multiple of the tile),
+    baseline_length: in a point that is compared with ours on a plainer problem (MHA, "bhsd", multiples of a row block),
     that one's length.
     """
 
@@ -105,7 +105,7 @@ def sweep(dtype: str, head_dims: tuple[int, ...]) -> list[Point]:
 
 
 def variants() -> list[Point]:
-    """GQA and the other layout against MHA in (B, H, S, D); odd lengths against the next multiple of the tile."""
+    """GQA and the other layout against MHA in (B, H, S, D); odd lengths against the next multiple of the row block."""
     points = []
     for head_dim, causal in itertools.product((64, 128), (False, True)):
         plain = Point(head_dim=head_dim, causal=causal, length=4096, baseline_length=4096)
@@ -126,7 +126,7 @@ def small() -> list[Point]:
 
 
 def uneven() -> list[Point]:
-    """Causal lengths whose row blocks fill the last round of pairs badly."""
+    """Causal lengths whose row blocks fill the last round of items badly."""
     return [Point(head_dim=d, causal=True, length=n) for d in (64, 128) for n in (1501, 3000)]
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from gluon_attn.forward.configs import TileConfig
+from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.launch import compiled
 from gluon_attn.kernels.common.mask import Mask
 
-Job = tuple[torch.dtype, int, Mask, TileConfig]  # the arguments of `compiled`
+Job = tuple[torch.dtype, int, Mask, ForwardConfig]  # the arguments of `compiled`
 
 
 def compile_to_disk(job: Job, arch: int | None) -> None:

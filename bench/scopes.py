@@ -18,7 +18,7 @@ from triton import knobs
 
 from bench.compat import builtin, set_profile_allocator
 from channels.compat import mbarrier, tma
-from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.launch import compiled, launches_on_card, temporaries_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.kernels.hopper.forward import softmax
@@ -101,11 +101,11 @@ def wait_name(kind: str, frames: list[tuple[str, str]]) -> str:
     return side + channel[1].replace("_", " ") + again
 
 
-def first_warps(tile: HopperTile) -> dict[str, int]:
+def first_warps(config: HopperConfig) -> dict[str, int]:
     """The first warp of each role. Triton places the launch's own warps first, then the roles by descending number of
     warps, among them idle ones that make it a multiple of four."""
-    asked = {f"softmax {i}": 4 for i in range(1, tile.softmax_roles)}
-    asked |= {"transpose": 4} if tile.transpose_registers else {}
+    asked = {f"softmax {i}": 4 for i in range(1, config.softmax_roles)}
+    asked |= {"transpose": 4} if config.transpose_registers else {}
     asked["load"] = 1
     missing = -sum(asked.values()) % 4
     idle = {f"idle {n}": n for n in (2, 1) if missing & n}
@@ -156,7 +156,7 @@ def profile(plan: Plan, warps: dict[str, int], tensors: Tensors, path: str) -> C
     from triton import profiler
 
     with scoped_waits():
-        mode = mode_of(warps, plan.programs * plan.tile.num_ctas)
+        mode = mode_of(warps, plan.programs * plan.config.num_ctas)
         session = profiler.start(path, data="trace", backend="instrumentation", mode=mode)
         launch = attention_of(plan, tensors)
         launch()

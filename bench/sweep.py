@@ -24,7 +24,7 @@ from bench.precompile import Job, precompile
 from bench.provenance import clocks, provenance
 from bench.report import read, tables
 from bench.timing import host_seconds, seconds_alone, time_interleaved, wall_seconds
-from gluon_attn import TileConfig
+from gluon_attn import ForwardConfig
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import TABLE
@@ -36,16 +36,16 @@ ROUNDS_ALONE = 5
 ROUNDS_OF_HOST = 25
 
 
-def tiles_of_table(device: Device, head_dim: int, causal: bool, element_bytes: int) -> list[TileConfig]:
+def configs_of_table(device: Device, head_dim: int, causal: bool, element_bytes: int) -> list[ForwardConfig]:
     kind = (head_dim, causal, element_bytes)
     rows = (row for row in TABLE if (row.padded_head_dim, row.causal, row.element_bytes) == kind)
-    return [row.tile for row in rows if device.arch in row.tile.archs]
+    return [row.config for row in rows if device.arch in row.config.archs]
 
 
-def candidates(point: Point, ctas: Sequence[int]) -> list[TileConfig]:
+def candidates(point: Point, ctas: Sequence[int]) -> list[ForwardConfig]:
     """Those of bench/candidates.py for the point. Without a mask no order is the longest first."""
-    tiles = CANDIDATES[Problem.padded(point.head_dim), DTYPES[point.dtype].itemsize]
-    return [tile for tile in tiles if tile.num_ctas in ctas and (point.causal or not orders_heads(tile))]
+    configs = CANDIDATES[Problem.padded(point.head_dim), DTYPES[point.dtype].itemsize]
+    return [config for config in configs if config.num_ctas in ctas and (point.causal or not orders_heads(config))]
 
 
 def measure(
@@ -118,13 +118,13 @@ def measure_sustained() -> dict[str, Any]:
     return {name: asdict(s) | {"joules_per_tflop": s.joules_per_tflop} for name, s in found.items()}
 
 
-def jobs_of(points: list[Point], tiles: dict[Point, list[TileConfig]], device: Device) -> list[Job]:
+def jobs_of(points: list[Point], configs: dict[Point, list[ForwardConfig]], device: Device) -> list[Job]:
     """Every kernel that the points need, once."""
     jobs: dict[Job, None] = {}
     for p in points:
         dtype = DTYPES[p.dtype]
         padded = Problem.padded(p.head_dim)
-        for t in tiles[p] or tiles_of_table(device, padded, p.causal, dtype.itemsize):
+        for t in configs[p] or configs_of_table(device, padded, p.causal, dtype.itemsize):
             jobs[dtype, padded, Mask(causal=p.causal), t] = None
     return list(jobs)
 
@@ -161,8 +161,8 @@ def resumed(out: Path, now: dict[str, Any]) -> list[dict[str, Any]]:
 def run(points: list[Point], args: argparse.Namespace) -> None:
     """args: of `python -m bench`."""
     device = Device.of(torch.device("cuda", torch.cuda.current_device()))
-    tiles = {p: candidates(p, args.ctas) if args.candidates else [] for p in points}
-    jobs = jobs_of(points, tiles, device)
+    configs = {p: candidates(p, args.ctas) if args.candidates else [] for p in points}
+    jobs = jobs_of(points, configs, device)
     for i, _ in enumerate(precompile(jobs, device.arch), start=1):
         print(f"\rcompiled {i} of {len(jobs)} kernels", end="", flush=True)
     print()
@@ -183,14 +183,14 @@ def run(points: list[Point], args: argparse.Namespace) -> None:
             "dtype": str(dtype),
             "head_dim": d,
             "causal": mask.causal,
-            "tile": label(t),
+            "config": label(t),
             **asdict(resources(compiled(dtype, d, mask, t, arch=device.arch))),
         }
         for dtype, d, mask, t in jobs
     ]
     start = time.time()
     for i, point in enumerate(points, start=1):
-        calls = calls_of(point, tiles[point], args.peers, args.ctas)
+        calls = calls_of(point, configs[point], args.peers, args.ctas)
         report["points"].append(measure(point, calls, args.rounds, limits, alone=args.alone))
         print(line(report["points"][-1], (time.time() - start) / i * (len(points) - i)), flush=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -28,9 +28,9 @@ from bench.scopes import WAIT_BYTES, attention_of, bytes_per_role, first_warps, 
 from bench.timing import time_interleaved
 from bench.waits import cta_of, spread, summarise, waits_of
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import pick_tile
+from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import Problem
 
 REPORT, TRACE, PICTURE = "timeline.json", "timeline.chrome_trace", "timeline.svg"
@@ -79,7 +79,7 @@ def draw(folder: Path, cta: int, window: tuple[float, float]) -> None:
     axis.invert_yaxis()
     axis.set_xlim(*window)
     axis.set_xlabel("kcycles since the first wait; white: not waiting")
-    axis.set_title(f"{report['name']}, {report['tile']}, CTA {cta}")
+    axis.set_title(f"{report['name']}, {report['config']}, CTA {cta}")
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     figure.savefig(folder / PICTURE)
 
@@ -114,11 +114,11 @@ def measure(point: Point, num_ctas: int | None, cta: int, folder: Path, commit: 
     device = Device.of(torch.device("cuda", torch.cuda.current_device()))
     tensors = point.arguments(point.tensors())
     problem = Problem.of(*tensors, causal=point.causal)
-    tile = pick_tile(problem, device, num_ctas)
-    if not isinstance(tile, HopperTile):
+    config = pick_config(problem, device, num_ctas)
+    if not isinstance(config, HopperConfig):
         sys.exit(f"timeline: needs a Hopper card, found {device.name}; nothing was run")
-    plan = Plan.of(problem, tile, device)
-    warps = first_warps(tile)
+    plan = Plan.of(problem, config, device)
+    warps = first_warps(config)
     given = tensors_of(plan, *tensors)
     as_it_is = attention_of(plan, given)
     with tempfile.TemporaryDirectory() as scratch:
@@ -129,7 +129,7 @@ def measure(point: Point, num_ctas: int | None, cta: int, folder: Path, commit: 
 
     waits, spans = waits_of(trace)
     most = max(Counter((w.cta, w.warp) for w in waits).values())
-    room = bytes_per_role(len(warps), plan.programs * tile.num_ctas) // WAIT_BYTES
+    room = bytes_per_role(len(warps), plan.programs * config.num_ctas) // WAIT_BYTES
     if most >= room - 1:  # the first ones were written over
         sys.exit(f"timeline: expected at most {room - 2} waits of a role, got more; give a shorter --length")
     chosen = sorted({0, 1, cta, max(spans)} & set(spans))
@@ -139,7 +139,7 @@ def measure(point: Point, num_ctas: int | None, cta: int, folder: Path, commit: 
         "provenance": provenance(commit),
         "name": point.name,
         "point": asdict(point),
-        "tile": label(tile),
+        "config": label(config),
         "slower": slower,
         "us": spread(spans),
         "warps": warps,
@@ -150,7 +150,7 @@ def measure(point: Point, num_ctas: int | None, cta: int, folder: Path, commit: 
     (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     few = [e for e in trace["traceEvents"] if cta_of(e) in chosen]
     (folder / TRACE).write_text(json.dumps(trace | {"traceEvents": few}) + "\n")
-    print(f"{point.name}, {label(tile)}: {slower:.2f} times as long as without clocks")
+    print(f"{point.name}, {label(config)}: {slower:.2f} times as long as without clocks")
     for what, t in report["us"].items():
         print(f"CTAs {what} after {t['min']:.1f} to {t['max']:.1f} us, median {t['median']:.1f}")
     print(table(everywhere, single))

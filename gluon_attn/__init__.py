@@ -2,7 +2,7 @@
 
 from . import runtime as runtime  # first, as it looks whether `channels` is the package that the others import
 from .api import attention
-from .forward.configs import BlackwellTile, HopperTile, TileConfig
+from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .reference import reference_attention
 
-__all__ = ["BlackwellTile", "HopperTile", "TileConfig", "attention", "reference_attention"]
+__all__ = ["BlackwellConfig", "ForwardConfig", "HopperConfig", "attention", "reference_attention"]

@@ -1,4 +1,4 @@
-"""The public call: validate, pick a tile, launch."""
+"""The public call: validate, pick a config, launch."""
 
 from typing import Any, NoReturn
 
@@ -8,10 +8,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .device import Device
-from .forward.configs import TileConfig
+from .forward.configs import ForwardConfig
 from .forward.launch import launches_on_card
 from .forward.plan import Plan
-from .forward.table import pick_tile, require_ctas, require_fits, require_supported
+from .forward.table import pick_config, require_ctas, require_fits, require_supported
 from .gradients import Attention, require_gradients
 from .ops import attention_op
 from .problem import (
@@ -79,21 +79,21 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     num_ctas: int | None = None,
-    tile: TileConfig | None = None,
+    config: ForwardConfig | None = None,
     device: Device | None = None,
     **unsupported: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ + mask) V on a Hopper or Blackwell card, on the current stream of q's device.
 
     The method is FlashAttention's (Dao et al., 2022; Shah et al., 2024): online softmax over blocks of keys, warp
-    specialised. A new length, batch or number of heads compiles nothing, unless the tuning table picks another tile:
+    specialised. A new length, batch or number of heads compiles nothing, unless the tuning table picks another config:
     there are a handful of kernels for each head dim. Nothing is copied, with one exception: Hopper
     multiplies fp8 only with V transposed, and at D > 128, or where many queries use each key, a kernel of its own does
     that before, into memory for as many elements as V's shape has, also of a V that is expanded.
 
     On Hopper, in 16 bits, q, k and v have gradients, through O and through LSE; see `gradients.attention_backward`.
     Those gradients have none. Under torch.compile and torch.export it is one operator, `gluon_attn::forward`, and takes
-    no `tile`, `out` and scales. Under torch.autocast, q, k and v in fp32 are converted.
+    no `config`, `out` and scales. Under torch.autocast, q, k and v in fp32 are converted.
 
     Only q, k and v are positional. There is no `attn_mask`: the only mask is `causal`.
 
@@ -116,7 +116,7 @@ def attention(
             q_scale too is by KV head: one for all query heads that share it. Those of q and k must not be negative:
             on the CPU that is refused, on a card, where nobody looks, such a head is NaN.
         num_ctas: 1, 2 or (Blackwell) 4 CTAs to a cluster; default: as the tuning table has it.
-        tile: a TileConfig instead of the tuning table's.
+        config: a ForwardConfig instead of the tuning table's.
         device: a Device to choose for; default: q's own card. With CPU tensors, Device.hopper() or Device.blackwell()
             has gluon_cpu execute the kernel for such a card, slowly, and check it for races.
 
@@ -153,7 +153,7 @@ def attention(
     if compiling:
         both = attention_op(
             q, k, v, causal=causal, scale=scale, layout=layout, deterministic=deterministic, num_ctas=num_ctas,
-            device=device, tile=tile, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+            device=device, config=config, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         return both if return_lse else both[0]
     if gradient:
@@ -163,8 +163,8 @@ def attention(
         for name, one in zip(SCALES, (q_scale, k_scale, v_scale), strict=True):
             check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
         options = {
-            "causal": causal, "scale": scale, "layout": layout, "num_ctas": num_ctas, "tile": tile, "device": device,
-            "deterministic": deterministic,
+            "causal": causal, "scale": scale, "layout": layout, "num_ctas": num_ctas, "config": config,
+            "device": device, "deterministic": deterministic,
         }  # fmt: skip
         out, lse = Attention.apply(q, k, v, options, attention)
         return (out, lse) if return_lse else out
@@ -173,7 +173,7 @@ def attention(
         key = (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, causal, type(causal), scale, type(scale), layout, num_ctas, type(num_ctas),
-            tile, device, out is None or identity(out), q_scale is None or identity(q_scale),
+            config, device, out is None or identity(out), q_scale is None or identity(q_scale),
             k_scale is None or identity(k_scale), v_scale is None or identity(v_scale),
         )  # fmt: skip
         launch = _launches[key]
@@ -183,9 +183,10 @@ def attention(
         if cast[0] is not q or cast[1] is not k or cast[2] is not v:
             return attention(
                 *cast, causal=causal, scale=scale, layout=layout, return_lse=return_lse, deterministic=deterministic,
-                out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, num_ctas=num_ctas, tile=tile, device=device,
+                out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, num_ctas=num_ctas, config=config,
+                device=device,
             )  # fmt: skip
-        launch = prepare(q, k, v, out, scales, causal, scale, layout, num_ctas, tile, device)
+        launch = prepare(q, k, v, out, scales, causal, scale, layout, num_ctas, config, device)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -322,7 +323,7 @@ def prepare(
     scale: float | None,
     layout: str,
     num_ctas: int | None,
-    tile: TileConfig | None,
+    config: ForwardConfig | None,
     device: Device | None,
 ) -> Launches | None:
     """Validate everything that depends on shapes, strides and options, and choose the kernel."""
@@ -331,10 +332,12 @@ def prepare(
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
     if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):
         raise TypeError(f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1 or 2, or leave it out")
-    if tile is not None and not isinstance(tile, TileConfig):
-        raise TypeError(f"tile: expected a TileConfig or None, got {type_name(tile)}; leave it out")
-    if tile is not None and num_ctas not in (None, tile.num_ctas):
-        raise ValueError(f"num_ctas: expected {tile.num_ctas} (as tile.cga_layout says), got {num_ctas}; leave one out")
+    if config is not None and not isinstance(config, ForwardConfig):
+        raise TypeError(f"config: expected a ForwardConfig or None, got {type_name(config)}; leave it out")
+    if config is not None and num_ctas not in (None, config.num_ctas):
+        raise ValueError(
+            f"num_ctas: expected {config.num_ctas} (as config.cga_layout says), got {num_ctas}; leave one out"
+        )
     check_device(device, q)
     check_memory(q, k, v, out)
     check_call(q, k, v, out, scales)
@@ -349,11 +352,11 @@ def prepare(
             )
     require_supported(problem, chosen)
     require_ctas(num_ctas, chosen)
-    if tile is not None:
-        require_fits(tile, problem, chosen)
+    if config is not None:
+        require_fits(config, problem, chosen)
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
-    plan = Plan.of(problem, pick_tile(problem, chosen, num_ctas) if tile is None else tile, chosen)
+    plan = Plan.of(problem, pick_config(problem, chosen, num_ctas) if config is None else config, chosen)
     like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if out is None else out
     if q.device.type == "cpu":
         from .cpu import launches_on_cpu

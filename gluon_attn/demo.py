@@ -17,9 +17,9 @@ import torch
 from .api import attention
 from .cpu import find_race
 from .device import Device
-from .forward.configs import HopperTile, TileConfig
+from .forward.configs import ForwardConfig, HopperConfig
 from .forward.launch import compiled
-from .forward.table import BLACKWELL, HOPPER, pick_tile
+from .forward.table import BLACKWELL, HOPPER, pick_config
 from .gradients import attention_backward
 from .kernels.common.mask import Mask
 from .problem import Problem
@@ -52,7 +52,7 @@ GRADIENT_COLUMNS = (
     "findings  seconds"
 )
 KERNEL_COLUMNS = (
-    "for      head dim  mask    CTAs  tile        registers           smem KB  instr  products  TMA ld/st  "
+    "for      head dim  mask    CTAs  config        registers           smem KB  instr  products  TMA ld/st  "
     "spills: loop  other  unlike its neighbours"
 )
 T = TypeVar("T")
@@ -61,7 +61,7 @@ QUIET_SECONDS = 10.0  # longest time without a word
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """Attention on gluon_cpu, for a card with few processors, so that each program has several tiles to compute."""
+    """Attention on gluon_cpu, for a card with few processors, so that each program has several row blocks."""
 
     device: Device
     causal: bool
@@ -120,7 +120,7 @@ def execute(job: Execution, schedules: int) -> tuple[str, str | None]:
     """(A row under EXECUTION_COLUMNS, what is wrong or None.)"""
     start = time.monotonic()
     torch.manual_seed(0)
-    # Of the largest tile, that of four CTAs, a whole one and a part.
+    # Of the largest row block, that of four CTAs, a whole one and a part.
     q = torch.randn(1, 2, 300 * job.num_ctas, job.head_dim).to(job.dtype)
     k, v = (torch.randn(1, 1, 500, job.head_dim).to(job.dtype) for _ in range(2))
     call = partial(attention, q, k, v, causal=job.causal, num_ctas=job.num_ctas, device=job.device, return_lse=True)
@@ -204,18 +204,18 @@ def wrong(out_error: float, plain_error: float, lse_error: float) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A kernel to compile (bf16) and describe. unlike: what tells it from others of its kind and tile size."""
+    """A kernel to compile (bf16) and describe. unlike: what tells it from others of its kind and block size."""
 
     arch: int
     padded_head_dim: int
     causal: bool
-    tile: TileConfig
+    config: ForwardConfig
     unlike: str = ""
 
     @property
     def kind(self) -> tuple[object, ...]:
-        tile = self.tile
-        return self.arch, self.padded_head_dim, self.causal, tile.num_ctas, tile.block_m, tile.block_n
+        config = self.config
+        return self.arch, self.padded_head_dim, self.causal, config.num_ctas, config.block_m, config.block_n
 
 
 def listed() -> list[Variant]:
@@ -224,38 +224,40 @@ def listed() -> list[Variant]:
     blackwell = [
         row
         for row in BLACKWELL
-        if (row.padded_head_dim, row.causal) == (128, False) and 100 in row.tile.archs and row.tile.num_ctas < 4
+        if (row.padded_head_dim, row.causal) == (128, False) and 100 in row.config.archs and row.config.num_ctas < 4
     ]
     chosen = [(row, 90) for row in HOPPER] + [(row, 100) for row in blackwell]
     kernels = dict.fromkeys(
-        Variant(arch=arch, padded_head_dim=row.padded_head_dim, causal=row.causal, tile=row.tile)
+        Variant(arch=arch, padded_head_dim=row.padded_head_dim, causal=row.causal, config=row.config)
         for row, arch in chosen
         if row.element_bytes == 2
     )
-    return [replace(k, unlike=told_apart(k.tile, [o.tile for o in kernels if o.kind == k.kind])) for k in kernels]
+    return [replace(k, unlike=told_apart(k.config, [o.config for o in kernels if o.kind == k.kind])) for k in kernels]
 
 
-def told_apart(tile: TileConfig, others: Sequence[TileConfig]) -> str:
-    """The fields that `others`, the tile itself among them, do not all have alike, with the tile's values. Without the
-    registers, which a column shows."""
-    names = [field.name for field in fields(tile) if not field.name.endswith("_registers")]
+def told_apart(config: ForwardConfig, others: Sequence[ForwardConfig]) -> str:
+    """The fields that `others`, the config itself among them, do not all have alike, with the config's values.
+    Without the registers, which a column shows."""
+    names = [field.name for field in fields(config) if not field.name.endswith("_registers")]
     return ", ".join(
-        f"{name}={getattr(tile, name)}"
+        f"{name}={getattr(config, name)}"
         for name in names
-        if any(getattr(o, name) != getattr(tile, name) for o in others)
+        if any(getattr(o, name) != getattr(config, name) for o in others)
     )
 
 
 def describe(kernel: Variant) -> str:
     """Compile a kernel: a row under KERNEL_COLUMNS."""
-    tile, arch = kernel.tile, kernel.arch
-    found = resources(compiled(torch.bfloat16, kernel.padded_head_dim, Mask(causal=kernel.causal), tile, arch=arch))
+    config, arch = kernel.config, kernel.arch
+    found = resources(compiled(torch.bfloat16, kernel.padded_head_dim, Mask(causal=kernel.causal), config, arch=arch))
     in_loops = sum(loop.spills for loop in found.loops)
-    further = tile.softmax_roles - 1 if isinstance(tile, HopperTile) else 2  # besides the first role, correction there
-    registers = [found.first_role_registers, *[tile.softmax_registers] * further, tile.load_registers]
-    size, tma = f"{tile.block_m:>4} x {tile.block_n}", f"{found.tma_loads}/{found.tma_stores}"
+    further = (
+        config.softmax_roles - 1 if isinstance(config, HopperConfig) else 2
+    )  # besides the first role, correction there
+    registers = [found.first_role_registers, *[config.softmax_registers] * further, config.load_registers]
+    size, tma = f"{config.block_m:>4} x {config.block_n}", f"{found.tma_loads}/{found.tma_stores}"
     return (
-        f"{architecture(arch):<8} {kernel.padded_head_dim:<9} {mask(kernel.causal):<7} {tile.num_ctas:<5} {size:<11} "
+        f"{architecture(arch):<8} {kernel.padded_head_dim:<9} {mask(kernel.causal):<7} {config.num_ctas:<5} {size:<11} "
         f"{'+'.join(map(str, registers)):<19} {found.smem_bytes / 1024:<8.1f} {found.instructions:<6} "
         f"{found.products:<9} {tma:<10} {in_loops:<13} {found.spills - in_loops:<6} {kernel.unlike}"
     ).rstrip()
@@ -406,8 +408,8 @@ def run_prefill(device: Device, kernels: bool) -> str | None:
     forward, backward, both = (b / a for a, b in zip(times["ours"], times["cuDNN"], strict=True))
     if kernels:
         say(f"\nThe kernel, assembler {assembler_version()}:\n{KERNEL_COLUMNS}")
-        tile = pick_tile(p, device)
-        say(describe(Variant(arch=device.arch, padded_head_dim=p.padded_head_dim, causal=p.causal, tile=tile)))
+        config = pick_config(p, device)
+        say(describe(Variant(arch=device.arch, padded_head_dim=p.padded_head_dim, causal=p.causal, config=config)))
     say(
         f"\nAll results agree with float64. Ours runs at {forward:.2f} times cuDNN's speed forward, {backward:.2f} "
         f"backward, {both:.2f} both."

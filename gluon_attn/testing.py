@@ -16,8 +16,8 @@ from .backward.configs import HopperBackward
 from .backward.launch import backward_on_card
 from .backward.plan import BackwardPlan
 from .device import Device
-from .forward.configs import TileConfig
-from .forward.table import pick_tile
+from .forward.configs import ForwardConfig
+from .forward.table import pick_config
 from .problem import Problem
 from .reference import reference_attention
 
@@ -28,13 +28,13 @@ __all__ = [
     "backward_call",
     "check",
     "check_gradients",
+    "config_for_reuse",
+    "config_for_rounds",
     "gradient_errors",
     "last_place",
     "normal",
     "normal_qkv",
     "poison_free_memory",
-    "tile_for_reuse",
-    "tile_for_rounds",
 ]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -116,16 +116,16 @@ class Surrounded:
         assert written == 0, f"{written} elements outside of the output were written"
 
 
-def tile_for_rounds(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
-    """What the table has where programs have several items each, so that small problems test that tile too."""
-    return pick_tile(problem, dataclasses.replace(device, sm_count=num_ctas), num_ctas)
+def config_for_rounds(problem: Problem, device: Device, num_ctas: int) -> ForwardConfig:
+    """What the table has where programs have several items each, so that small problems test that config too."""
+    return pick_config(problem, dataclasses.replace(device, sm_count=num_ctas), num_ctas)
 
 
-def tile_for_reuse(problem: Problem, device: Device, num_ctas: int) -> TileConfig:
+def config_for_reuse(problem: Problem, device: Device, num_ctas: int) -> ForwardConfig:
     """What the table has where very many queries use each key: in fp8 on Hopper, one with V transposed before."""
     # On two CTAs the table has one for many keys only, at D=64 under a causal mask.
     kv_len = problem.kv_len if num_ctas == 1 else max(problem.kv_len, 2**12)
-    return tile_for_rounds(dataclasses.replace(problem, q_len=2**14, kv_len=kv_len), device, num_ctas)
+    return config_for_rounds(dataclasses.replace(problem, q_len=2**14, kv_len=kv_len), device, num_ctas)
 
 
 def backward_call(

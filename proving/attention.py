@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import BlackwellTile
+from gluon_attn.forward.configs import BlackwellConfig
 from gluon_attn.forward.launch import BLACKWELL as KERNEL
 from gluon_attn.forward.launch import build_of, compiled, launches_of
 from gluon_attn.forward.plan import Plan
@@ -39,7 +39,7 @@ DTYPES = {
 MINUTES = 60
 ARCH = 100  # sm_100a, which the verifier knows
 RUN_TIME = tuple(p.name for group in (KERNEL.tma, KERNEL.pointers, KERNEL.scalars) for p in group)
-# Levers of a tile that decide at run time what is done next, by the data or by the hardware: the verifier follows one
+# Levers of a config that decide at run time what is done next, by the data or by the hardware: the verifier follows one
 # way only. They are off where a row of the table is proved; `rescale_proofs` and `LEVERS` say what holds with them on.
 UNDECIDED: dict[str, Any] = {"rescale_threshold": 0.0, "dynamic": False}
 LEVERS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ LEVERS: dict[str, dict[str, Any]] = {
 QUICK = {
     "d64-bf16-full-1cta",
     "d64-bf16-causal-1cta",
-    "d64-bf16-causal-1cta-two-tiles",
+    "d64-bf16-causal-1cta-two-row-blocks",
     "d64-e4m3-full-1cta",
     "d128-bf16-full-1cta",
     "d128-bf16-causal-1cta",
@@ -70,13 +70,13 @@ LIMITS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A launch to prove something about. clusters: how many the described card has room for: fewer than tiles make the
-    programs walk over several."""
+    """A launch to prove something about. clusters: how many the described card has room for: fewer than row blocks make
+    the programs walk over several."""
 
     dtype: torch.dtype
     head_dim: int
     causal: bool
-    tile: BlackwellTile
+    config: BlackwellConfig
     q_len: int
     kv_len: int
     heads: int = 1
@@ -86,7 +86,7 @@ class Case:
 
     def launch(self) -> Launch:
         mask, plan, values = self.call()
-        kernel = compiled(self.dtype, self.head_dim, mask, self.tile, arch=self.arch)
+        kernel = compiled(self.dtype, self.head_dim, mask, self.config, arch=self.arch)
         return describe(kernel, (plan.programs,), values)
 
     def proof(self, name: str, limits: Limits, **more: Any) -> Proof:
@@ -95,7 +95,7 @@ class Case:
     def source(self) -> str:
         """All that `launch` is made from, without compiling it; see source.py."""
         mask, plan, values = self.call()
-        made = front_end(self.dtype, self.head_dim, mask, self.tile, self.arch)
+        made = front_end(self.dtype, self.head_dim, mask, self.config, self.arch)
         return hash_of(made, str(plan.programs), arguments_text(values, RUN_TIME))
 
     def call(self) -> tuple[Mask, Plan, dict[str, Any]]:
@@ -106,47 +106,47 @@ class Case:
         fp8 = self.dtype in FP8_DTYPES
         scales = {name: torch.empty(k.shape[:2]) if fp8 else None for name in SCALES}
         problem = Problem.of(q, k, v, causal=self.causal, scale=None, layout="bhsd")
-        device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.tile.num_ctas)
-        plan = Plan.of(problem, self.tile, device)
+        device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.config.num_ctas)
+        plan = Plan.of(problem, self.config, device)
         (launch,) = launches_of(plan, q, k, v, out)
         return problem.mask, plan, launch.arguments({"q": q, "k": k, "v": v, "out": out, "lse": lse, **scales})
 
 
 @functools.lru_cache(maxsize=256)
-def front_end(dtype: torch.dtype, head_dim: int, mask: Mask, tile: BlackwellTile, arch: int) -> str:
+def front_end(dtype: torch.dtype, head_dim: int, mask: Mask, config: BlackwellConfig, arch: int) -> str:
     """A hash of what the kernel's machine code depends on. Two proofs in a row are often of one kernel."""
-    return hash_of(build_of(dtype, head_dim, mask, tile).front_end(arch))
+    return hash_of(build_of(dtype, head_dim, mask, config).front_end(arch))
 
 
-def one_tile(dtype: torch.dtype, row: Row) -> Case:
-    """One row block of each query tile, two key blocks: the first, and one that rescales."""
-    assert isinstance(row.tile, BlackwellTile)
+def one_row_block(dtype: torch.dtype, row: Row) -> Case:
+    """One row block, that is both query tiles; two key blocks: the first, and one that rescales."""
+    assert isinstance(row.config, BlackwellConfig)
     return Case(
         dtype=dtype,
         head_dim=row.padded_head_dim,
         causal=row.causal,
-        tile=dataclasses.replace(row.tile, **UNDECIDED),
-        q_len=row.tile.block_m,
-        kv_len=2 * row.tile.block_n,
+        config=dataclasses.replace(row.config, **UNDECIDED),
+        q_len=row.config.block_m,
+        kv_len=2 * row.config.block_n,
     )
 
 
-def two_tiles(case: Case) -> Case:
-    """One program computes two tiles, with so few slots for keys and values that they are used again and again."""
-    tile = dataclasses.replace(case.tile, kv_slots=min(case.tile.kv_slots, 3))
-    return dataclasses.replace(case, tile=tile, q_len=2 * case.q_len, clusters=1)
+def two_row_blocks(case: Case) -> Case:
+    """One program computes two row blocks, with so few slots for keys and values that they are used again and again."""
+    config = dataclasses.replace(case.config, kv_slots=min(case.config.kv_slots, 3))
+    return dataclasses.replace(case, config=config, q_len=2 * case.q_len, clusters=1)
 
 
 def odd_lengths(case: Case) -> Case:
-    """Lengths that fill no tile; more queries than keys, so that under a causal mask rows see no key; grouped heads."""
+    """Lengths that fill no block; more queries than keys, so that under a causal mask rows see none; grouped heads."""
     return dataclasses.replace(case, q_len=case.q_len - 27, kv_len=case.kv_len - 61, heads=2, kv_heads=1, clusters=1)
 
 
 def laps(case: Case) -> Case:
-    """One program computes two tiles, with two slots for keys and values: every ring of the kernel goes round twice at
-    least, that of keys and values four times."""
-    tile = dataclasses.replace(case.tile, kv_slots=2)
-    return dataclasses.replace(case, tile=tile, q_len=2 * case.q_len, clusters=1)
+    """One program computes two row blocks, with two slots for keys and values: every ring of the kernel goes round
+    twice at least, that of keys and values four times."""
+    config = dataclasses.replace(case.config, kv_slots=2)
+    return dataclasses.replace(case, config=config, q_len=2 * case.q_len, clusters=1)
 
 
 # In the kernel's own scale, as exp2 replaces exp: what is taken from fp32 is the same number on both sides.
@@ -158,7 +158,7 @@ REFERENCE = """def reference(q_desc, k_desc, v_desc, scale_log2):
 
 def equals_softmax(case: Case, name: str) -> Proof:
     """That O is softmax(Q Kᵀ scale) V, of one head. No exponential is taken by polynomial, which is not equal to it."""
-    case = dataclasses.replace(case, tile=dataclasses.replace(case.tile, polynomial_columns=0))
+    case = dataclasses.replace(case, config=dataclasses.replace(case.config, polynomial_columns=0))
     dtype = str(case.dtype).removeprefix("torch.")
     queries, keys = (case.q_len, case.head_dim), (case.kv_len, case.head_dim)
     equivalence = Equivalence(
@@ -177,30 +177,30 @@ def equals_softmax(case: Case, name: str) -> Proof:
 
 
 def lever_proofs(case: Case, name: str) -> Iterator[Proof]:
-    """One lever of the tile at a time, all others as they are by default."""
-    defaults = {f.name: f.default for f in dataclasses.fields(BlackwellTile) if f.default is not dataclasses.MISSING}
-    plain = defaults | {"cga_layout": case.tile.cga_layout}
+    """One lever of the config at a time, all others as they are by default."""
+    defaults = {f.name: f.default for f in dataclasses.fields(BlackwellConfig) if f.default is not dataclasses.MISSING}
+    plain = defaults | {"cga_layout": case.config.cga_layout}
     for lever, options in LEVERS.items():
-        changed = dataclasses.replace(case, tile=dataclasses.replace(case.tile, **plain | options))
+        changed = dataclasses.replace(case, config=dataclasses.replace(case.config, **plain | options))
         yield changed.proof(f"{name}-{lever}", LIMITS[1])
 
 
 def rescale_proofs(case: Case, row: Row, name: str) -> Iterator[Proof]:
-    """The row's own tile, which rescales by need: that every block does, or that none does."""
-    assert isinstance(row.tile, BlackwellTile)
-    tile = dataclasses.replace(case.tile, rescale_threshold=row.tile.rescale_threshold)
-    case, limits = dataclasses.replace(case, tile=tile), LIMITS[tile.num_ctas]
+    """The row's own config, which rescales by need: that every block does, or that none does."""
+    assert isinstance(row.config, BlackwellConfig)
+    config = dataclasses.replace(case.config, rescale_threshold=row.config.rescale_threshold)
+    case, limits = dataclasses.replace(case, config=config), LIMITS[config.num_ctas]
     yield case.proof(f"{name}-every-rescale", limits, decisions=RescaleDecision(skipped=False))
     yield case.proof(f"{name}-no-rescale", limits, decisions=RescaleDecision(skipped=True))
 
 
 def proofs_of(row: Row) -> Iterator[Proof]:
-    n = row.tile.num_ctas
+    n = row.config.num_ctas
     for dtype_name, dtype in DTYPES.items():
         if dtype.itemsize != row.element_bytes:
             continue
         name = f"d{row.padded_head_dim}-{dtype_name}-{'causal' if row.causal else 'full'}-{n}cta"
-        case = one_tile(dtype, row)
+        case = one_row_block(dtype, row)
         quick = name in QUICK
         yield case.proof(name, LIMITS[n], quick=quick)
         if name.startswith("d64-e4m3-full"):
@@ -208,11 +208,11 @@ def proofs_of(row: Row) -> Iterator[Proof]:
             yield laps(case).proof(f"{name}-laps", LIMITS[n], rewrites=rewrites)
         if dtype_name != "bf16" or n > 2:
             continue
-        if isinstance(row.tile, BlackwellTile) and row.tile.rescale_threshold:
+        if isinstance(row.config, BlackwellConfig) and row.config.rescale_threshold:
             yield from rescale_proofs(case, row, name)
         if n > 1:
             continue
-        for suffix, more in (("two-tiles", two_tiles(case)), ("odd-lengths", odd_lengths(case))):
+        for suffix, more in (("two-row-blocks", two_row_blocks(case)), ("odd-lengths", odd_lengths(case))):
             quick = f"{name}-{suffix}" in QUICK
             yield more.proof(f"{name}-{suffix}", LIMITS[n], quick=quick)
         if name == "d64-bf16-full-1cta":
@@ -224,20 +224,20 @@ def max_in_load_proofs() -> Iterator[Proof]:
     """Rows that let the loads find the maxima, which sm_103 alone has: D=64, bf16, no mask. With one CTA also compiled
     for sm_103 with maxima apart."""
     for row in BLACKWELL:
-        n = row.tile.num_ctas
-        if row.tile.archs != (103,) or (row.padded_head_dim, row.causal, row.element_bytes) != (64, False, 2):
+        n = row.config.num_ctas
+        if row.config.archs != (103,) or (row.padded_head_dim, row.causal, row.element_bytes) != (64, False, 2):
             continue
-        case = dataclasses.replace(one_tile(torch.bfloat16, row), arch=103)
+        case = dataclasses.replace(one_row_block(torch.bfloat16, row), arch=103)
         name = f"sm103-d64-bf16-full-{n}cta"
         yield case.proof(name, LIMITS[n])
         if n == 1:
-            apart = dataclasses.replace(case, tile=dataclasses.replace(case.tile, max_in_load=False))
+            apart = dataclasses.replace(case, config=dataclasses.replace(case.config, max_in_load=False))
             yield apart.proof(f"{name}-max-apart", LIMITS[n])
 
 
 @functools.cache
 def catalogue() -> tuple[Proof, ...]:
     """Every proof, the cheapest first."""
-    proofs = [proof for row in BLACKWELL if ARCH in row.tile.archs for proof in proofs_of(row)]
+    proofs = [proof for row in BLACKWELL if ARCH in row.config.archs for proof in proofs_of(row)]
     proofs += max_in_load_proofs()
     return tuple(sorted(proofs, key=lambda proof: proof.limits.seconds))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gluon_attn import TileConfig
-from gluon_attn.forward.table import pick_tile
+from gluon_attn import ForwardConfig
+from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import FP8_DTYPES, Problem
 from gluon_attn.testing import check, poison_free_memory
 
@@ -33,7 +33,7 @@ class Case:
     q_len: int = 129
     kv_len: int = 333
     layout: str = "bhsd"
-    lever: str = ""  # a name in levers.variants of the plain tile; "plain" itself; "" for the table's tile
+    lever: str = ""  # a name in levers.variants of the plain config; "plain" itself; "" for the table's config
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -57,18 +57,20 @@ class Case:
             tensors += [torch.exp2(2 * torch.rand(self.batch, self.kv_heads, generator=generator) - 1) for _ in "qkv"]
         return tuple(t.cuda() if device_at_hand.on_card() else t for t in tensors)
 
-    def tile(self) -> TileConfig | None:
+    def config(self) -> ForwardConfig | None:
         if not self.lever:
             return None
-        plain = levers.plain(table_tile(DTYPES[self.dtype], self.head_dim, self.causal, self.num_ctas))
+        plain = levers.plain(table_config(DTYPES[self.dtype], self.head_dim, self.causal, self.num_ctas))
         return plain if self.lever == "plain" else levers.variants(plain, device_at_hand.device().arch)[self.lever]
 
 
-def table_tile(dtype: torch.dtype, head_dim: int, causal: bool, num_ctas: int | None, length: int = 512) -> TileConfig:
-    """The table's tile for much work: those for little are small."""
+def table_config(
+    dtype: torch.dtype, head_dim: int, causal: bool, num_ctas: int | None, length: int = 512
+) -> ForwardConfig:
+    """The table's config for much work: those for little are small."""
     sizes = {"batch": 4096, "heads": 1, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": head_dim}
     problem = Problem(dtype=dtype, causal=causal, scale=head_dim**-0.5, layout="bhsd", **sizes)
-    return pick_tile(problem, device_at_hand.device(), num_ctas)
+    return pick_config(problem, device_at_hand.device(), num_ctas)
 
 
 def run(case: Case) -> None:
@@ -77,8 +79,8 @@ def run(case: Case) -> None:
     q, k, v, *scales = tensors
     out = torch.full(q.shape, math.nan, dtype=torch.bfloat16 if scales else q.dtype, device=q.device)
     options: dict[str, Any] = {"causal": case.causal, "layout": case.layout}
-    tile = case.tile()
-    asked = {"tile": tile} if tile else {"num_ctas": case.num_ctas}
+    config = case.config()
+    asked = {"config": config} if config else {"num_ctas": case.num_ctas}
     first = None
     for _ in range(LAUNCHES if device_at_hand.on_card() else 1):
         out.fill_(math.nan)
@@ -112,31 +114,31 @@ def rows() -> Iterator[dict[str, Any]]:
             yield {"name": f"{dtype}, D={d}", "dtype": dtype, "head_dim": d}
     for (dtype, d), (name, heads) in itertools.product(kernels, HEADS.items()):
         yield {"name": f"{dtype}, D={d}, {name}", "dtype": dtype, "head_dim": d, **heads}
-    # More tiles than programs: every channel lives on from tile to tile.
+    # More row blocks than programs: every channel lives on from one to the next.
     for d in (64, 128):
         heads = 2 * device_at_hand.device().sm_count + 1
         yield {"name": f"D={d}, {heads} heads", "head_dim": d, "heads": heads, "q_len": 300, "kv_len": 300}
 
 
 def supported(case: Case) -> bool:
-    """Whether the table has a tile for it here."""
+    """Whether the table has a config for it here."""
     try:
-        table_tile(DTYPES[case.dtype], case.head_dim, case.causal, case.num_ctas)
+        table_config(DTYPES[case.dtype], case.head_dim, case.causal, case.num_ctas)
     except (NotImplementedError, ValueError):
         return False
     return True
 
 
 def lever_rows(head_dim: int, causal: bool, num_ctas: int) -> Iterator[dict[str, Any]]:
-    plain = levers.plain(table_tile(torch.bfloat16, head_dim, causal, num_ctas))
+    plain = levers.plain(table_config(torch.bfloat16, head_dim, causal, num_ctas))
     for lever in ("plain", *levers.variants(plain, device_at_hand.device().arch)):
         yield {"name": f"D={head_dim}, {lever}", "head_dim": head_dim, "lever": lever, "q_len": 700, "kv_len": 660}
 
 
 def for_card() -> Iterator[Case]:
     for num_ctas, causal in itertools.product(device_at_hand.cta_counts(), (False, True)):
-        tiles = itertools.chain(rows(), *(lever_rows(d, causal, num_ctas) for d in (64, 128)))
-        yield from (named(row, num_ctas, causal) for row in tiles)
+        configs = itertools.chain(rows(), *(lever_rows(d, causal, num_ctas) for d in (64, 128)))
+        yield from (named(row, num_ctas, causal) for row in configs)
 
 
 def for_cpu() -> Iterator[Case]:

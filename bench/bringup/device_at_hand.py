@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gluon_attn import TileConfig, attention
+from gluon_attn import ForwardConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.forward.table import TABLE
 
 from .runner import Skip
 
-CPU_SMS = 4  # few, so that a small problem already has several tiles for each program
+CPU_SMS = 4  # few, so that a small problem already has several row blocks for each program
 CPU_SCHEDULES = 5  # one of each of gluon_cpu's policies
 
 
@@ -47,7 +47,7 @@ def require_card() -> None:
 
 
 def cta_counts() -> tuple[int, ...]:
-    return tuple(sorted({row.tile.num_ctas for row in TABLE if device().arch in row.tile.archs}))
+    return tuple(sorted({row.config.num_ctas for row in TABLE if device().arch in row.config.archs}))
 
 
 def require_ctas(num_ctas: int) -> None:
@@ -55,24 +55,24 @@ def require_ctas(num_ctas: int) -> None:
         raise Skip(f"no kernel for {device().name} has {num_ctas} CTAs to a cluster")
 
 
-def call(*tensors: Tensor, tile: TileConfig | None = None, out: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def call(*tensors: Tensor, config: ForwardConfig | None = None, out: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """attention() here, of q, k, v and, in fp8, their scales; on gluon_cpu under several schedules."""
     q, k, v, *scales = tensors
     options |= dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=False))
     if on_card():
-        result = attention(q, k, v, tile=tile, out=out, return_lse=True, **options)
+        result = attention(q, k, v, config=config, out=out, return_lse=True, **options)
         torch.cuda.synchronize()
         return result  # type: ignore[return-value]  # a pair, with return_lse
     import gluon_cpu  # hosts with a card need not have what it is built on
 
     results: list[Any] = []
     run: Callable[[], None] = lambda: results.append(  # noqa: E731
-        attention(q, k, v, tile=tile, out=out, return_lse=True, device=device(), **options)
+        attention(q, k, v, config=config, out=out, return_lse=True, device=device(), **options)
     )
     gluon_cpu.check(run, schedules=CPU_SCHEDULES, quiet=True)
     return results[-1]
 
 
-def fields_of(tile: TileConfig) -> dict[str, Any]:
-    """A tile as data for the report."""
-    return {"class": type(tile).__name__, **dataclasses.asdict(tile)}
+def fields_of(config: ForwardConfig) -> dict[str, Any]:
+    """A config as data for the report."""
+    return {"class": type(config).__name__, **dataclasses.asdict(config)}

@@ -1,10 +1,10 @@
-"""The levers of the tiles, each turned on its own: what the grid checks, and what is timed against the table."""
+"""The levers of the configs, each turned on its own: what the grid checks, and what is timed against the table."""
 
 import dataclasses
 from typing import Any
 
-from gluon_attn import TileConfig
-from gluon_attn.forward.configs import HopperTile
+from gluon_attn import ForwardConfig
+from gluon_attn.forward.configs import HopperConfig
 
 Change = dict[str, Any]  # values of fields; more than one where a lever asks for another
 
@@ -60,30 +60,30 @@ BLACKWELL_PLAIN: Change = {
 }
 
 
-def plain(tile: TileConfig) -> TileConfig:
+def plain(config: ForwardConfig) -> ForwardConfig:
     """With every lever off."""
-    return dataclasses.replace(tile, **(HOPPER_PLAIN if isinstance(tile, HopperTile) else BLACKWELL_PLAIN))
+    return dataclasses.replace(config, **(HOPPER_PLAIN if isinstance(config, HopperConfig) else BLACKWELL_PLAIN))
 
 
-def variants(tile: TileConfig, arch: int) -> dict[str, TileConfig]:
-    """Tiles that differ from `tile` in one lever, for an architecture, by what differs."""
-    found: dict[str, TileConfig] = {}
-    for change in HOPPER_CHANGES if isinstance(tile, HopperTile) else BLACKWELL_CHANGES:
-        if change.get("integer_max") and tile.num_ctas > 1:
-            continue  # which such a tile refuses
-        other = dataclasses.replace(tile, **change)
-        if other != tile and arch in other.archs:
-            found.setdefault(label(tile, other), other)
+def variants(config: ForwardConfig, arch: int) -> dict[str, ForwardConfig]:
+    """Configs that differ from `config` in one lever, for an architecture, by what differs."""
+    found: dict[str, ForwardConfig] = {}
+    for change in HOPPER_CHANGES if isinstance(config, HopperConfig) else BLACKWELL_CHANGES:
+        if change.get("integer_max") and config.num_ctas > 1:
+            continue  # which such a config refuses
+        other = dataclasses.replace(config, **change)
+        if other != config and arch in other.archs:
+            found.setdefault(label(config, other), other)
     return found
 
 
-def differences(tile: TileConfig, other: TileConfig) -> Change:
+def differences(config: ForwardConfig, other: ForwardConfig) -> Change:
     return {
         field.name: getattr(other, field.name)
-        for field in dataclasses.fields(tile)
-        if getattr(other, field.name) != getattr(tile, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(other, field.name) != getattr(config, field.name)
     }
 
 
-def label(tile: TileConfig, other: TileConfig) -> str:
-    return " ".join(f"{name}={value}" for name, value in differences(tile, other).items())
+def label(config: ForwardConfig, other: ForwardConfig) -> str:
+    return " ".join(f"{name}={value}" for name, value in differences(config, other).items())

@@ -14,7 +14,7 @@ from bench.points import Point
 from bench.precompile import precompile
 from bench.provenance import clocks
 from bench.timing import Timing, time_interleaved
-from gluon_attn import TileConfig, attention
+from gluon_attn import ForwardConfig, attention
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.testing import check
 
@@ -117,11 +117,11 @@ def winners(timings: dict[str, Timing]) -> list[str]:
     return sorted((name for name in gained if gained[name] > noise(timings, name)), key=lambda n: -gained[n])
 
 
-def combined(table: TileConfig, tiles: dict[str, TileConfig], names: list[str]) -> TileConfig:
-    """The table's tile with the changes of all these variants: of a field the first one's, and only what is valid."""
+def combined(table: ForwardConfig, configs: dict[str, ForwardConfig], names: list[str]) -> ForwardConfig:
+    """The table's config with the changes of all these variants: of a field the first one's, and only what is valid."""
     changes: levers.Change = {}
     for name in names:
-        further = {**levers.differences(table, tiles[name]), **changes}
+        further = {**levers.differences(table, configs[name]), **changes}
         try:
             dataclasses.replace(table, **further)
         except ValueError:
@@ -131,46 +131,47 @@ def combined(table: TileConfig, tiles: dict[str, TileConfig], names: list[str]) 
 
 
 def compare_levers(head_dim: int, causal: bool, notes: Notes) -> None:
-    """Each lever turned on its own against the table's tile; then the gains together: a proposal for the table."""
+    """Each lever turned on its own against the table's config; then the gains together: a proposal for the table."""
     q, k, v = Point(head_dim=head_dim, causal=causal, length=LEVER_LENGTH).tensors()
-    table = cases.table_tile(q.dtype, head_dim, causal, None, LEVER_LENGTH)
-    tiles = {TABLE: table, **levers.variants(table, device_at_hand.device().arch)}
-    tiles |= {
-        f"{n} CTAs": cases.table_tile(q.dtype, head_dim, causal, n, LEVER_LENGTH)
+    table = cases.table_config(q.dtype, head_dim, causal, None, LEVER_LENGTH)
+    configs = {TABLE: table, **levers.variants(table, device_at_hand.device().arch)}
+    configs |= {
+        f"{n} CTAs": cases.table_config(q.dtype, head_dim, causal, n, LEVER_LENGTH)
         for n in device_at_hand.cta_counts()
         if n != table.num_ctas
     }
 
     wrong: list[str] = []
 
-    def timed(named: dict[str, TileConfig]) -> dict[str, Timing]:
-        both = {name: partials(q, k, v, causal=causal, tile=tile) for name, tile in named.items()}
+    def timed(named: dict[str, ForwardConfig]) -> dict[str, Timing]:
+        both = {name: partials(q, k, v, causal=causal, config=config) for name, config in named.items()}
         right, failed = working(notes, "lever", {name: checked for name, (checked, _) in both.items()})
         wrong.extend(failed)
-        assert TABLE in right, "the table's own tile does not run"
+        assert TABLE in right, "the table's own config does not run"
         calls = {name: both[name][1] for name in right}
         return time_interleaved(calls, rounds=ROUNDS)
 
     try:
         for _ in precompile(
-            {(q.dtype, head_dim, Mask(causal=causal), tile) for tile in tiles.values()}, device_at_hand.device().arch
+            {(q.dtype, head_dim, Mask(causal=causal), config) for config in configs.values()},
+            device_at_hand.device().arch,
         ):
             pass
     except Exception as error:  # it only saves time: what does not compile is found below, by name
         notes.say(f"compiling ahead failed: {error}")
-    timings = timed(tiles)
+    timings = timed(configs)
     notes.put("table", device_at_hand.fields_of(table))
     notes.put("gains", {n: {"gain": g, "noise": noise(timings, n)} for n, g in gains(timings).items()})
     for name, gain in sorted(gains(timings).items(), key=lambda item: -item[1]):
         notes.say(f"{gain:+.1%} (noise {noise(timings, name):.1%}): {name}")
 
-    candidates = {name: tiles[name] for name in winners(timings)[:1]}
-    together = combined(table, tiles, [name for name in winners(timings) if not name.endswith("CTAs")])
+    candidates = {name: configs[name] for name in winners(timings)[:1]}
+    together = combined(table, configs, [name for name in winners(timings) if not name.endswith("CTAs")])
     if together not in (table, *candidates.values()):
         candidates["together: " + levers.label(table, together)] = together
     final = timed({TABLE: table, **candidates})
     best = next(iter(winners(final)), TABLE)
-    notes.put("proposal", device_at_hand.fields_of(tiles[TABLE] if best == TABLE else candidates[best]))
+    notes.put("proposal", device_at_hand.fields_of(configs[TABLE] if best == TABLE else candidates[best]))
     if best == TABLE:
         notes.say("proposal: the table as it is")
     else:

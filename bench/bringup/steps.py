@@ -75,20 +75,22 @@ def card(notes: Notes) -> None:
 
 def table_rows() -> dict[str, tuple[Row, int]]:
     """Each row of the table that is for this card, or without one each of Blackwell, with what to compile it for."""
-    rows = [(row, device_at_hand.device().arch if device_at_hand.on_card() else row.tile.archs[0]) for row in TABLE]
-    wanted = [(row, arch) for row, arch in rows if arch in row.tile.archs and (device_at_hand.on_card() or arch != 90)]
+    rows = [(row, device_at_hand.device().arch if device_at_hand.on_card() else row.config.archs[0]) for row in TABLE]
+    wanted = [
+        (row, arch) for row, arch in rows if arch in row.config.archs and (device_at_hand.on_card() or arch != 90)
+    ]
     return {f"{i}: sm_{arch}a {describe(row)}": (row, arch) for i, (row, arch) in enumerate(wanted)}
 
 
 def describe(row: Row) -> str:
     mask = "causal" if row.causal else "full"
-    return f"D={row.padded_head_dim}, {mask}, {row.tile.num_ctas} CTAs, {8 * row.element_bytes} bits"
+    return f"D={row.padded_head_dim}, {mask}, {row.config.num_ctas} CTAs, {8 * row.element_bytes} bits"
 
 
 def compile_row(name: str) -> None:
     row, arch = table_rows()[name]
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
-    kernel = compiled(dtype, row.padded_head_dim, row.mask, row.tile, arch=arch)
+    kernel = compiled(dtype, row.padded_head_dim, row.mask, row.config, arch=arch)
     try:
         found = dataclasses.asdict(resources(kernel))
     except UNAVAILABLE as error:
@@ -173,8 +175,10 @@ def sanitizer_finds(notes: Notes) -> None:
 def sanitize(num_ctas: int, causal: bool, notes: Notes) -> None:
     device_at_hand.require_card()
     device_at_hand.require_ctas(num_ctas)
-    tile = cases.table_tile(torch.bfloat16, 64, causal, num_ctas)
-    kernel = compiled(torch.bfloat16, 64, Mask(causal=causal), tile, arch=device_at_hand.device().arch, device_index=0)
+    config = cases.table_config(torch.bfloat16, 64, causal, num_ctas)
+    kernel = compiled(
+        torch.bfloat16, 64, Mask(causal=causal), config, arch=device_at_hand.device().arch, device_index=0
+    )
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
     assert kernel.metadata.profile_scratch_size > 0, "the kernel is not instrumented"
     notes.say("compiled")

@@ -45,7 +45,7 @@ MAIN = Kernel(
     Scalar("scale", "fp32"),
     Scalar("blocks_per_item"),
     Scalar("last_heads"),
-    Scalar("heads_in_turn"),
+    Scalar("heads_at_once"),
 )
 FINISH = Kernel(finish_backward, Tma("out_desc", "dq"), Pointer("dq_ptr", "dq_sums"), Scalar("scale", "fp32"))
 
@@ -115,7 +115,7 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     views |= {n: View.of(make()) for n, make in workspaces(plan, "meta").items() if n != "added"}
     before, main, after = builds_of(problem.dtype, problem.padded_head_dim, problem.mask, config, plan.deterministic)
     scale = {"scale": problem.scale}
-    order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_in_turn")}
+    order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once")}
     numbers = scale | order | {"scale_log2": plan.scale_log2}
     return [
         Launch(build=before, programs=plan.row_programs, views=views, scalars={"sets_zero": plan.sets_zero}),

@@ -19,9 +19,9 @@ class BackwardPlan:
     programs: of the main kernel, as many as there are processors: each loads its next K and V early. Only with a fixed
         order of sums one for each key block: who waits for others then waits for programs of a lower number, which have
         begun, however many processors there really are.
-    blocks_per_item: 1, or 2 to pair key blocks that many queries see with those that few do.
-    last_heads: of how many KV heads, the last ones, the key blocks are not paired, so that all programs end together.
-    heads_in_turn: of how many of those one key block follows the other.
+    blocks_per_item: 1, or 2 for a key block that many queries see with one that few do.
+    last_heads: of how many KV heads, the last ones, an item is one key block, so that all programs end together.
+    heads_at_once: of how many of those one key block follows the other.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     """
 
@@ -30,7 +30,7 @@ class BackwardPlan:
     programs: int
     blocks_per_item: int
     last_heads: int
-    heads_in_turn: int
+    heads_at_once: int
     row_programs: int
     deterministic: bool
     arch: int
@@ -74,17 +74,17 @@ class BackwardPlan:
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
         if deterministic:
-            last_heads, heads_in_turn = problem.batch * problem.kv_heads, -(-device.sm_count // PROGRAMS_OF_A_HEAD)
+            last_heads, heads_at_once = problem.batch * problem.kv_heads, -(-device.sm_count // PROGRAMS_OF_A_HEAD)
         else:
             uneven = blocks_per_item == 2 and items > device.sm_count
-            last_heads = heads_in_turn = -(-device.sm_count // items_of_head) if uneven else 0
+            last_heads = heads_at_once = -(-device.sm_count // items_of_head) if uneven else 0
         return BackwardPlan(
             problem=problem,
             config=config,
             programs=key_blocks if deterministic else min(device.sm_count, items),
             blocks_per_item=blocks_per_item,
             last_heads=last_heads,
-            heads_in_turn=max(1, heads_in_turn),
+            heads_at_once=max(1, heads_at_once),
             row_programs=row_programs,
             deterministic=deterministic,
             arch=device.arch,

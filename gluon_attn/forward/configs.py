@@ -1,4 +1,4 @@
-"""Tile configurations: how a kernel is cut, one class for each architecture. Frozen, and they check themselves."""
+"""Configurations: how a kernel is cut, one class for each architecture. Frozen, and they check themselves."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ BARRIER_BYTES = 1024  # shared memory for barriers and the compiler's own use, a
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileConfig:
-    """What tiles of both architectures have.
+class ForwardConfig:
+    """What configs of both architectures have.
 
     block_n: keys per block, 64 or 128.
     kv_slots: depth of the channels for keys and values.
     softmax_registers, load_registers: registers per thread of those roles.
-    cga_layout: how the rows of a tile are sharded over the CTAs of a cluster, as bases of a (rows, D) tile: () for one
-        CTA, ((1, 0),) for two, and on Blackwell ((1, 0), (2, 0)) for four.
+    cga_layout: how the rows of a row block are sharded over the CTAs of a cluster, as bases of a (rows, D) tile: () for
+        one CTA, ((1, 0),) for two, and on Blackwell ((1, 0), (2, 0)) for four.
     """
 
     block_n: int
@@ -35,8 +35,8 @@ class TileConfig:
         return False
 
     @property
-    def pairs_span_heads(self) -> bool:
-        """Whether, of an odd number of row blocks, the middle one is paired with that of the next head."""
+    def items_span_heads(self) -> bool:
+        """Whether, of an odd number of row blocks, the middle one is an item with that of the next head."""
         return False
 
     def transposes_before(self, element_bytes: int) -> bool:
@@ -49,8 +49,8 @@ class TileConfig:
         """The architectures it is for: 90, 100, 103."""
 
     def __post_init__(self) -> None:
-        if type(self) is TileConfig:
-            raise TypeError("TileConfig: expected a HopperTile or a BlackwellTile, got their base class")
+        if type(self) is ForwardConfig:
+            raise TypeError("ForwardConfig: expected a HopperConfig or a BlackwellConfig, got their base class")
         if self.block_n not in (64, 128):
             raise ValueError(f"{self.block_n=} must be 64 or 128")
         if self.kv_slots < 1:
@@ -66,7 +66,7 @@ class TileConfig:
     @property
     @abstractmethod
     def block_m(self) -> int:
-        """Query rows of a tile, over all CTAs of the cluster."""
+        """Query rows of a row block, over all CTAs of the cluster."""
 
     @abstractmethod
     def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
@@ -78,20 +78,20 @@ class TileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperTile(TileConfig):
-    """How the Hopper kernel is cut: tile, channels, roles.
+class HopperConfig(ForwardConfig):
+    """How the Hopper kernel is cut: blocks, channels, roles.
 
     softmax_roles: softmax warpgroups, 1 to 4, each with 64 query rows per CTA.
     query_slots: depth of the queries channel; kv_slots: of the keys and of the values channel, each.
-    turns: the softmax roles issue their products in turn, each when the one before has its scores, so that one's
+    turns: the softmax roles take turns to issue their products, each when the one before has its scores, so that one's
         softmax runs beside another's products.
     integer_max: find the row maxima of unmasked blocks by comparing scores as integers, unless some row of a role has
         seen only scores far below 0. For 16 bits and one CTA.
     early_exp: quarters of a block's exponentials that are computed before the product P V of the block before is
         waited for, 0 to 2.
     stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
-    last_heads_in_turn: under a causal mask, walk the row blocks of the last heads one by one, those with most keys
-        first, so that no program ends much later than others.
+    last_heads_longest_first: under a causal mask, walk the row blocks of the last heads one by one, those with most
+        keys first, so that no program ends much later than others.
     transpose_registers: registers per thread of the role, a warpgroup, that transposes V in fp8. 0: no such role, as in
         16 bits; in fp8 a kernel of its own transposes V before.
     With two CTAs one load of K and V serves both.
@@ -103,7 +103,7 @@ class HopperTile(TileConfig):
     stage_in_queries: bool
     early_exp: int = 0
     integer_max: bool = False
-    last_heads_in_turn: bool = False
+    last_heads_longest_first: bool = False
     transpose_registers: int = 0
 
     ROWS_PER_CTA = 64  # of a role: query rows that a warpgroup product covers
@@ -165,7 +165,7 @@ class HopperTile(TileConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlackwellTile(TileConfig):
+class BlackwellConfig(ForwardConfig):
     """How the Blackwell kernel is cut: channels, roles, and what its softmax does in which way.
 
     A CTA computes two tiles of 128 query rows at a time; two CTAs are a pair whose products are issued together.
@@ -182,7 +182,7 @@ class BlackwellTile(TileConfig):
     polynomial_columns: of every 16 columns of an unmasked block, for how many to compute the exponentials by
         polynomial on the multiply-add units; even, 0 for none.
     dynamic: programs take their row blocks from the hardware (cluster launch control), rather than every n-th.
-    longest_first: compute the row blocks of several heads in turn, as many as have their K and V in L2 together, those
+    longest_first: compute the row blocks of several heads together, as many as have their K and V in L2 together, those
         with most keys first; otherwise head after head. For causal masks.
     rescale_threshold: rescale the output only when a row's maximum has grown by more, in log2 units; 0: always.
     """
@@ -238,7 +238,7 @@ class BlackwellTile(TileConfig):
         return self.dynamic
 
     @property
-    def pairs_span_heads(self) -> bool:
+    def items_span_heads(self) -> bool:
         return True
 
     @property

@@ -14,7 +14,7 @@ from ..problem import FP8_DTYPES, in_bhsd, output_dtype
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
 from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tma
-from .configs import BlackwellTile, TileConfig
+from .configs import BlackwellConfig, ForwardConfig
 from .plan import TRANSPOSE_BLOCK_N, Plan
 
 OPERANDS = (Tma("q_desc", "q"), Tma("k_desc", "k"), Tma("v_desc", "v"), Tma("o_desc", "out"))
@@ -33,28 +33,30 @@ TRANSPOSE = Kernel(transpose_values, Tma("v_desc", "v"), Tma("out_desc", "transp
 KEYS_MULTIPLE = 16  # of V transposed: a row of it is a multiple of 16 bytes, and keys change places among 16
 
 
-def kernel_of(tile: TileConfig) -> Kernel:
-    """The kernel that the tile is for."""
-    return BLACKWELL if isinstance(tile, BlackwellTile) else HOPPER
+def kernel_of(config: ForwardConfig) -> Kernel:
+    """The kernel that the config is for."""
+    return BLACKWELL if isinstance(config, BlackwellConfig) else HOPPER
 
 
-def build_of(dtype: torch.dtype, padded_head_dim: int, mask: Mask, tile: TileConfig, score_mod: Any = None) -> Build:
+def build_of(
+    dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: ForwardConfig, score_mod: Any = None
+) -> Build:
     """The kernel of attention for these compile-time choices.
 
     dtype: of q, k and v. score_mod: a jitted function, see `Rows.modified` in kernels/common/keys.py.
     """
-    before = tile.transposes_before(dtype.itemsize)
+    before = config.transposes_before(dtype.itemsize)
     blocks = {}
     for name in ("q", "k", "v", "out"):
-        rows, cga_layout = tile.operand(name)
+        rows, cga_layout = config.operand(name)
         size = (padded_head_dim, rows) if name == "v" and before else (rows, padded_head_dim)
         blocks[name] = Block.of(output_dtype(dtype) if name == "out" else dtype, *size, cga_layout)
     absent = {} if dtype in FP8_DTYPES else dict.fromkeys(SCALE_POINTERS)
     return Build(
-        kernel=kernel_of(tile),
+        kernel=kernel_of(config),
         blocks=blocks,
-        constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": tile, **absent},
-        num_ctas=tile.num_ctas,
+        constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, **absent},
+        num_ctas=config.num_ctas,
         starts_early=before,
     )
 
@@ -73,7 +75,7 @@ def compiled(
     dtype: torch.dtype,
     padded_head_dim: int,
     mask: Mask,
-    tile: TileConfig,
+    config: ForwardConfig,
     *,
     score_mod: Any = None,
     arch: int | None = None,
@@ -81,10 +83,10 @@ def compiled(
 ) -> CompiledKernel:
     """The kernel for these compile-time choices; the lengths, batches, heads and strides are arguments of the launch.
 
-    arch: 90, 100 or 103, for sm_90a and so on; None: the first that the tile is for.
+    arch: 90, 100 or 103, for sm_90a and so on; None: the first that the config is for.
     device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
     """
-    return build_of(dtype, padded_head_dim, mask, tile, score_mod).compile(tile.archs[0] if arch is None else arch)
+    return build_of(dtype, padded_head_dim, mask, config, score_mod).compile(config.archs[0] if arch is None else arch)
 
 
 @lru_cache(maxsize=64)
@@ -98,12 +100,12 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> lis
 
     The tensors are looked at for their shapes and strides only; any may be on the meta device.
     """
-    problem, tile = plan.problem, plan.tile
+    problem, config = plan.problem, plan.config
     views = {name: View.of(in_bhsd(t, problem.layout)) for name, t in {"q": q, "k": k, "v": v, "out": out}.items()}
     numbers: dict[str, float] = {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
-    numbers["l2_heads" if isinstance(tile, BlackwellTile) else "last_heads"] = plan.heads_in_turn
-    build = build_of(problem.dtype, problem.padded_head_dim, problem.mask, tile, problem.score_mod)
-    if not tile.transposes_before(problem.dtype.itemsize):
+    numbers["l2_heads" if isinstance(config, BlackwellConfig) else "last_heads"] = plan.heads_longest_first
+    build = build_of(problem.dtype, problem.padded_head_dim, problem.mask, config, problem.score_mod)
+    if not config.transposes_before(problem.dtype.itemsize):
         return [Launch(build=build, programs=plan.programs, views=views, scalars=numbers)]
     transposed = View.of(empty_transposed(v.to("meta"), problem.layout))
     before = Launch(
@@ -124,7 +126,7 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> lis
 
 def temporaries_of(plan: Plan) -> dict[str, Any]:
     """What makes the memory that the launches of a call hand on to each other; see `Launches`."""
-    if not plan.tile.transposes_before(plan.problem.dtype.itemsize):
+    if not plan.config.transposes_before(plan.problem.dtype.itemsize):
         return {}
     return {"transposed_v": lambda tensors: empty_transposed(tensors["v"], plan.problem.layout)}
 
@@ -146,7 +148,7 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -
         problem.dtype,
         problem.padded_head_dim,
         problem.mask,
-        plan.tile,
+        plan.config,
         score_mod=problem.score_mod,
         arch=plan.arch,
         device_index=index,

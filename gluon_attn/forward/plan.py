@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..device import Device
 from ..problem import Problem
-from .configs import BlackwellTile, HopperTile, TileConfig
+from .configs import BlackwellConfig, ForwardConfig, HopperConfig
 
 # Of the cache, that K and V of the heads at work may take: the rest is for Q, O and what else passes through.
 SHARE_OF_L2 = 0.6
@@ -14,7 +14,7 @@ LARGEST_LENGTH = 2**31 - 2**12  # leaves room to round up to any block of rows o
 
 # Of a head, for row blocks of the last heads to be walked one by one: with four, the lightest is still so heavy that
 # nothing evens out.
-MIN_ROW_BLOCKS_IN_TURN = 5
+MIN_ROW_BLOCKS_LONGEST_FIRST = 5
 
 # Keys of a block in the kernel that transposes V.
 TRANSPOSE_BLOCK_N = 128
@@ -22,22 +22,23 @@ TRANSPOSE_BLOCK_N = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A persistent grid of `programs` clusters that walks the row blocks of all heads, singly or in pairs.
+    """A persistent grid of `programs` clusters that walks the row blocks of all heads, one or two at a time.
 
-    items: what there is to do: row blocks of all heads, or pairs of them.
-    blocks_per_item: 1, or 2 to pair heavy row blocks with light ones (forward/work.py of the architecture's kernel).
-    heads_in_turn: how many heads' row blocks are computed in turn, those with most keys first, if the tile has that: on
-        Hopper of the last heads, where the others' row blocks are paired; on Blackwell of those that have room in L2.
+    items: what there is to do: row blocks of all heads, or heavy ones with light ones.
+    blocks_per_item: 1, or 2 for a heavy row block with a light one (forward/work.py of the architecture's kernel).
+    heads_longest_first: how many heads' row blocks are computed together, those with most keys first, if the config
+        has that: on Hopper of the last heads, where the others' make items of two; on Blackwell of those that have
+        room in L2.
     scale_log2: what the scores are multiplied with, so that exp2 replaces exp.
     arch: what to compile for: 90, 100 or 103.
     """
 
     problem: Problem
-    tile: TileConfig
+    config: ForwardConfig
     programs: int
     items: int
     blocks_per_item: int
-    heads_in_turn: int
+    heads_longest_first: int
     scale_log2: float
     arch: int
 
@@ -47,12 +48,12 @@ class Plan:
         return self.problem.batch * self.problem.kv_heads * -(-self.problem.kv_len // TRANSPOSE_BLOCK_N)
 
     @staticmethod
-    def of(problem: Problem, tile: TileConfig, device: Device) -> "Plan":
+    def of(problem: Problem, config: ForwardConfig, device: Device) -> "Plan":
         """Raises ValueError for more row blocks, queries or keys than the kernel can count."""
-        clusters = device.sm_count // tile.num_ctas
+        clusters = device.sm_count // config.num_ctas
         if clusters == 0:
             raise ValueError(
-                f"device: expected at least {tile.num_ctas} processors for a cluster of as many CTAs, got "
+                f"device: expected at least {config.num_ctas} processors for a cluster of as many CTAs, got "
                 f"{device.sm_count}; give num_ctas=1"
             )
         for name, length in (("q", problem.q_len), ("k", problem.kv_len)):
@@ -61,38 +62,42 @@ class Plan:
                     f"{name}: expected at most {LARGEST_LENGTH} positions, counted in 32 bits, got {length}; split the "
                     "sequence"
                 )
-        row_blocks, heads = -(-problem.q_len // tile.block_m), problem.batch * problem.heads
+        row_blocks, heads = -(-problem.q_len // config.block_m), problem.batch * problem.heads
         if heads * row_blocks >= 2**31 - 2 * clusters:  # programs count two rounds beyond the last
             raise ValueError(
                 f"q: expected fewer than 2^31 row blocks over all heads and batches, got {heads * row_blocks}; "
                 "split the batch"
             )
-        # Under a causal mask the last row block costs the most and the first the least. Pairs even that out, where the
-        # two differ much and there is no program for every block anyway; unless that is left to the order of items.
-        lightest, heaviest = problem.kv_len - problem.q_len + tile.block_m, problem.kv_len
+        # Under a causal mask the last row block costs the most and the first the least. Items of two even that out,
+        # where they differ much and there is no program for every block anyway; unless the order of items does.
+        lightest, heaviest = problem.kv_len - problem.q_len + config.block_m, problem.kv_len
         if problem.left is not None:
-            heaviest = min(heaviest, problem.left + tile.block_m)
+            heaviest = min(heaviest, problem.left + config.block_m)
         uneven = problem.causal and heaviest >= 2 * lightest
-        ordered = isinstance(tile, BlackwellTile) and (tile.dynamic or tile.longest_first)
-        pairs = uneven and heads * row_blocks > clusters and not ordered
-        blocks_per_item = 2 if pairs else 1
-        if tile.pairs_span_heads:
+        ordered = isinstance(config, BlackwellConfig) and (config.dynamic or config.longest_first)
+        by_twos = uneven and heads * row_blocks > clusters and not ordered
+        blocks_per_item = 2 if by_twos else 1
+        if config.items_span_heads:
             items = -(-heads * row_blocks // blocks_per_item)
         else:
             items = heads * -(-row_blocks // blocks_per_item)
-        heads_in_turn = heads_in_l2(problem, device) if isinstance(tile, BlackwellTile) else 0
-        # Two rounds of single ones in place of one of pairs: more of them even out no better, and one round of pairs in
+        heads_longest_first = heads_in_l2(problem, device) if isinstance(config, BlackwellConfig) else 0
+        # Two rounds of single row blocks in place of one of items of two: more of them even out no better, and one in
         # all leaves nothing to even out.
-        wanted = isinstance(tile, HopperTile) and tile.last_heads_in_turn and row_blocks >= MIN_ROW_BLOCKS_IN_TURN
-        if wanted and pairs and items > clusters:
-            heads_in_turn = -(-clusters // -(-row_blocks // 2))  # there are as many, as items > clusters
+        wanted = (
+            isinstance(config, HopperConfig)
+            and config.last_heads_longest_first
+            and row_blocks >= MIN_ROW_BLOCKS_LONGEST_FIRST
+        )
+        if wanted and by_twos and items > clusters:
+            heads_longest_first = -(-clusters // -(-row_blocks // 2))  # there are as many, as items > clusters
         return Plan(
             problem=problem,
-            tile=tile,
-            programs=items if tile.one_program_per_item else min(clusters, items),
+            config=config,
+            programs=items if config.one_program_per_item else min(clusters, items),
             items=items,
             blocks_per_item=blocks_per_item,
-            heads_in_turn=heads_in_turn,
+            heads_longest_first=heads_longest_first,
             scale_log2=problem.scale * math.log2(math.e),
             arch=device.arch,
         )

@@ -1,4 +1,4 @@
-"""Tile configurations: what can be chosen, what was measured, and the choice."""
+"""Configurations: what can be chosen, what was measured, and the choice."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,28 +9,28 @@ from ..device import Device
 from ..kernels.common.mask import Mask
 from ..problem import FP8_DTYPES, Problem
 from ..runtime.descriptors import Bases
-from .configs import BlackwellTile, HopperTile, TileConfig
+from .configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .plan import Plan
 
-LONG = 1280  # keys, from where on it pays to compute the last heads' row blocks in turn
+LONG = 1280  # keys, from where on it pays to compute the last heads' row blocks longest first
 
 CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A choice of tile for the problems it fits, on the architectures that the tile is for.
+    """A choice of config for the problems it fits, on the architectures that the config is for.
 
     element_bytes: of q, k and v. min_kv_len: from how many keys on. min_reuse: from how many queries of a KV head on,
     which is how often each of its keys is used, and pays for what is done to it once. one_round: only if no program has
-    more than one item to do: with little work small tiles win, as more processors have some. result_file (under
-    bench/results/), card, date: where the tiles were timed that it was chosen from; None for a row that waits for its
+    more than one item to do: with little work small row blocks win, as more processors have some. result_file (under
+    bench/results/), card, date: where the configs were timed that it was chosen from; None for a row that waits for its
     measurement. The rows are few: they are not the fastest at every length, and a few per cent are within the noise.
     """
 
     padded_head_dim: int
     causal: bool
-    tile: TileConfig
+    config: ForwardConfig
     element_bytes: int = 2
     min_kv_len: int = 1
     min_reuse: int = 1
@@ -47,8 +47,8 @@ class Row:
         return (
             (self.padded_head_dim, self.causal) == (problem.padded_head_dim, problem.causal)
             and self.element_bytes == problem.dtype.itemsize
-            and device.arch in self.tile.archs
-            and num_ctas in (None, self.tile.num_ctas)
+            and device.arch in self.config.archs
+            and num_ctas in (None, self.config.num_ctas)
             and problem.kv_len >= self.min_kv_len
             and problem.q_len * problem.heads // problem.kv_heads >= self.min_reuse
             and not (self.one_round and self.takes_rounds(problem, device))
@@ -56,11 +56,11 @@ class Row:
 
     def takes_rounds(self, problem: Problem, device: Device) -> bool:
         """Whether some program has more than one item to do."""
-        plan = Plan.of(problem, self.tile, device)
+        plan = Plan.of(problem, self.config, device)
         return plan.items > plan.programs
 
 
-def hopper_tile(
+def hopper_config(
     softmax_roles: int,
     block_n: int,
     query_slots: int,
@@ -73,9 +73,9 @@ def hopper_tile(
     stage_in_queries: bool = False,
     num_ctas: int = 1,
     transpose_registers: int = 0,
-    last_heads_in_turn: bool = False,
-) -> HopperTile:
-    return HopperTile(
+    last_heads_longest_first: bool = False,
+) -> HopperConfig:
+    return HopperConfig(
         softmax_roles=softmax_roles,
         block_n=block_n,
         query_slots=query_slots,
@@ -89,14 +89,14 @@ def hopper_tile(
         # needs itself, if there are more.
         load_registers=24 if transpose_registers else 32,
         transpose_registers=transpose_registers,
-        last_heads_in_turn=last_heads_in_turn,
+        last_heads_longest_first=last_heads_longest_first,
         cga_layout=CGA_LAYOUTS[num_ctas],
     )
 
 
-def blackwell_tile(kv_slots: int, softmax_registers: int, *, num_ctas: int = 1, **options: Any) -> BlackwellTile:
-    """options: the further fields of BlackwellTile."""
-    return BlackwellTile(
+def blackwell_config(kv_slots: int, softmax_registers: int, *, num_ctas: int = 1, **options: Any) -> BlackwellConfig:
+    """options: the further fields of BlackwellConfig."""
+    return BlackwellConfig(
         block_n=128,
         kv_slots=kv_slots,
         softmax_registers=softmax_registers,
@@ -106,75 +106,75 @@ def blackwell_tile(kv_slots: int, softmax_registers: int, *, num_ctas: int = 1, 
     )
 
 
-def measured(head_dim: int, causal: bool, tile: TileConfig, **fields: Any) -> Row:
+def measured(head_dim: int, causal: bool, config: ForwardConfig, **fields: Any) -> Row:
     return Row(
-        head_dim, causal, tile, result_file="h200_candidates.json", card="NVIDIA H200", date="2026-11-22", **fields
+        head_dim, causal, config, result_file="h200_candidates.json", card="NVIDIA H200", date="2026-11-22", **fields
     )
 
 
 def hopper_rows() -> Iterator[Row]:
     """Those of 16 bits, then those of fp8; first those of one CTA: those of two are chosen on request only."""
-    # With little work, small tiles, of which more processors have some.
+    # With little work, small row blocks, of which more processors have some.
     for head_dim, causal in itertools.product((64, 128), (False, True)):
-        yield measured(head_dim, causal, hopper_tile(1, 128, 2, 2, 232), one_round=True)
-    yield measured(64, False, hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2), one_round=True)
-    # Large tiles are for long sequences: with few row blocks to a head, much of the last one is not used. The last
-    # heads in turn likewise: up to 1024 keys what it costs in every row block is more than it gains. At D=256 in 16
-    # bits the kernel would spill for it.
-    three = hopper_tile(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
+        yield measured(head_dim, causal, hopper_config(1, 128, 2, 2, 232), one_round=True)
+    yield measured(64, False, hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2), one_round=True)
+    # Large row blocks are for long sequences: with few row blocks to a head, much of the last one is not used. The
+    # last heads longest first likewise: up to 1024 keys what it costs in every row block is more than it gains. At
+    # D=256 in 16 bits the kernel would spill for it.
+    three = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
     yield measured(64, False, three, min_kv_len=2048)
-    yield measured(64, False, hopper_tile(4, 64, 2, 4, 112))
-    three = replace(three, last_heads_in_turn=True)
+    yield measured(64, False, hopper_config(4, 64, 2, 4, 112))
+    three = replace(three, last_heads_longest_first=True)
     yield measured(64, True, three, min_kv_len=12288)
-    four = hopper_tile(4, 64, 2, 4, 112, integer_max=True, last_heads_in_turn=True)
+    four = hopper_config(4, 64, 2, 4, 112, integer_max=True, last_heads_longest_first=True)
     yield measured(64, True, four, min_kv_len=LONG)
-    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112))
-    two = hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
+    yield measured(64, True, hopper_config(4, 64, 2, 4, 112))
+    two = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
     yield measured(128, False, two)
-    yield measured(128, True, replace(two, last_heads_in_turn=True), min_kv_len=LONG)
+    yield measured(128, True, replace(two, last_heads_longest_first=True), min_kv_len=LONG)
     yield measured(128, True, two, min_kv_len=768)
     # Half of a large block on the diagonal is not seen, which counts where a row block has few. (768: timed were 512
     # and 1024.)
-    yield measured(128, True, hopper_tile(2, 64, 2, 4, 232, early_exp=1, integer_max=True))
+    yield measured(128, True, hopper_config(2, 64, 2, 4, 232, early_exp=1, integer_max=True))
     for num_ctas, causal in itertools.product((1, 2), (False, True)):
-        yield measured(256, causal, hopper_tile(2, 64, 1, 2, 232, stage_in_queries=True, num_ctas=num_ctas))
+        yield measured(256, causal, hopper_config(2, 64, 1, 2, 232, stage_in_queries=True, num_ctas=num_ctas))
 
-    three = hopper_tile(3, 128, 2, 2, 160, turns=True, early_exp=1, num_ctas=2)
+    three = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, num_ctas=2)
     yield measured(64, False, three, min_kv_len=2048)
-    yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, early_exp=1, num_ctas=2))
-    yield measured(64, True, replace(three, last_heads_in_turn=True), min_kv_len=2560)
-    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112, num_ctas=2))
-    two = hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2)
+    yield measured(64, False, hopper_config(4, 64, 2, 4, 112, early_exp=1, num_ctas=2))
+    yield measured(64, True, replace(three, last_heads_longest_first=True), min_kv_len=2560)
+    yield measured(64, True, hopper_config(4, 64, 2, 4, 112, num_ctas=2))
+    two = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2)
     yield measured(128, False, two)
-    yield measured(128, True, replace(two, last_heads_in_turn=True), min_kv_len=LONG)
+    yield measured(128, True, replace(two, last_heads_longest_first=True), min_kv_len=LONG)
     yield measured(128, True, two)
 
     # In fp8 a role of the kernel transposes V where keys are used so seldom that a kernel of its own does not pay; but
     # not at D=256, where with four warps more the assembler has too few registers for the products.
     fp8 = {"element_bytes": 1}
     often = {"min_reuse": 2048, **fp8}
-    yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns=True), min_kv_len=2048, **often)
-    yield measured(64, False, hopper_tile(4, 64, 2, 4, 112), min_reuse=1024, **fp8)
-    yield measured(64, True, hopper_tile(3, 128, 2, 2, 160, last_heads_in_turn=True), min_kv_len=4096, **often)
-    yield measured(64, True, hopper_tile(4, 64, 2, 4, 112), min_reuse=512, **fp8)
-    yield measured(64, False, hopper_tile(3, 128, 2, 2, 160, turns=True, num_ctas=2), min_kv_len=4096, **often)
-    yield measured(64, False, hopper_tile(4, 64, 2, 4, 112, early_exp=1, num_ctas=2), min_reuse=1024, **fp8)
-    three = hopper_tile(3, 128, 2, 2, 160, last_heads_in_turn=True, num_ctas=2)
+    yield measured(64, False, hopper_config(3, 128, 2, 2, 160, turns=True), min_kv_len=2048, **often)
+    yield measured(64, False, hopper_config(4, 64, 2, 4, 112), min_reuse=1024, **fp8)
+    yield measured(64, True, hopper_config(3, 128, 2, 2, 160, last_heads_longest_first=True), min_kv_len=4096, **often)
+    yield measured(64, True, hopper_config(4, 64, 2, 4, 112), min_reuse=512, **fp8)
+    yield measured(64, False, hopper_config(3, 128, 2, 2, 160, turns=True, num_ctas=2), min_kv_len=4096, **often)
+    yield measured(64, False, hopper_config(4, 64, 2, 4, 112, early_exp=1, num_ctas=2), min_reuse=1024, **fp8)
+    three = hopper_config(3, 128, 2, 2, 160, last_heads_longest_first=True, num_ctas=2)
     yield measured(64, True, three, min_kv_len=8192, **often)
-    four = hopper_tile(4, 64, 2, 4, 112, early_exp=1, last_heads_in_turn=True, num_ctas=2)
+    four = hopper_config(4, 64, 2, 4, 112, early_exp=1, last_heads_longest_first=True, num_ctas=2)
     yield measured(64, True, four, min_kv_len=4096, **often)
     for n in (1, 2):
-        yield measured(128, False, hopper_tile(2, 128, 2, 4, 240, early_exp=1, num_ctas=n), min_reuse=1024, **fp8)
-        two = hopper_tile(2, 128, 2, 4, 240, turns=True, early_exp=1, last_heads_in_turn=True, num_ctas=n)
+        yield measured(128, False, hopper_config(2, 128, 2, 4, 240, early_exp=1, num_ctas=n), min_reuse=1024, **fp8)
+        two = hopper_config(2, 128, 2, 4, 240, turns=True, early_exp=1, last_heads_longest_first=True, num_ctas=n)
         yield measured(128, True, two, min_reuse=4096, **fp8)
-        wide = hopper_tile(2, 64, 1, 4, 240, early_exp=1, num_ctas=n)
+        wide = hopper_config(2, 64, 1, 4, 240, early_exp=1, num_ctas=n)
         yield measured(256, False, wide, **fp8)
-        yield measured(256, True, replace(wide, last_heads_in_turn=True), **fp8)
+        yield measured(256, True, replace(wide, last_heads_longest_first=True), **fp8)
         for causal in (False, True):
-            tile = hopper_tile(2, 128, 2, 2, 216, early_exp=1, transpose_registers=56, num_ctas=n)
-            yield measured(128, causal, tile, **fp8)
-            tile = hopper_tile(2, 128, 2, 4, 216, transpose_registers=56, num_ctas=n)
-            yield measured(64, causal, tile, **fp8)
+            config = hopper_config(2, 128, 2, 2, 216, early_exp=1, transpose_registers=56, num_ctas=n)
+            yield measured(128, causal, config, **fp8)
+            config = hopper_config(2, 128, 2, 4, 216, transpose_registers=56, num_ctas=n)
+            yield measured(64, causal, config, **fp8)
 
 
 def blackwell_rows() -> tuple[Row, ...]:
@@ -189,7 +189,7 @@ def blackwell_rows() -> tuple[Row, ...]:
     for arch, head_dim, causal in itertools.product((103, 100), (64, 128), (False, True)):
         for num_ctas in (2, 1, 4) if (head_dim, causal) == (128, False) else (1, 2, 4):
             for element_bytes in (2, 1):
-                tile = blackwell_tile(
+                config = blackwell_config(
                     # Half of a key block is in each CTA of a pair.
                     kv_slots=(384 if element_bytes == 2 else 512) // head_dim * min(2, num_ctas),
                     softmax_registers=192,
@@ -203,7 +203,7 @@ def blackwell_rows() -> tuple[Row, ...]:
                     rescale_threshold=8.0 if element_bytes == 2 else 0.0,
                     longest_first=causal,
                 )
-                rows.append(Row(head_dim, causal, tile, element_bytes))
+                rows.append(Row(head_dim, causal, config, element_bytes))
     return tuple(rows)
 
 
@@ -212,8 +212,8 @@ BLACKWELL = blackwell_rows()
 TABLE = HOPPER + BLACKWELL
 
 
-def pick_tile(problem: Problem, device: Device, num_ctas: int | None = None) -> TileConfig:
-    """The tile configuration for a problem: the first row of TABLE that fits. Pure.
+def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -> ForwardConfig:
+    """The config for a problem: the first row of TABLE that fits. Pure.
 
     num_ctas: 1, 2 or (Blackwell) 4 to insist on it; default: whichever comes first in the table.
     Raises NotImplementedError if there is no kernel for such a problem on the device, ValueError if no row fits it.
@@ -221,21 +221,21 @@ def pick_tile(problem: Problem, device: Device, num_ctas: int | None = None) -> 
     require_supported(problem, device)
     require_ctas(num_ctas, device)
     for row in TABLE:
-        needed = row.tile.smem_bytes(row.padded_head_dim, row.element_bytes)
+        needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes)
         if row.fits(problem, device, num_ctas) and needed <= device.smem_bytes:
-            return row.tile if problem.score_mod is None else for_any_scores(row.tile)
+            return row.config if problem.score_mod is None else for_any_scores(row.config)
     raise ValueError(
-        f"tile: no row of the tuning table fits head_dim {problem.head_dim}, num_ctas {num_ctas} and the "
-        f"{device.smem_bytes} bytes of shared memory of {device.name}; give a TileConfig as tile"
+        f"config: no row of the tuning table fits head_dim {problem.head_dim}, num_ctas {num_ctas} and the "
+        f"{device.smem_bytes} bytes of shared memory of {device.name}; give a ForwardConfig as config"
     )
 
 
-def for_any_scores(tile: TileConfig) -> TileConfig:
-    """The tile without the levers that look at raw scores."""
-    if isinstance(tile, HopperTile):
-        return replace(tile, integer_max=False)
-    assert isinstance(tile, BlackwellTile)
-    return replace(tile, max_in_load=False)
+def for_any_scores(config: ForwardConfig) -> ForwardConfig:
+    """The config without the levers that look at raw scores."""
+    if isinstance(config, HopperConfig):
+        return replace(config, integer_max=False)
+    assert isinstance(config, BlackwellConfig)
+    return replace(config, max_in_load=False)
 
 
 def require_supported(problem: Problem, device: Device) -> None:
@@ -256,64 +256,69 @@ def require_ctas(num_ctas: int | None, device: Device) -> None:
         )
 
 
-def require_fits(tile: TileConfig, problem: Problem, device: Device) -> None:
-    """ValueError unless the tile is for the device and the problem's dtype, and takes no more memory than there is."""
+def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> None:
+    """ValueError unless the config is for the device and the problem's dtype, and fits into its memory."""
     require_supported(problem, device)
-    if device.arch not in tile.archs:
-        if isinstance(tile, BlackwellTile) and device.arch != 90:
+    if device.arch not in config.archs:
+        if isinstance(config, BlackwellConfig) and device.arch != 90:
             raise ValueError(
-                f"tile: expected max_in_load=False for {device.name}, got {tile.max_in_load}; only sm_103 has it"
+                f"config: expected max_in_load=False for {device.name}, got {config.max_in_load}; only sm_103 has it"
             )
-        kind = "HopperTile" if device.arch == 90 else "BlackwellTile"
-        raise ValueError(f"tile: expected a {kind} for {device.name}, got a {type(tile).__name__}")
-    if isinstance(tile, HopperTile):
-        require_fits_dtype(tile, problem)
-    elif isinstance(tile, BlackwellTile) and tile.early_p and tile.block_n == 64 and problem.dtype in FP8_DTYPES:
+        kind = "HopperConfig" if device.arch == 90 else "BlackwellConfig"
+        raise ValueError(f"config: expected a {kind} for {device.name}, got a {type(config).__name__}")
+    if isinstance(config, HopperConfig):
+        require_fits_dtype(config, problem)
+    elif (
+        isinstance(config, BlackwellConfig) and config.early_p and config.block_n == 64 and problem.dtype in FP8_DTYPES
+    ):
         raise ValueError(
-            f"tile: expected block_n=128 with early_p for {problem.dtype}, got 64: a quarter of P would be less than "
+            f"config: expected block_n=128 with early_p for {problem.dtype}, got 64: a quarter of P would be less than "
             "the tensor cores multiply"
         )
-    if isinstance(tile, BlackwellTile) and tile.rescale_threshold > 0 and problem.dtype in FP8_DTYPES:
+    if isinstance(config, BlackwellConfig) and config.rescale_threshold > 0 and problem.dtype in FP8_DTYPES:
         raise ValueError(
-            f"tile: expected rescale_threshold=0 for {problem.dtype}, in which P beyond its scale would overflow, got "
-            f"{tile.rescale_threshold}"
+            f"config: expected rescale_threshold=0 for {problem.dtype}, in which P beyond its scale would overflow, "
+            f"got {config.rescale_threshold}"
         )
     if problem.score_mod is not None:
-        require_any_scores(tile)
-    needed = tile.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize)
+        require_any_scores(config)
+    needed = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize)
     if needed > device.smem_bytes:
         raise ValueError(
-            f"tile: expected a tile that fits the {device.smem_bytes} bytes of shared memory of {device.name}, got one "
-            f"that needs {needed} at head_dim {problem.head_dim}; lower kv_slots, query_slots or block_n"
+            f"config: expected a config that fits the {device.smem_bytes} bytes of shared memory of {device.name}, "
+            f"got one that needs {needed} at head_dim {problem.head_dim}; lower kv_slots, query_slots or block_n"
         )
 
 
-def require_any_scores(tile: TileConfig) -> None:
+def require_any_scores(config: ForwardConfig) -> None:
     """ValueError for a lever that looks at raw scores, which is wrong where a function changes them after."""
     for lever in ("integer_max", "max_in_load"):
-        if getattr(tile, lever, False):
+        if getattr(config, lever, False):
             raise ValueError(
-                f"tile: expected {lever}=False with a score_mod, as it finds the maxima of scores before that, got True"
+                f"config: expected {lever}=False with a score_mod, as it finds the maxima of scores before that, "
+                "got True"
             )
 
 
-def require_fits_dtype(tile: HopperTile, problem: Problem) -> None:
+def require_fits_dtype(config: HopperConfig, problem: Problem) -> None:
     """ValueError for what does not go with the problem's dtype: in fp8 O staged in Q's tile, maxima as integers, or a
     role that transposes V with too little to do; in 16 bits such a role at all."""
     fp8 = problem.dtype in FP8_DTYPES
-    if tile.integer_max and fp8:
+    if config.integer_max and fp8:
         raise ValueError(
-            f"tile: expected integer_max=False for {problem.dtype}, beyond whose largest number P could be, got True; "
-            "leave it out"
+            f"config: expected integer_max=False for {problem.dtype}, beyond whose largest number P could be, got "
+            "True; leave it out"
         )
-    if tile.stage_in_queries and fp8:
+    if config.stage_in_queries and fp8:
         raise ValueError(
-            f"tile: expected stage_in_queries=False for {problem.dtype}, whose O is larger than its Q, got True"
+            f"config: expected stage_in_queries=False for {problem.dtype}, whose O is larger than its Q, got True"
         )
-    if tile.transpose_registers > 0 and not fp8:
-        raise ValueError(f"tile: expected transpose_registers=0 for {problem.dtype}, got {tile.transpose_registers}")
-    if tile.transpose_registers > 0 and tile.block_n * problem.padded_head_dim < 128 * 64:
+    if config.transpose_registers > 0 and not fp8:
         raise ValueError(
-            f"tile: expected transpose_registers=0 for blocks of {tile.block_n} keys at head_dim {problem.head_dim}, "
-            f"got {tile.transpose_registers}: too few values for a warpgroup"
+            f"config: expected transpose_registers=0 for {problem.dtype}, got {config.transpose_registers}"
+        )
+    if config.transpose_registers > 0 and config.block_n * problem.padded_head_dim < 128 * 64:
+        raise ValueError(
+            f"config: expected transpose_registers=0 for blocks of {config.block_n} keys at head_dim "
+            f"{problem.head_dim}, got {config.transpose_registers}: too few values for a warpgroup"
         )

@@ -9,6 +9,7 @@ from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.compiler import CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon import GluonASTSource
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     add2,
@@ -23,8 +24,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
-
-from triton.experimental.gluon.language._core import builtin
 
 from channels.compat import aggregate, constexpr_function, gl, jit
 

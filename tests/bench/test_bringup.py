@@ -16,10 +16,10 @@ from bench.bringup import cases, levers, report, speed
 from bench.bringup.runner import Notes, Result, run_steps
 from bench.bringup.steps import STEPS
 from bench.timing import Timing
-from gluon_attn import TileConfig
+from gluon_attn import ForwardConfig
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import BlackwellTile
-from gluon_attn.forward.table import HOPPER, blackwell_tile
+from gluon_attn.forward.configs import BlackwellConfig
+from gluon_attn.forward.table import HOPPER, blackwell_config
 from tests.bench.bringup_fakes import FAKES, HUNG_SECONDS, LEFT_BEHIND
 
 ROOT = Path(__file__).parents[2]
@@ -168,14 +168,14 @@ def test_what_the_steps_borrow_from_the_tests_on_a_card_is_there():
 
 
 def test_every_lever_is_tried_on_and_off():
-    fields = {f.name for f in dataclasses.fields(BlackwellTile) if f.default is not dataclasses.MISSING}
+    fields = {f.name for f in dataclasses.fields(BlackwellConfig) if f.default is not dataclasses.MISSING}
     assert set(levers.BLACKWELL_PLAIN) == fields - {"cga_layout"}
-    table = blackwell_tile(3, 192, exp_pieces=4, early_p=True, exp_turns=True, polynomial_columns=2)
+    table = blackwell_config(3, 192, exp_pieces=4, early_p=True, exp_turns=True, polynomial_columns=2)
     plain = levers.plain(table)
-    tried = {name for tile in levers.variants(plain, 103).values() for name in levers.differences(plain, tile)}
+    tried = {name for config in levers.variants(plain, 103).values() for name in levers.differences(plain, config)}
     assert tried == set(levers.BLACKWELL_PLAIN)
     assert "early_p=False" in levers.variants(table, 100)
-    assert all(100 in tile.archs and tile != table for tile in levers.variants(table, 100).values())
+    assert all(100 in config.archs and config != table for config in levers.variants(table, 100).values())
     assert "max_in_load=True" not in levers.variants(plain, 100)
 
 
@@ -184,7 +184,7 @@ HOPPER_LEVERS = {"turns=True", "early_exp=1", "early_exp=2"}
 
 def test_hopper_has_levers_too():
     for row in HOPPER:
-        plain = levers.plain(row.tile)
+        plain = levers.plain(row.config)
         on_one_cta = {"integer_max=True"} if plain.num_ctas == 1 else set()
         assert set(levers.variants(plain, 90)) == HOPPER_LEVERS | on_one_cta
 
@@ -209,9 +209,9 @@ def test_the_grid_covers_what_there_is(monkeypatch, device):
             assert any(case.heads > 2 * device.sm_count for case in these)
             assert any(case.q_len % 2 and case.kv_len % 2 for case in these)
             tried = {case.lever for case in every if (case.num_ctas, case.causal) == (num_ctas, causal)}
-            assert tried - {""} == {"plain", *levers.variants(levers.plain(blackwell_tile(3, 192)), device.arch)}
+            assert tried - {""} == {"plain", *levers.variants(levers.plain(blackwell_config(3, 192)), device.arch)}
     for case in every:
-        case.tile()  # is valid
+        case.config()  # is valid
     assert len({case.group for case in every}) < len(every) / 2, "cases of one kernel share a process"
 
 
@@ -241,22 +241,22 @@ def test_only_what_beats_the_noise_wins():
 
 
 def test_changes_are_combined_as_far_as_they_go_together():
-    table = blackwell_tile(3, 192, exp_pieces=4, early_p=True)
-    tiles: dict[str, TileConfig] = {
+    table = blackwell_config(3, 192, exp_pieces=4, early_p=True)
+    configs: dict[str, ForwardConfig] = {
         "turns": dataclasses.replace(table, exp_turns=True),
         "one piece": dataclasses.replace(table, exp_pieces=1, early_p=False),
         "four loads": dataclasses.replace(table, load_pieces=4),
     }
     # load_pieces=4 asks for exp_pieces=4.
-    assert speed.combined(table, tiles, ["turns", "one piece", "four loads"]) == dataclasses.replace(
+    assert speed.combined(table, configs, ["turns", "one piece", "four loads"]) == dataclasses.replace(
         table, exp_turns=True, exp_pieces=1, early_p=False
     )
-    assert speed.combined(table, tiles, []) == table
+    assert speed.combined(table, configs, []) == table
 
 
 @pytest.fixture
 def timed_without_a_card(monkeypatch):
-    """The speed steps with everything of the card replaced: what was asked to be timed, and times by tile."""
+    """The speed steps with everything of the card replaced: what was asked to be timed, and times by config."""
     b200 = Device.blackwell()
     monkeypatch.setattr(cases.device_at_hand, "on_card", lambda: True)
     monkeypatch.setattr(cases.device_at_hand, "device", lambda: b200)
@@ -272,8 +272,8 @@ def timed_without_a_card(monkeypatch):
 def fake_attention(q, k, v, return_lse=False, **options):
     if options.get("num_ctas") == 4:
         raise RuntimeError("four CTAs do not run")
-    tile = options.get("tile")
-    if tile is not None and tile.dynamic:
+    config = options.get("config")
+    if config is not None and config.dynamic:
         raise AssertionError("wrong numbers")
     return (q, q[..., 0]) if return_lse else q
 
@@ -282,10 +282,10 @@ def fake_times(calls, rounds):
     """Turns gain a quarter and packed arithmetic off a tenth; nothing else does."""
 
     def seconds(call):
-        tile = call.keywords.get("tile") if hasattr(call, "keywords") else None
-        if tile is None:
+        config = call.keywords.get("config") if hasattr(call, "keywords") else None
+        if config is None:
             return 1.0
-        return 1.0 * (0.8 if tile.exp_turns else 1) * (0.9 if not tile.packed_arithmetic else 1)
+        return 1.0 * (0.8 if config.exp_turns else 1) * (0.9 if not config.packed_arithmetic else 1)
 
     return {name: timing(seconds(call)) for name, call in calls.items()}
 

@@ -12,9 +12,9 @@ from triton import knobs
 from bench import scopes, timeline
 from bench.waits import Wait, spread, summarise, waits_of
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.launch import compiled
-from gluon_attn.forward.table import HOPPER, hopper_tile
+from gluon_attn.forward.table import HOPPER, hopper_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
 
@@ -83,15 +83,15 @@ FIRST_WARPS = [
 
 @pytest.mark.parametrize(("softmax_roles", "transpose_registers", "expected"), FIRST_WARPS)
 def test_first_warps(softmax_roles, transpose_registers, expected):
-    tile = hopper_tile(softmax_roles, 128, 2, 2, 152, transpose_registers=transpose_registers)
-    assert scopes.first_warps(tile) == expected
+    config = hopper_config(softmax_roles, 128, 2, 2, 152, transpose_registers=transpose_registers)
+    assert scopes.first_warps(config) == expected
 
 
 def test_all_ctas_fit_into_what_the_profiler_copies():
     ctas = Device.hopper().sm_count
     for row in HOPPER:
-        assert isinstance(row.tile, HopperTile)
-        roles = len(scopes.first_warps(row.tile))
+        assert isinstance(row.config, HopperConfig)
+        roles = len(scopes.first_warps(row.config))
         room = scopes.bytes_per_role(roles, ctas)
         assert room & (room - 1) == 0
         assert ctas * (roles * room + 4096) <= scopes.TRACE_BYTES < ctas * (roles * 2 * room + 4096)
@@ -99,9 +99,9 @@ def test_all_ctas_fit_into_what_the_profiler_copies():
 
 
 KERNELS = {
-    "turns, pairs of CTAs": (torch.bfloat16, hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2)),
-    "fp8": (torch.float8_e4m3fn, hopper_tile(2, 128, 2, 2, 152, transpose_registers=56)),
-    "fp8, V transposed before": (torch.float8_e4m3fn, hopper_tile(3, 128, 2, 2, 160)),
+    "turns, pairs of CTAs": (torch.bfloat16, hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2)),
+    "fp8": (torch.float8_e4m3fn, hopper_config(2, 128, 2, 2, 152, transpose_registers=56)),
+    "fp8, V transposed before": (torch.float8_e4m3fn, hopper_config(3, 128, 2, 2, 160)),
 }
 ALWAYS = {"queries", "keys", "values", "products: scores", "products: acc", "stores", "freed queries", "freed keys"}
 EXPECTED = {
@@ -131,20 +131,20 @@ def profiler(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_wait_has_a_scope(profiler, kernel):
-    dtype, tile = KERNELS[kernel]
-    warps = scopes.first_warps(tile)
-    plain = compiled(dtype, 64, Mask(), tile)
+    dtype, config = KERNELS[kernel]
+    warps = scopes.first_warps(config)
+    plain = compiled(dtype, 64, Mask(), config)
     with scopes.scoped_waits():
         hook = profiler.InstrumentationHook(scopes.mode_of(warps, ctas=132))
         hook.activate()
         try:
-            instrumented = compiled(dtype, 64, Mask(), tile)
+            instrumented = compiled(dtype, 64, Mask(), config)
             hook.init_handle(None, 1, "attention_forward", instrumented.metadata_group, instrumented.hash)
         finally:
             hook.deactivate()
     ((_, _, names, parents, _),) = profiler.told
     assert parents == []  # no scope inside another
-    assert compiled(dtype, 64, Mask(), tile).hash == plain.hash != instrumented.hash
+    assert compiled(dtype, 64, Mask(), config).hash == plain.hash != instrumented.hash
     assert "proton" not in plain.asm["ttgir"]
     assert knobs.compilation.instrumentation_mode == ""
 
@@ -239,7 +239,7 @@ def test_a_role_without_waits_is_an_error():
 @pytest.fixture
 def measured(tmp_path):
     """What `measure` leaves behind."""
-    (tmp_path / timeline.REPORT).write_text(json.dumps({"warps": WARPS, "name": "a point", "tile": "a tile"}))
+    (tmp_path / timeline.REPORT).write_text(json.dumps({"warps": WARPS, "name": "a point", "config": "a config"}))
     (tmp_path / timeline.TRACE).write_text(json.dumps(TRACE))
     return tmp_path
 
@@ -254,7 +254,7 @@ def test_redraw_draws_one_cta_within_the_window(measured, monkeypatch):
     command(monkeypatch, "--redraw", "--out", measured, "--cta", 10, "--window", 0, 1)
     picture = (measured / timeline.PICTURE).read_text()
     assert all(
-        f">{text}<" in picture for text in ("softmax 0", "load", "keys", "freed keys", "a point, a tile, CTA 10")
+        f">{text}<" in picture for text in ("softmax 0", "load", "keys", "freed keys", "a point, a config, CTA 10")
     )
     assert ">queries<" not in picture  # later
 

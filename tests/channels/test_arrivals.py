@@ -15,7 +15,7 @@ from channels.arrivals import (
     hardware_arrivals,
     signal_arrivals,
 )
-from gluon_attn.forward.table import blackwell_tile
+from gluon_attn.forward.table import blackwell_config
 from gluon_attn.runtime.descriptors import Block
 from tests.compat import tcgen05_mma_barrier_count
 
@@ -93,7 +93,7 @@ def test_commits(num_ctas, pairs, multicast, count):
 def test_commits_are_those_that_the_operands_layouts_bring_about(num_ctas, dtype):
     """Triton counts them from the layouts: of the tile that the kernel commits with, K's; V comes in the same slots."""
     pairs, multicast = num_ctas > 1, num_ctas > 2
-    tile = blackwell_tile(3, 192, num_ctas=num_ctas)
+    tile = blackwell_config(3, 192, num_ctas=num_ctas)
 
     def operand(name: Literal["q", "k", "v"], head_dim: int) -> SimpleNamespace:
         rows, cga_layout = tile.operand(name)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINE_LENGTH = 120
 README_WORDS = 900
+SENTENCE_WORDS = 40
 OURS = {"bench", "channels", "gluon_attn", "gluon_cpu", "proving", "tests"}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -95,6 +96,29 @@ def test_lines_are_short(page):
     """Of prose and tables; what a program prints is shown as it is."""
     lines = enumerate(prose_of(page).splitlines(), start=1)
     assert [number for number, line in lines if len(line) > LINE_LENGTH] == []
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """Of paragraphs and list items, in plain words; a heading, a table or a picture has none."""
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*>|#]|\d+\.) ?)", FENCE.sub("\n\n", text)):
+        if block.strip().startswith(("|", "#", "![", "<")):
+            continue
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", CODE.sub("Code", block.replace("\n", " ")))
+        yield from re.split(r"(?<=[.!?:])[\s*]+(?=[A-Z0-9*(“])", plain.strip())
+
+
+def long_sentences(text: str) -> list[str]:
+    return [s for s in sentences_of(text) if len(re.findall(r"\w[\w'.,/×-]*", s)) > SENTENCE_WORDS]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "lab_log.md"], ids=name_of)
+def test_sentences_are_short(page):
+    assert long_sentences(text_of(page)) == []
+
+
+def test_a_long_sentence_is_found():
+    assert long_sentences("Short. " + "word " * SENTENCE_WORDS + "[word](x.md). Short again.") != []
+    assert long_sentences("- " + "word " * SENTENCE_WORDS + "\n- word\n\n| " + "word " * 50) == []
 
 
 def test_the_readme_is_short():

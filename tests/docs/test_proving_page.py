@@ -14,11 +14,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "proving.md"
 HEAD = "| proof | proofs | least, s | most, s | most memory, GiB |\n|---|---|---|---|---|\n"
 # As they are shown. A proof is of the kind whose pattern its whole name matches.
 KINDS = {
-    "one CTA, one tile": r".*-1cta(?!-(laps|two-tiles|odd-lengths|equals-softmax)$).*",
-    "one CTA, two tiles": r".*-1cta-two-tiles",
+    "one CTA, one row block": r".*-1cta(?!-(laps|two-row-blocks|odd-lengths|equals-softmax)$).*",
+    "one CTA, two row blocks": r".*-1cta-two-row-blocks",
     "one CTA, odd lengths": r".*-1cta-odd-lengths",
-    "two CTAs, one tile": r".*-2cta(?!-laps$).*",
-    "four CTAs, one tile": r".*-4cta(?!-laps$).*",
+    "two CTAs, one row block": r".*-2cta(?!-laps$).*",
+    "four CTAs, one row block": r".*-4cta(?!-laps$).*",
     "one CTA, every ring goes round twice or more": r".*-1cta-laps",
     "two CTAs, the same": r".*-2cta-laps",
     "four CTAs, the same": r".*-4cta-laps",

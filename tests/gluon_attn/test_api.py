@@ -11,9 +11,9 @@ import triton
 from torch.autograd import forward_ad
 
 import gluon_attn.api
-from gluon_attn import TileConfig, attention, reference_attention
+from gluon_attn import ForwardConfig, attention, reference_attention
 from gluon_attn.device import Device
-from gluon_attn.forward.table import blackwell_tile, hopper_tile, pick_tile
+from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config
 from gluon_attn.problem import Problem
 from gluon_attn.runtime.compiler import check_triton_version
 
@@ -26,8 +26,8 @@ def qkv(requires_grad: bool = False, dtype: torch.dtype = torch.bfloat16, head_d
     return [torch.zeros(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
 
 
-def a_tile() -> TileConfig:
-    return pick_tile(Problem.of(*qkv()), Device.hopper(), num_ctas=1)
+def a_config() -> ForwardConfig:
+    return pick_config(Problem.of(*qkv()), Device.hopper(), num_ctas=1)
 
 
 def test_tensors_without_a_card_are_refused():
@@ -106,7 +106,11 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "out": (ValueError, r"^out: expected .*got", {"out": qkv()[0][:, :1]}),
     "num_ctas 3": (ValueError, r"^num_ctas: expected one of .1, 2. or None.*got 3", {"num_ctas": 3, "device": HOPPER}),
     "num_ctas 0": (ValueError, r"^num_ctas: expected one of .1, 2. or None.*got 0", {"num_ctas": 0, "device": HOPPER}),
-    "num_ctas that the tile has not": (ValueError, r"^num_ctas: expected 1.*got 2", {"num_ctas": 2, "tile": a_tile()}),
+    "num_ctas that the config has not": (
+        ValueError,
+        r"^num_ctas: expected 1.*got 2",
+        {"num_ctas": 2, "config": a_config()},
+    ),
     "num_ctas is a bool": (TypeError, r"^num_ctas: expected an int or None, got bool", {"num_ctas": True}),
     "num_ctas is a float": (
         TypeError,
@@ -133,7 +137,7 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         r"^v_scale: expected shape \(1, 2\).*got \(2, 1\)",
         dict(zip("qkv", qkv(dtype=E5M2), strict=True)) | {"v_scale": torch.ones(2, 1)},
     ),
-    "tile": (TypeError, r"^tile: expected a TileConfig.*got tuple", {"tile": (128, 128)}),
+    "config": (TypeError, r"^config: expected a ForwardConfig.*got tuple", {"config": (128, 128)}),
 }
 
 
@@ -311,62 +315,62 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
         ValueError,
         r"^num_ctas: expected one of .1, 2. or None for NVIDIA H200, got 4",
     ),
-    "a Hopper tile on Blackwell": (
+    "a Hopper config on Blackwell": (
         BLACKWELL,
-        {"tile": a_tile()},
+        {"config": a_config()},
         ValueError,
-        r"^tile: expected a BlackwellTile for NVIDIA B200, got a HopperTile",
+        r"^config: expected a BlackwellConfig for NVIDIA B200, got a HopperConfig",
     ),
-    "a Blackwell tile on Hopper": (
+    "a Blackwell config on Hopper": (
         HOPPER,
-        {"tile": blackwell_tile(3, 192)},
+        {"config": blackwell_config(3, 192)},
         ValueError,
-        r"^tile: expected a HopperTile for NVIDIA H200, got a BlackwellTile",
+        r"^config: expected a HopperConfig for NVIDIA H200, got a BlackwellConfig",
     ),
     "max_in_load on sm_100": (
         BLACKWELL,
-        {"tile": blackwell_tile(3, 192, max_in_load=True)},
+        {"config": blackwell_config(3, 192, max_in_load=True)},
         ValueError,
-        r"^tile: expected max_in_load=False for NVIDIA B200, got True",
+        r"^config: expected max_in_load=False for NVIDIA B200, got True",
     ),
     "a rescale threshold with fp8": (
         BLACKWELL,
-        {"tile": blackwell_tile(3, 192, rescale_threshold=8.0), "dtype": E4M3},
+        {"config": blackwell_config(3, 192, rescale_threshold=8.0), "dtype": E4M3},
         ValueError,
-        r"^tile: expected rescale_threshold=0 for torch.float8_e4m3fn, .*overflow, got 8.0",
+        r"^config: expected rescale_threshold=0 for torch.float8_e4m3fn, .*overflow, got 8.0",
     ),
     "O staged in Q on Hopper in fp8": (
         HOPPER,
-        {"tile": hopper_tile(2, 64, 1, 2, 232, stage_in_queries=True), "dtype": E5M2},
+        {"config": hopper_config(2, 64, 1, 2, 232, stage_in_queries=True), "dtype": E5M2},
         ValueError,
-        r"^tile: expected stage_in_queries=False for torch.float8_e5m2, .*larger than .*Q, got True",
+        r"^config: expected stage_in_queries=False for torch.float8_e5m2, .*larger than .*Q, got True",
     ),
     "maxima as integers on Hopper in fp8": (
         HOPPER,
-        {"tile": hopper_tile(2, 128, 2, 2, 232, integer_max=True), "dtype": E4M3},
+        {"config": hopper_config(2, 128, 2, 2, 232, integer_max=True), "dtype": E4M3},
         ValueError,
-        r"^tile: expected integer_max=False for torch.float8_e4m3fn, .*, got True",
+        r"^config: expected integer_max=False for torch.float8_e4m3fn, .*, got True",
     ),
-    "a tile of fp8 on Hopper in 16 bits": (
+    "a config of fp8 on Hopper in 16 bits": (
         HOPPER,
-        {"tile": pick_tile(Problem.of(*qkv(dtype=E4M3)), HOPPER)},
+        {"config": pick_config(Problem.of(*qkv(dtype=E4M3)), HOPPER)},
         ValueError,
-        r"^tile: expected transpose_registers=0 for torch.bfloat16, got 56",
+        r"^config: expected transpose_registers=0 for torch.bfloat16, got 56",
     ),
     "a role to transpose too small a V on Hopper": (
         HOPPER,
         {
-            "tile": hopper_tile(2, 64, 2, 2, 200, transpose_registers=56),
+            "config": hopper_config(2, 64, 2, 2, 200, transpose_registers=56),
             "dtype": E4M3,
         },
         ValueError,
-        r"^tile: expected transpose_registers=0 for blocks of 64 keys at head_dim 64, got 56",
+        r"^config: expected transpose_registers=0 for blocks of 64 keys at head_dim 64, got 56",
     ),
     "too many slots on Blackwell": (
         BLACKWELL,
-        {"tile": blackwell_tile(13, 192)},
+        {"config": blackwell_config(13, 192)},
         ValueError,
-        r"^tile: expected .*232448 bytes of shared memory of NVIDIA B200, got .*lower kv_slots",
+        r"^config: expected .*232448 bytes of shared memory of NVIDIA B200, got .*lower kv_slots",
     ),
 }
 
@@ -376,7 +380,7 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
 )
 def test_not_on_this_card(device, asked, error, message):
     tensors = qkv(**{name: asked[name] for name in ("dtype", "head_dim") if name in asked})
-    options = {name: asked[name] for name in ("num_ctas", "tile") if name in asked}
+    options = {name: asked[name] for name in ("num_ctas", "config") if name in asked}
     with pytest.raises((NotImplementedError, ValueError), match=message) as caught:
         attention(*tensors, **options, device=device)
     assert type(caught.value) is error
@@ -456,3 +460,29 @@ def test_out_over_an_input_is_refused(name):
 def test_a_known_name_of_elsewhere_gets_a_hint(name, hint):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'; use {hint}"):
         attention(*qkv(), **{name: 1})  # type: ignore[arg-type]
+
+
+def test_another_architecture_than_the_cards_is_refused(monkeypatch):
+    """Where the tensors are on a card. There is none here: a tensor that says it is on one, and a card for it."""
+    real = Device.of
+    monkeypatch.setattr(Device, "of", lambda device: HOPPER if device.type == "meta" else real(device))
+    q, k, v = (t.to("meta") for t in qkv())
+    monkeypatch.setattr("gluon_attn.api.check_call", lambda *_: None)
+    with pytest.raises(ValueError, match=r"^device: expected one of compute capability \(9, 0\).*got NVIDIA B200"):
+        attention(q, k, v, device=BLACKWELL)
+
+
+def test_out_may_not_be_q_where_there_are_no_keys_either():
+    q, k, v = qkv()
+    k, v = k[:, :, :0], v[:, :, :0]
+    before = q.clone()
+    with pytest.raises(ValueError, match=r"^out: expected memory of its own"):
+        attention(q, k, v, out=q, device=HOPPER)
+    assert torch.equal(q, before)
+
+
+def test_a_misaligned_fp8_base_says_by_how_many_elements():
+    q, k, v = qkv(dtype=E4M3)
+    shifted = torch.empty(q.numel() + 8, dtype=torch.uint8)[8:].view(E4M3).view(q.shape)
+    with pytest.raises(ValueError, match=r"slice at a multiple of 16 elements"):
+        attention(shifted, k, v, device=HOPPER)

@@ -21,7 +21,7 @@ from gluon_attn.forward.table import HOPPER
 from gluon_attn.gradients import attention_backward
 
 ROOT = Path(__file__).parents[2]
-KERNELS = len({(row.padded_head_dim, row.causal, row.tile) for row in HOPPER if row.element_bytes == 2})
+KERNELS = len({(row.padded_head_dim, row.causal, row.config) for row in HOPPER if row.element_bytes == 2})
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -214,16 +214,16 @@ def test_wrong_gradients_on_a_card_are_said(monkeypatch, capsys, stand_in_for_a_
 def test_no_two_kernels_look_alike():
     """Each is listed once, and something that is printed tells it from all others."""
     kernels = demo.listed()
-    registers = [(k.tile.softmax_registers, k.tile.load_registers) for k in kernels]
+    registers = [(k.config.softmax_registers, k.config.load_registers) for k in kernels]
     shown = [(*k.kind, r, k.unlike) for k, r in zip(kernels, registers, strict=True)]
     assert [row for row, times in collections.Counter(shown).items() if times > 1] == []
 
 
-def test_what_tells_tiles_apart():
-    tile = next(row.tile for row in HOPPER)
-    other = dataclasses.replace(tile, kv_slots=tile.kv_slots + 1, load_registers=40)
-    assert demo.told_apart(other, [tile, other]) == f"kv_slots={other.kv_slots}"
-    assert demo.told_apart(tile, [tile]) == ""
+def test_what_tells_configs_apart():
+    config = next(row.config for row in HOPPER)
+    other = dataclasses.replace(config, kv_slots=config.kv_slots + 1, load_registers=40)
+    assert demo.told_apart(other, [config, other]) == f"kv_slots={other.kv_slots}"
+    assert demo.told_apart(config, [config]) == ""
 
 
 @pytest.mark.slow

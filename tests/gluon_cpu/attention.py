@@ -12,14 +12,14 @@ from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config
 from gluon_attn.cpu import register_twins
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import TileConfig
+from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.launch import launches_of, temporaries_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
 from gluon_attn.problem import SCALES, Problem, in_bhsd, output_dtype
 from gluon_attn.reference import reference_attention
 from gluon_attn.runtime.kernel import Launch, Tensors
-from gluon_attn.testing import check, check_gradients, tile_for_rounds
+from gluon_attn.testing import check, check_gradients, config_for_rounds
 
 register_twins()
 
@@ -37,21 +37,21 @@ class Run:
         layout: str = "bhsd",
         device: Device | None = None,
         num_ctas: int = 1,
-        tile: TileConfig | None = None,
+        config: ForwardConfig | None = None,
         programs: int | None = None,
     ) -> None:
-        """scales: of q, k and v in fp8. device: default an H200. tile: default the table's for much work, whatever the
-        problem's size. programs: of the persistent grid, at most one for each item; default: as many as the device
-        has."""
+        """scales: of q, k and v in fp8. device: default an H200. config: default the table's for much work, whatever
+        the problem's size. programs: of the persistent grid, at most one for each item; default: as many as the
+        device has."""
         self.q, self.k, self.v, self.scales = q, k, v, scales
         self.options: dict[str, Any] = {"causal": causal, "layout": layout}
         problem = Problem.of(q, k, v, **self.options, scales=scales or (None, None, None))
         device = Device.hopper() if device is None else device
-        tile = tile_for_rounds(problem, device, num_ctas) if tile is None else tile
-        require_fits(tile, problem, device)
+        config = config_for_rounds(problem, device, num_ctas) if config is None else config
+        require_fits(config, problem, device)
         if programs is not None:
-            device = dataclasses.replace(device, sm_count=programs * tile.num_ctas)
-        plan = self.plan = Plan.of(problem, tile, device)
+            device = dataclasses.replace(device, sm_count=programs * config.num_ctas)
+        plan = self.plan = Plan.of(problem, config, device)
         self.out = torch.empty_like(q, dtype=output_dtype(q.dtype))
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
         self.target = f"sm_{plan.arch}a"

@@ -27,10 +27,10 @@ from torch import Tensor
 import channels
 import gluon_cpu
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import BlackwellTile, HopperTile, TileConfig
+from gluon_attn.forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
 from gluon_attn.forward.launch import launches_of
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import blackwell_tile, hopper_tile
+from gluon_attn.forward.table import blackwell_config, hopper_config
 from gluon_attn.kernels.blackwell.forward import kernel as blackwell_kernel
 from gluon_attn.kernels.hopper.backward import kernel as backward_kernel
 from gluon_attn.kernels.hopper.forward import kernel as hopper_kernel
@@ -49,27 +49,27 @@ AnyRun = Run | TransposeRun | BackwardRun
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, tile after tile. If V
-    is transposed before, the kernel that does that.
+    """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, row block after row
+    block. If V is transposed before, the kernel that does that.
 
-    The tile is not the tuning table's, which changes: the lengths are chosen for it.
+    The config is not the tuning table's, which changes: the lengths are chosen for it.
     """
 
     head_dim: int
     causal: bool
     lengths: tuple[tuple[int, int], ...]
-    tile: TileConfig
+    config: ForwardConfig
     dtype: torch.dtype = torch.bfloat16
 
     def runs(self) -> Sequence[AnyRun]:
-        device = Device.blackwell() if isinstance(self.tile, BlackwellTile) else Device.hopper()
+        device = Device.blackwell() if isinstance(self.config, BlackwellConfig) else Device.hopper()
         options: dict[str, Any] = {"causal": self.causal, "device": device}
         kind: dict[str, Any] = {"head_dim": self.head_dim, "dtype": self.dtype}
         scales = kv_scales(1, 1) if self.dtype.itemsize == 1 else ()
         inputs = [normal_qkv(q_len=q, kv_len=kv, **kind) for q, kv in self.lengths]
-        if self.tile.transposes_before(self.dtype.itemsize):
-            return [transpose_run(*qkv, self.tile, device) for qkv in inputs]
-        return [Run(*qkv, *scales, **options, tile=self.tile, programs=1) for qkv in inputs]
+        if self.config.transposes_before(self.dtype.itemsize):
+            return [transpose_run(*qkv, self.config, device) for qkv in inputs]
+        return [Run(*qkv, *scales, **options, config=self.config, programs=1) for qkv in inputs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +95,18 @@ class Backward:
         return runs
 
 
-def transpose_run(q: Tensor, k: Tensor, v: Tensor, tile: TileConfig, device: Device) -> TransposeRun:
-    plan = Plan.of(Problem.of(q, k, v), tile, device)
+def transpose_run(q: Tensor, k: Tensor, v: Tensor, config: ForwardConfig, device: Device) -> TransposeRun:
+    plan = Plan.of(Problem.of(q, k, v), config, device)
     before, _ = launches_of(plan, q, k, v, q)
     return TransposeRun(plan, v, before)
 
 
-# Lengths such that, under a causal mask, every role has a second masked block in some tile, and skips one in another;
-# that tiles have one key block, where nothing but the channel of the queries orders one tile after another, or two,
-# where nothing but the channel of the keys orders the first key block of a tile after the last but one; and that a role
-# skips right after a tile of two blocks, where it could release a slot before another has released its last lap.
-# On Blackwell, queries to a CTA; a ring of three slots, which one tile of two key blocks walks around already. Three
-# tiles of one to five blocks; tiles of one block, where nothing is rescaled; tiles of two.
+# Lengths such that, under a causal mask, every role has a second masked block in some row block, and skips one in
+# another; that row blocks have one key block, where nothing but the channel of the queries orders one after another, or
+# two, where nothing but the channel of the keys orders the first key block of one after the last but one; and that a
+# role skips right after a row block of two, where it could release a slot before another has released its last lap.
+# On Blackwell, queries to a CTA; a ring of three slots, which a row block of two key blocks walks around already. Three
+# row blocks of one to five key blocks; row blocks of one, where nothing is rescaled; row blocks of two.
 BLACKWELL_LENGTHS = ((700, 600), (520, 100), (600, 250))
 # Of the gradients, by head dim: several row blocks, and key blocks of which the last is not whole, and so masked; one
 # row block and several key blocks.
@@ -116,60 +116,60 @@ KERNELS: dict[str, Kernel | Backward] = {
         head_dim=64,
         causal=True,
         lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2),
+        config=hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2),
     ),
     "one CTA, turns": Kernel(
         head_dim=64,
         causal=True,
         lengths=((580, 649), (800, 100), (400, 517), (384, 387), (400, 416), (400, 420)),
-        tile=hopper_tile(3, 128, 2, 2, 160, turns=True, early_exp=1),
+        config=hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1),
     ),
     "one CTA, no turns": Kernel(
         head_dim=128,
         causal=False,
         lengths=((390, 650), (500, 100), (600, 200)),
-        tile=hopper_tile(2, 128, 2, 2, 232),
+        config=hopper_config(2, 128, 2, 2, 232),
     ),
     "two CTAs, O staged in Q": Kernel(
         head_dim=256,
         causal=False,
         lengths=((500, 330), (800, 60), (800, 100)),
-        tile=hopper_tile(2, 64, 1, 2, 232, stage_in_queries=True, num_ctas=2),
+        config=hopper_config(2, 64, 1, 2, 232, stage_in_queries=True, num_ctas=2),
     ),
     "one CTA, one role": Kernel(
         head_dim=64,
         causal=True,
         lengths=((290, 390), (400, 100), (192, 320)),
-        tile=hopper_tile(1, 128, 2, 2, 232),
+        config=hopper_config(1, 128, 2, 2, 232),
     ),
     "one CTA, fp8": Kernel(
         head_dim=64,
         causal=True,
         lengths=((580, 649), (400, 100), (384, 387), (400, 300), (400, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 216, transpose_registers=56),
+        config=hopper_config(2, 128, 2, 2, 216, transpose_registers=56),
         dtype=torch.float8_e4m3fn,
     ),
     "two CTAs, fp8, turns": Kernel(
         head_dim=64,
         causal=True,
         lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
-        tile=hopper_tile(2, 128, 2, 2, 216, turns=True, num_ctas=2, transpose_registers=56),
+        config=hopper_config(2, 128, 2, 2, 216, turns=True, num_ctas=2, transpose_registers=56),
         dtype=torch.float8_e4m3fn,
     ),
     "fp8, V transposed before": Kernel(
         head_dim=64,
         causal=False,
         lengths=((1, 333), (1, 100)),
-        tile=hopper_tile(2, 128, 2, 2, 232),
+        config=hopper_config(2, 128, 2, 2, 232),
         dtype=torch.float8_e4m3fn,
     ),
     **{
         f"Blackwell, {name}": Kernel(
             head_dim=64,
             causal=True,
-            # The last is one tile, of which query tile 0 has masked blocks and, in a cluster, blocks without a mask.
+            # The last is one row block, whose query tile 0 has masked key blocks and, in a cluster, unmasked ones.
             lengths=(*((q * num_ctas, kv) for q, kv in BLACKWELL_LENGTHS), (256 * num_ctas, 325 * num_ctas)),
-            tile=blackwell_tile(slots, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
+            config=blackwell_config(slots, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
         )
         for name, num_ctas, slots in (("one CTA", 1, 3), ("two CTAs", 2, 3), ("four CTAs", 4, 3))
     },
@@ -231,7 +231,7 @@ ACQUIRED = line_of(CHANNELS, "shared_memory.py", "self.channel.wait_until_free(a
 WITHOUT_TURNS = "|".join(
     name
     for name, kernel in KERNELS.items()
-    if isinstance(kernel, Kernel) and isinstance(kernel.tile, HopperTile) and not kernel.tile.turns
+    if isinstance(kernel, Kernel) and isinstance(kernel.config, HopperConfig) and not kernel.config.turns
 )
 TURNS_INIT = line_of(CHANNELS, "signals.py", "init_barriers(self.sent, signal_arrivals(sending_roles=1))")
 LAST_FENCE = line_of(CHANNELS, "barriers.py", "cluster_fence()", LAST)
@@ -299,7 +299,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         rf"one CTA, turns \| delete: wait_barrier .* partition1 at .* < ({SKIPS})",
-        "the last role in turn: its turn for the block before came after all others had freed the slot's last lap",
+        "the last role: its turn for the block before came after all others had freed the slot's last lap",
     ),
     Explanation(
         r".* \| delete: barrier #",
@@ -313,7 +313,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf".*O staged in Q \| delete: wait_barrier .* {FREED} < {ACQUIRED} < "
         rf"{in_load('k, keys = keys.acquire()', FIRST)}",
-        "with one slot of queries, the tile's Q has been waited for, which every role frees after its last key block",
+        "with one slot of queries, a row block's Q has been waited for, that every role frees after its last keys",
     ),
     Explanation(
         rf".*O staged in Q \| .* async_tma_store_wait .* {LAST_STORE_WAIT}",
@@ -358,7 +358,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         rf"Blackwell, (one|two)[^|]* \| delete: wait_barrier .* {FIRST_KEY}",  # with four, the other pair frees it too
-        "with two slots or more, the slot was freed before the queries of the tile before, which have been waited for",
+        "with two slots or more, the slot was freed before the last row block's queries, which have been waited for",
     ),
     Explanation(
         rf"{ON_BLACKWELL} \| delete: wait_barrier .* ({QUERIES_DRAIN}|{KEYS_DRAIN}.*, (1 of [23]|2 of 3)$)",

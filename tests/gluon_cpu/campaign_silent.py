@@ -19,7 +19,7 @@ import torch
 
 import gluon_cpu
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import BlackwellTile, HopperTile
+from gluon_attn.forward.configs import BlackwellConfig, HopperConfig
 from gluon_attn.forward.table import TABLE, Row
 from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import BackwardRun, Run, kv_scales, normal_qkv
@@ -32,27 +32,29 @@ DTYPES = {1: (torch.float8_e4m3fn, torch.float8_e5m2), 2: (torch.bfloat16, torch
 
 
 def run_of(row: Row, dtype: torch.dtype) -> Run:
-    """The smallest launch in which programs walk several tiles and every ring comes around. Odd lengths."""
-    tile = row.tile
+    """The smallest launch in which programs walk several row blocks and every ring comes around. Odd lengths."""
+    config = row.config
     kind: dict[str, Any] = {"head_dim": row.padded_head_dim, "dtype": dtype}
-    if isinstance(tile, BlackwellTile):
-        # Two tiles, a head each, for one program. Five key blocks: 20 tiles of K and V, the longest ring has 16 slots.
-        q, k, v = normal_qkv(heads=2, q_len=256 * tile.num_ctas - 15, kv_len=601, **kind)
+    if isinstance(config, BlackwellConfig):
+        # Two row blocks, a head each, for one program. Five key blocks: 20 tiles of K and V, of 16 slots at most.
+        q, k, v = normal_qkv(heads=2, q_len=256 * config.num_ctas - 15, kv_len=601, **kind)
         scales = kv_scales(1, 2) if row.element_bytes == 1 else ()
-        programs = None if tile.dynamic else 1
+        programs = None if config.dynamic else 1
     else:
-        assert isinstance(tile, HopperTile)
+        assert isinstance(config, HopperConfig)
         # Or two heads: pairs of the first one's row blocks, and then those of the second one by one.
         heads, q_len = (
-            (2, 5 * tile.block_m - 15) if getattr(tile, "last_heads_in_turn", False) and row.causal else (4, 333)
+            (2, 5 * config.block_m - 15)
+            if getattr(config, "last_heads_longest_first", False) and row.causal
+            else (4, 333)
         )
         q, k, v = normal_qkv(heads=heads, kv_heads=heads // 2, q_len=q_len, kv_len=401, **kind)
         scales = kv_scales(1, heads // 2) if row.element_bytes == 1 else ()
-        programs = 2 // tile.num_ctas
-        tiles = heads * -(-q_len // tile.block_m) // programs
-        assert tiles > tile.query_slots, f"the ring of the queries does not come around in {tiles} tiles"
-    device = DEVICES[tile.archs[0]]
-    return Run(q, k, v, *scales, causal=row.causal, device=device, tile=tile, programs=programs)
+        programs = 2 // config.num_ctas
+        row_blocks = heads * -(-q_len // config.block_m) // programs
+        assert row_blocks > config.query_slots, f"the queries' ring does not come around in {row_blocks} row blocks"
+    device = DEVICES[config.archs[0]]
+    return Run(q, k, v, *scales, causal=row.causal, device=device, config=config, programs=programs)
 
 
 def schedules(seeds: Iterable[int], policies: Iterable[str]) -> Iterator[gluon_cpu.Schedule]:
@@ -131,10 +133,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def name_of(row: Row, dtype: torch.dtype) -> str:
-    tile, mask = row.tile, "causal" if row.causal else "full"
-    roles = f" {tile.softmax_roles} roles" if isinstance(tile, HopperTile) else ""
-    kind = f"{tile.num_ctas} CTAs{roles} {str(dtype).removeprefix('torch.')}"
-    return f"sm_{tile.archs[0]} D={row.padded_head_dim} {mask} {kind}"
+    config, mask = row.config, "causal" if row.causal else "full"
+    roles = f" {config.softmax_roles} roles" if isinstance(config, HopperConfig) else ""
+    kind = f"{config.num_ctas} CTAs{roles} {str(dtype).removeprefix('torch.')}"
+    return f"sm_{config.archs[0]} D={row.padded_head_dim} {mask} {kind}"
 
 
 def kernels() -> dict[str, Callable[[], Twin]]:

@@ -126,7 +126,7 @@ TESTED: dict[str, str] = {
     "test_semantics_layouts.py::test_reduce": "gl.max gl.min gl.sum",
     "test_semantics_layouts.py::test_reduce_of_a_tuple_by_a_function_of_the_kernel": "gl.reduce",
     "test_semantics_layouts.py::test_reshape_split_join_permute": "gl.join gl.split",
-    "test_semantics_libdevice.py::test_arithmetic_of_integers": """
+    "test_semantics_libdevice_integers.py::test_arithmetic_of_integers": """
         gl.extra.libdevice.hadd gl.extra.libdevice.mul24 gl.extra.libdevice.mulhi gl.extra.libdevice.rhadd
     """,
     "test_semantics_libdevice.py::test_arithmetic_rounds_as_asked": """
@@ -140,20 +140,20 @@ TESTED: dict[str, str] = {
         gl.extra.libdevice.j0 gl.extra.libdevice.j1 gl.extra.libdevice.jn gl.extra.libdevice.y0
         gl.extra.libdevice.y1 gl.extra.libdevice.yn
     """,
-    "test_semantics_libdevice.py::test_bits_as_another_type": """
+    "test_semantics_libdevice_integers.py::test_bits_as_another_type": """
         gl.extra.libdevice.double2hiint gl.extra.libdevice.double2loint gl.extra.libdevice.double_as_longlong
         gl.extra.libdevice.float_as_int gl.extra.libdevice.float_as_uint gl.extra.libdevice.hiloint2double
         gl.extra.libdevice.int_as_float gl.extra.libdevice.longlong_as_double gl.extra.libdevice.rcp64h
         gl.extra.libdevice.uint_as_float
     """,
-    "test_semantics_libdevice.py::test_bits_of_integers": """
+    "test_semantics_libdevice_integers.py::test_bits_of_integers": """
         gl.extra.libdevice.abs gl.extra.libdevice.brev gl.extra.libdevice.clz gl.extra.libdevice.ffs
         gl.extra.libdevice.popc
     """,
-    "test_semantics_libdevice.py::test_bytes_and_differences": """
+    "test_semantics_libdevice_integers.py::test_bytes_and_differences": """
         gl.extra.libdevice.byte_perm gl.extra.libdevice.sad
     """,
-    "test_semantics_libdevice.py::test_double_to_float_rounds_as_asked": """
+    "test_semantics_libdevice_integers.py::test_double_to_float_rounds_as_asked": """
         gl.extra.libdevice.double2float_rd gl.extra.libdevice.double2float_rn gl.extra.libdevice.double2float_ru
         gl.extra.libdevice.double2float_rz
     """,
@@ -163,7 +163,7 @@ TESTED: dict[str, str] = {
         gl.extra.libdevice.fast_sinf gl.extra.libdevice.fast_tanf gl.extra.libdevice.rsqrt_rn
         gl.extra.libdevice.saturatef
     """,
-    "test_semantics_libdevice.py::test_floats_to_integers": """
+    "test_semantics_libdevice_integers.py::test_floats_to_integers": """
         gl.extra.libdevice.double2int_rd gl.extra.libdevice.double2int_ru gl.extra.libdevice.double2int_rz
         gl.extra.libdevice.double2ll_rd gl.extra.libdevice.double2ll_rn gl.extra.libdevice.double2ll_ru
         gl.extra.libdevice.double2ll_rz gl.extra.libdevice.double2uint_rd gl.extra.libdevice.double2uint_rn
@@ -201,7 +201,7 @@ TESTED: dict[str, str] = {
         gl.extra.libdevice.hypot gl.extra.libdevice.nextafter gl.extra.libdevice.rhypot
     """,
     "test_semantics_libdevice.py::test_gamma": "gl.extra.libdevice.tgamma",
-    "test_semantics_libdevice.py::test_integers_to_floats": """
+    "test_semantics_libdevice_integers.py::test_integers_to_floats": """
         gl.extra.libdevice.int2double_rn gl.extra.libdevice.int2float_rd gl.extra.libdevice.int2float_rn
         gl.extra.libdevice.int2float_ru gl.extra.libdevice.int2float_rz gl.extra.libdevice.ll2double_rd
         gl.extra.libdevice.ll2double_rn gl.extra.libdevice.ll2double_ru gl.extra.libdevice.ll2double_rz
@@ -212,7 +212,7 @@ TESTED: dict[str, str] = {
         gl.extra.libdevice.ull2double_rz gl.extra.libdevice.ull2float_rd gl.extra.libdevice.ull2float_rn
         gl.extra.libdevice.ull2float_ru gl.extra.libdevice.ull2float_rz
     """,
-    "test_semantics_libdevice.py::test_nan_as_an_integer": """
+    "test_semantics_libdevice_integers.py::test_nan_as_an_integer": """
         gl.extra.libdevice.double2int_rn gl.extra.libdevice.float2int_rn gl.extra.libdevice.float2ll_rn
     """,
     "test_semantics_libdevice.py::test_predicates_and_exponents": """
@@ -225,7 +225,7 @@ TESTED: dict[str, str] = {
     "test_semantics_libdevice.py::test_rounding_at_the_ends": """
         gl.extra.libdevice.add_rd gl.extra.libdevice.add_ru gl.extra.libdevice.add_rz gl.extra.libdevice.div_rd
     """,
-    "test_semantics_libdevice.py::test_rounding_to_long_integers": """
+    "test_semantics_libdevice_integers.py::test_rounding_to_long_integers": """
         gl.extra.libdevice.llrint gl.extra.libdevice.llround
     """,
     "test_semantics_libdevice.py::test_sines_of_multiples_of_pi": """
@@ -280,8 +280,8 @@ TESTED: dict[str, str] = {
         gl.nvidia.blackwell.tensor_memory_descriptor_type.get_reg_layout
     """,
     "test_semantics_tma.py::test_descriptor_made_by_the_kernel": "gl.nvidia.hopper.tma.make_tensor_descriptor",
-    "test_semantics_tma.py::test_gather_of_rows": "gl.nvidia.blackwell.tma.async_gather",
-    "test_semantics_tma.py::test_im2col_is_the_matrix_of_a_convolution": "gl.nvidia.hopper.tma.async_load_im2col",
+    "test_semantics_tma_blackwell.py::test_gather_of_rows": "gl.nvidia.blackwell.tma.async_gather",
+    "test_semantics_im2col.py::test_im2col_is_the_matrix_of_a_convolution": "gl.nvidia.hopper.tma.async_load_im2col",
     "test_semantics_tma.py::test_load_fills_what_is_out_of_bounds_with_zero": """
         gl.nvidia.hopper.mbarrier.expect gl.nvidia.hopper.tma.async_load
     """,
@@ -291,7 +291,7 @@ TESTED: dict[str, str] = {
         gl.nvidia.hopper.tma.async_atomic_max gl.nvidia.hopper.tma.async_atomic_min
         gl.nvidia.hopper.tma.async_atomic_or gl.nvidia.hopper.tma.async_atomic_xor
     """,
-    "test_semantics_tma.py::test_scatter_of_rows": "gl.nvidia.blackwell.tma.async_scatter",
+    "test_semantics_tma_blackwell.py::test_scatter_of_rows": "gl.nvidia.blackwell.tma.async_scatter",
     "test_semantics_tma.py::test_store_is_clipped": "gl.nvidia.hopper.tma.async_store",
     "test_semantics_tma.py::test_store_wait_for_all_but_the_newest": """
         gl.NVMMASharedLayout.get_default_for gl.nvidia.hopper.tma.store_wait

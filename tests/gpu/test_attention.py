@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import HopperTile, TileConfig, attention
+from gluon_attn import ForwardConfig, HopperConfig, attention
 from gluon_attn.device import Device
-from gluon_attn.forward.table import HOPPER, hopper_tile, pick_tile
+from gluon_attn.forward.table import HOPPER, hopper_config, pick_config
 from gluon_attn.problem import Problem, output_dtype
 from gluon_attn.testing import (
     FP8,
     Surrounded,
     check,
+    config_for_reuse,
+    config_for_rounds,
     normal,
     normal_qkv,
     poison_free_memory,
-    tile_for_reuse,
-    tile_for_rounds,
 )
 from tests.gpu.checks import Apart, outcomes_of
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call. Lengths in tokens, or, for cases about the persistent grid, in tiles and programs."""
+    """One call. Lengths in tokens, or, for cases about the persistent grid, in row blocks and programs."""
 
     label: str
     causal: bool
@@ -48,8 +48,8 @@ class Case:
     data: str = "normal"
     memory: str = "surrounded"
     scaled: bool = False  # fp8: with scales of q, k and v
-    tile: TileConfig | None = None
-    # Tiles to a head, in place of q_len; and heads beyond one for each program of the grid, in place of heads.
+    config: ForwardConfig | None = None
+    # Row blocks to a head, in place of q_len; and heads beyond one for each program of the grid, in place of heads.
     row_blocks: int | None = None
     extra_heads: int = 0
 
@@ -131,13 +131,13 @@ def rows() -> Iterator[dict[str, Any]]:
 
     for d in KERNEL_HEAD_DIMS:
         grid = {"head_dim": d}
-        yield {"label": f"D={d}, 1 tile per program", **grid, "row_blocks": 1}
-        yield {"label": f"D={d}, 2 tiles per program", **grid, "row_blocks": 1, "batch": 2}
-        yield {"label": f"D={d}, 2 tiles per program, of one head", **grid, "row_blocks": 2}
-        yield {"label": f"D={d}, 3 tiles per program", **grid, "row_blocks": 1, "batch": 3}
-        yield {"label": f"D={d}, 3 tiles per program, of one head", **grid, "row_blocks": 3}
-        yield {"label": f"D={d}, one tile more than programs", **grid, "row_blocks": 1, "extra_heads": 1}
-        yield {"label": f"D={d}, one tile less than programs", **grid, "row_blocks": 1, "extra_heads": -1}
+        yield {"label": f"D={d}, 1 row block per program", **grid, "row_blocks": 1}
+        yield {"label": f"D={d}, 2 row blocks per program", **grid, "row_blocks": 1, "batch": 2}
+        yield {"label": f"D={d}, 2 row blocks per program, of one head", **grid, "row_blocks": 2}
+        yield {"label": f"D={d}, 3 row blocks per program", **grid, "row_blocks": 1, "batch": 3}
+        yield {"label": f"D={d}, 3 row blocks per program, of one head", **grid, "row_blocks": 3}
+        yield {"label": f"D={d}, one row block more than programs", **grid, "row_blocks": 1, "extra_heads": 1}
+        yield {"label": f"D={d}, one row block less than programs", **grid, "row_blocks": 1, "extra_heads": -1}
     yield {"label": "many small heads", "batch": 40, "heads": 16, "q_len": 5, "kv_len": 9}
 
 
@@ -147,24 +147,24 @@ def every_case() -> Iterator[Case]:
     # What the table holds for one mask must also be right for the other.
     for (i, table_row), causal in itertools.product(enumerate(HOPPER), (False, True)):
         kind: dict[str, Any] = {
-            "tile": table_row.tile,
+            "config": table_row.config,
             "dtype": "bfloat16" if table_row.element_bytes == 2 else "float8_e4m3fn",
             "head_dim": table_row.padded_head_dim,
-            "num_ctas": table_row.tile.num_ctas,
+            "num_ctas": table_row.config.num_ctas,
             "causal": causal,
         }
         for q_len, kv_len in ((129, 1000), (1000, 129)):
             yield Case(label=f"table row {i}, Sq={q_len}, Sk={kv_len}", **kind, q_len=q_len, kv_len=kv_len)
-        if causal and isinstance(table_row.tile, HopperTile) and table_row.tile.last_heads_in_turn:
-            sizes: dict[str, Any] = {"heads": 60, "q_len": 6 * table_row.tile.block_m - 15, "kv_len": 1000}
-            yield Case(label=f"table row {i}, pairs and then single row blocks", **kind, **sizes)
+        if causal and isinstance(table_row.config, HopperConfig) and table_row.config.last_heads_longest_first:
+            sizes: dict[str, Any] = {"heads": 60, "q_len": 6 * table_row.config.block_m - 15, "kv_len": 1000}
+            yield Case(label=f"table row {i}, items of two and then single row blocks", **kind, **sizes)
 
     # The table stages O in Q's tile at D=256 only.
     kinds = ((64, "bfloat16"), (96, "float16"), (128, "bfloat16"), (200, "bfloat16"))
     for (d, dtype), num_ctas, layout in itertools.product(kinds, (1, 2), ("bhsd", "bshd")):
         yield Case(
             label=f"O staged in Q, D={d} {dtype} {layout}",
-            tile=hopper_tile(2, 64 if d > 128 else 128, 1, 2, 216, stage_in_queries=True, num_ctas=num_ctas),
+            config=hopper_config(2, 64 if d > 128 else 128, 1, 2, 216, stage_in_queries=True, num_ctas=num_ctas),
             dtype=dtype,
             head_dim=d,
             num_ctas=num_ctas,
@@ -248,7 +248,7 @@ def with_data(data: str, q: Tensor, k: Tensor, v: Tensor, sequence: int) -> tupl
 
 
 def grid_sizes(case: Case) -> dict[str, Any]:
-    """Heads, length and tile of a case that is about how many tiles a program of the persistent grid gets."""
+    """Heads, length and config of a case that is about how many row blocks a program of the persistent grid gets."""
     assert case.row_blocks is not None
     device = Device.of(torch.device("cuda", torch.cuda.current_device()))
     programs = device.sm_count // case.num_ctas
@@ -261,14 +261,14 @@ def grid_sizes(case: Case) -> dict[str, Any]:
         causal=case.causal,
         **fields,  # type: ignore[arg-type]
     )
-    tile = pick_tile(problem, device, case.num_ctas)
-    q_len = case.row_blocks * tile.block_m - 3  # so that every head has a tail
+    config = pick_config(problem, device, case.num_ctas)
+    q_len = case.row_blocks * config.block_m - 3  # so that every head has a tail
     return {
         "heads": programs + case.extra_heads,
         "kv_heads": 1,
         "q_len": q_len,
         "kv_len": q_len if case.causal else 200,
-        "tile": tile,
+        "config": config,
     }
 
 
@@ -297,7 +297,7 @@ def run_case(name: str) -> None:
     if case.scaled:
         scales = [normal(*shape, dtype=torch.float32, seed=i).abs() + 0.5 for i in range(3)]
     problem = Problem.of(q, k, v, **options, scales=(scales[0], scales[1], scales[2]))
-    for tile in tiles_of(case, problem, Device.of(q.device)):
+    for config in configs_of(case, problem, Device.of(q.device)):
         around = Surrounded(q.shape, output_dtype(dtype)) if case.own_out else None
         poison_free_memory((q.shape, output_dtype(dtype)), (lse_shape, torch.float32))
         out, lse = attention(
@@ -307,8 +307,8 @@ def run_case(name: str) -> None:
             **options,
             return_lse=True,
             out=around.view if around else None,
-            num_ctas=None if tile else case.num_ctas,
-            tile=tile,
+            num_ctas=None if config else case.num_ctas,
+            config=config,
             q_scale=scales[0],
             k_scale=scales[1],
             v_scale=scales[2],
@@ -316,16 +316,16 @@ def run_case(name: str) -> None:
         if around is not None:
             assert out.data_ptr() == around.view.data_ptr(), f"{case}: O is not in `out`"
             around.check_outside_untouched()
-        check(q, k, v, out, lse, **options, scales=scales, what=f"{case}, {tile or 'the tile of the table'}")
+        check(q, k, v, out, lse, **options, scales=scales, what=f"{case}, {config or 'the config of the table'}")
 
 
-def tiles_of(case: Case, problem: Problem, device: Device) -> list[TileConfig | None]:
-    """The case's tile; or the one that attention() picks, and where that is one for little work those for much, too."""
-    if case.tile:
-        return [case.tile]
+def configs_of(case: Case, problem: Problem, device: Device) -> list[ForwardConfig | None]:
+    """The case's config; or the one that attention() picks, and those for much work where that is for little."""
+    if case.config:
+        return [case.config]
     sized = (problem, device, case.num_ctas)
-    others = [tile_for_rounds(*sized), *([tile_for_reuse(*sized)] if problem.dtype in FP8 else [])]
-    return [None, *(tile for tile in dict.fromkeys(others) if tile != pick_tile(*sized))]
+    others = [config_for_rounds(*sized), *([config_for_reuse(*sized)] if problem.dtype in FP8 else [])]
+    return [None, *(config for config in dict.fromkeys(others) if config != pick_config(*sized))]
 
 
 CASES = {case.name: case for case in every_case()}

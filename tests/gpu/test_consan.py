@@ -71,13 +71,13 @@ def run_hand_over(wait: bool) -> None:
 def run_attention(row: Row) -> None:
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
-    kernel = compiled(dtype, row.padded_head_dim, row.mask, row.tile, device_index=0)
+    kernel = compiled(dtype, row.padded_head_dim, row.mask, row.config, device_index=0)
     assert kernel.metadata.profile_scratch_size > 0
-    if row.tile.transposes_before(row.element_bytes):
+    if row.config.transposes_before(row.element_bytes):
         assert compiled_transpose(dtype, row.padded_head_dim, device_index=0).metadata.profile_scratch_size > 0
     for q_len, kv_len in LENGTHS:
         q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=row.padded_head_dim, dtype=dtype)
-        out, lse = attention(q, k, v, causal=row.causal, tile=row.tile, return_lse=True)
+        out, lse = attention(q, k, v, causal=row.causal, config=row.config, return_lse=True)
         torch.cuda.synchronize()
         check(q, k, v, out, lse, causal=row.causal, what=f"Sq={q_len}, Sk={kv_len}")
 
@@ -101,7 +101,7 @@ def run_gradients(head_dim: int, causal: bool, deterministic: bool) -> None:
 
 
 def run_persistent(num_ctas: int) -> None:
-    """More tiles than programs, so that each channel lives on from tile to tile."""
+    """More row blocks than programs, so that each channel lives on from one to the next."""
     programs = torch.cuda.get_device_properties().multi_processor_count // num_ctas
     q, k, v = normal_qkv(heads=2 * programs + 1, kv_heads=1, q_len=100, kv_len=200)
     out, lse = attention(q, k, v, causal=True, num_ctas=num_ctas, return_lse=True)
@@ -118,8 +118,8 @@ RUNS = {
         )
         for d, causal, fixed in GRADIENT_CASES
     },
-    "more tiles than programs, 2 CTAs": (run_persistent, (2,)),
-    "more tiles than programs, 1 CTA": (run_persistent, (1,)),
+    "more row blocks than programs, 2 CTAs": (run_persistent, (2,)),
+    "more row blocks than programs, 1 CTA": (run_persistent, (1,)),
     "a role that waits": (run_hand_over, (True,)),
     "a role that does not wait": (run_hand_over, (False,)),
 }

@@ -14,11 +14,11 @@ import triton
 from torch import Tensor
 
 import gluon_attn.forward.launch as attention_launch
-from gluon_attn import TileConfig, attention
+from gluon_attn import ForwardConfig, attention
 from gluon_attn.device import Device
-from gluon_attn.forward.table import pick_tile
+from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import Problem
-from gluon_attn.testing import Surrounded, check, normal, normal_qkv, tile_for_reuse
+from gluon_attn.testing import Surrounded, check, config_for_reuse, normal, normal_qkv
 from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -47,8 +47,8 @@ def raises(error: type[Exception], message: str, *args: Any, **kwargs: Any) -> N
     assert type(caught.value) is error, f"expected {error.__name__}, got {caught.value!r}"
 
 
-def picked(q: Tensor, k: Tensor, v: Tensor, *, num_ctas: int, causal: bool = False) -> TileConfig:
-    return pick_tile(Problem.of(q, k, v, causal=causal), Device.of(q.device), num_ctas)
+def picked(q: Tensor, k: Tensor, v: Tensor, *, num_ctas: int, causal: bool = False) -> ForwardConfig:
+    return pick_config(Problem.of(q, k, v, causal=causal), Device.of(q.device), num_ctas)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,10 +157,10 @@ def bad_tensors_are_refused() -> None:
 
 
 @launch_test
-def a_tile_that_does_not_fit_is_refused() -> None:
+def a_config_that_does_not_fit_is_refused() -> None:
     q, k, v = normal_qkv(q_len=64, head_dim=256)
-    tile = dataclasses.replace(picked(q, k, v, num_ctas=1), kv_slots=16)
-    raises(ValueError, r"^tile: expected .*232448.*got", q, k, v, tile=tile)
+    config = dataclasses.replace(picked(q, k, v, num_ctas=1), kv_slots=16)
+    raises(ValueError, r"^config: expected .*232448.*got", q, k, v, config=config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,24 +219,24 @@ def fp8_with_values_transposed_before() -> None:
         sizes: dict[str, Any] = {"q_len": 513, "kv_len": 701, "heads": 4, "kv_heads": 2, "layout": layout}
         q, k, v = normal_qkv(**sizes, dtype=torch.float8_e4m3fn)
         problem = Problem.of(q, k, v, causal=True, layout=layout)
-        tile = tile_for_reuse(problem, Device.of(q.device), num_ctas)
-        assert tile.transposes_before(1)
+        config = config_for_reuse(problem, Device.of(q.device), num_ctas)
+        assert config.transposes_before(1)
         options: dict[str, Any] = {"causal": True, "layout": layout}
-        attention(q, k, v, **options, tile=tile)
+        attention(q, k, v, **options, config=config)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out, lse = attention(q, k, v, **options, tile=tile, return_lse=True)
+            out, lse = attention(q, k, v, **options, config=config, return_lse=True)
         for seed in (1, 2, 3):
             fresh = normal_qkv(**sizes, dtype=torch.float8_e4m3fn, seed=seed)
             for static, values in zip((q, k, v), fresh, strict=True):
                 static.copy_(values)
             out.fill_(float("nan"))
             graph.replay()
-            check(q, k, v, out, lse, **options, what=f"replay {seed}, {tile}")
+            check(q, k, v, out, lse, **options, what=f"replay {seed}, {config}")
         inputs = [normal_qkv(**sizes, dtype=torch.float8_e4m3fn, seed=seed) for seed in (4, 5)]
         expected = [torch.full_like(out, float("nan")) for _ in inputs]
         for qkv, given in zip(inputs, expected, strict=True):
-            attention(*qkv, **options, tile=tile, out=given)
+            attention(*qkv, **options, config=config, out=given)
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream() for _ in inputs]
         for _ in range(20):
@@ -245,9 +245,9 @@ def fp8_with_values_transposed_before() -> None:
             for stream, qkv, given in zip(streams, inputs, found, strict=True):
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(SLEEP_CLOCKS // 100)  # both are enqueued before either begins
-                    attention(*qkv, **options, tile=tile, out=given)
+                    attention(*qkv, **options, config=config, out=given)
             torch.cuda.synchronize()
-            assert all(map(torch.equal, found, expected)), f"{tile}"
+            assert all(map(torch.equal, found, expected)), f"{config}"
 
 
 @launch_test
@@ -255,16 +255,16 @@ def transposed_values_are_waited_for() -> None:
     """Attention starts while V is still being transposed, into memory that has the transposed V of the call before."""
     q, k, _ = normal_qkv(batch=1, heads=64, q_len=128, kv_len=16384, dtype=torch.float8_e4m3fn)
     values = [normal(*k.shape, dtype=k.dtype, seed=seed) for seed in (1, 2)]
-    tile = tile_for_reuse(Problem.of(q, k, values[0]), Device.of(q.device), num_ctas=1)
+    config = config_for_reuse(Problem.of(q, k, values[0]), Device.of(q.device), num_ctas=1)
     expected = []
     for v in values:
-        out, lse = attention(q, k, v, tile=tile, return_lse=True)
+        out, lse = attention(q, k, v, config=config, return_lse=True)
         torch.cuda.synchronize()
         check(*(t[:, :2] for t in (q, k, v, out, lse)))
         expected.append(out)
     out = torch.empty_like(out)
     for i in range(40):
-        attention(q, k, values[i % 2], tile=tile, out=out)
+        attention(q, k, values[i % 2], config=config, out=out)
         assert torch.equal(out, expected[i % 2]), f"launch {i}"
 
 
@@ -273,12 +273,12 @@ def capture_of_a_first_call() -> None:
     """Lengths that were never launched, within a capture: only the kernels themselves are known."""
     for kind in KINDS:
         warm = normal_qkv(q_len=256, **kind)
-        tile = picked(*warm, num_ctas=1)
-        attention(*warm, tile=tile)
+        config = picked(*warm, num_ctas=1)
+        attention(*warm, config=config)
         q, k, v = normal_qkv(q_len=257, kv_len=391, **kind)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out, lse = attention(q, k, v, tile=tile, return_lse=True)
+            out, lse = attention(q, k, v, config=config, return_lse=True)
         out.fill_(float("nan"))
         graph.replay()
         check(q, k, v, out, lse, what=f"{kind}")
@@ -409,13 +409,13 @@ def new_lengths_compile_nothing() -> None:
     for num_ctas, causal, kind in itertools.product((1, 2), (False, True), KINDS):
         q, k, v = normal_qkv(q_len=512, **kind)
         attention_launch.compiled_transpose.cache_clear()
-        # A tile that nobody else uses, so that the first call has something to compile.
-        tile = dataclasses.replace(picked(q, k, v, num_ctas=num_ctas, causal=causal), kv_slots=1)
+        # A config that nobody else uses, so that the first call has something to compile.
+        config = dataclasses.replace(picked(q, k, v, num_ctas=num_ctas, causal=causal), kv_slots=1)
         with counting_compiles() as compiles:
-            out, lse = attention(q, k, v, tile=tile, causal=causal, return_lse=True)
+            out, lse = attention(q, k, v, config=config, causal=causal, return_lse=True)
             first = compiles()
-            check(q, k, v, out, lse, causal=causal, what=str(tile))
-            kernels = 2 if tile.transposes_before(q.itemsize) else 1
+            check(q, k, v, out, lse, causal=causal, what=str(config))
+            kernels = 2 if config.transposes_before(q.itemsize) else 1
             assert max(first) == kernels, f"the first call should compile {kernels}, got {first}"
             # Triton specialises on 1 and on divisibility by 16, so some that are, and some that are not.
             for batch, heads, kv_heads, q_len, kv_len in (
@@ -440,7 +440,7 @@ def new_lengths_compile_nothing() -> None:
                     ("bshd", 1.0, q.shape[3] // 2 + 16 // q.itemsize),
                 ):
                     tensors = normal_qkv(**sizes, layout=layout, head_dim=head_dim, dtype=q.dtype)
-                    attention(*tensors, tile=tile, causal=causal, scale=scale, layout=layout, return_lse=True)
+                    attention(*tensors, config=config, causal=causal, scale=scale, layout=layout, return_lse=True)
             torch.cuda.synchronize()
             assert compiles() == first, f"{compiles()} compiles after {first} for the first call"
 

@@ -36,7 +36,7 @@ def repeat(launches: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> No
 
 def repeat_test(num_ctas: int, head_dim: int) -> Callable[[], None]:
     def run() -> None:
-        # Of one, two and three tiles to a program, or thereabouts, with heads that end in a tail.
+        # Of one, two and three row blocks to a program, or thereabouts, with heads that end in a tail.
         for batch, q_len, causal, dtype in (
             (1, 700, True, torch.bfloat16),
             (3, 1111, False, torch.bfloat16),

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from gluon_attn import TileConfig, attention
-from gluon_attn.forward.table import hopper_tile
+from gluon_attn import ForwardConfig, attention
+from gluon_attn.forward.table import hopper_config
 from tests.gluon_attn.special_values import check_special, special_tensors
 from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(600)
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-AS_INTEGERS: dict[str, tuple[bool, TileConfig]] = {
-    "three roles": (False, hopper_tile(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)),
-    "four roles, causal": (True, hopper_tile(4, 64, 2, 4, 112, integer_max=True)),
+AS_INTEGERS: dict[str, tuple[bool, ForwardConfig]] = {
+    "three roles": (False, hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)),
+    "four roles, causal": (True, hopper_config(4, 64, 2, 4, 112, integer_max=True)),
 }
 # Name: dtype, head dim and further arguments of attention().
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -27,8 +27,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     )
     for dtype, d, causal, num_ctas in itertools.product(DTYPES, (64, 128, 256), (False, True), (1, 2))
 } | {
-    f"{dtype}, D=64, maxima as integers, {name}": (dtype, 64, {"causal": causal, "tile": tile})
-    for dtype, (name, (causal, tile)) in itertools.product(DTYPES[:2], AS_INTEGERS.items())
+    f"{dtype}, D=64, maxima as integers, {name}": (dtype, 64, {"causal": causal, "config": config})
+    for dtype, (name, (causal, config)) in itertools.product(DTYPES[:2], AS_INTEGERS.items())
 }
 
 

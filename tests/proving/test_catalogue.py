@@ -34,13 +34,13 @@ RECORD = store.Record(
 
 def test_every_row_of_the_tuning_table_has_its_proofs():
     names = {proof.name for proof in catalogue()}
-    rows = [row for row in BLACKWELL if ARCH in row.tile.archs]
+    rows = [row for row in BLACKWELL if ARCH in row.config.archs]
     assert len(rows) >= 2 * 2 * 2 * 3
     for row in rows:
         for name, dtype in DTYPES.items():
             if dtype.itemsize == row.element_bytes:
                 mask = "causal" if row.causal else "full"
-                assert f"d{row.padded_head_dim}-{name}-{mask}-{row.tile.num_ctas}cta" in names
+                assert f"d{row.padded_head_dim}-{name}-{mask}-{row.config.num_ctas}cta" in names
 
 
 def test_names_are_unique():
@@ -57,7 +57,7 @@ def test_quick_proofs_are_few_and_of_one_cta():
     assert set(quick) == QUICK
     assert 4 <= len(quick) <= 6
     assert all("1cta" in name for name in quick)
-    assert any("two-tiles" in name for name in quick)
+    assert any("two-row-blocks" in name for name in quick)
 
 
 def launch_of(name: str):
@@ -65,7 +65,7 @@ def launch_of(name: str):
 
 
 @pytest.mark.slow  # it compiles the kernel
-def test_one_tile():
+def test_one_row_block():
     launch = launch_of("d64-bf16-full-1cta")
     assert (launch.grid, launch.num_ctas) == ((1, 1, 1), 1)
     maps = {arg.name: arg for arg in launch.arguments if isinstance(arg, TensorMap)}
@@ -79,8 +79,8 @@ def test_one_tile():
 
 
 @pytest.mark.slow
-def test_two_tiles_are_one_programs():
-    launch = launch_of("d64-bf16-causal-1cta-two-tiles")
+def test_two_row_blocks_are_one_programs():
+    launch = launch_of("d64-bf16-causal-1cta-two-row-blocks")
     assert launch.grid == (1, 1, 1)
     assert next(arg.shape for arg in launch.arguments if isinstance(arg, TensorMap)) == (1, 1, 512, 64)
 
@@ -119,11 +119,11 @@ def change_launch(case: Case) -> Case:
     return dataclasses.replace(case, kv_len=case.kv_len + 1)
 
 
-def change_tile(case: Case) -> Case:
-    return dataclasses.replace(case, tile=dataclasses.replace(case.tile, kv_slots=2))
+def change_config(case: Case) -> Case:
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, kv_slots=2))
 
 
-@pytest.mark.parametrize("change", [change_launch, change_tile])
+@pytest.mark.parametrize("change", [change_launch, change_config])
 def test_a_record_of_something_else_does_not_hold(record, capsys, monkeypatch, change):
     proof = next(proof for proof in catalogue() if proof.name == ONE)
     case = change(proof.source.__self__)  # type: ignore[attr-defined]  # a bound method

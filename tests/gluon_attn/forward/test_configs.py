@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gluon_attn import BlackwellTile, HopperTile
-from gluon_attn.forward.table import blackwell_tile
+from gluon_attn import BlackwellConfig, ForwardConfig, HopperConfig
+from gluon_attn.forward.table import blackwell_config
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hopper
@@ -64,32 +64,32 @@ HOPPER_REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), HOPPER_REFUSED.values(), ids=HOPPER_REFUSED.keys())
-def test_a_hopper_tile_checks_itself(change, message):
+def test_a_hopper_config_checks_itself(change, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        HopperTile(**(HOPPER_VALID | change))
+        HopperConfig(**(HOPPER_VALID | change))
 
 
-def test_a_hopper_tile_is_keyword_only_and_frozen():
+def test_a_hopper_config_is_keyword_only_and_frozen():
     with pytest.raises(TypeError, match="positional"):
-        HopperTile(*HOPPER_VALID.values())  # type: ignore[call-arg]
-    tile = HopperTile(**HOPPER_VALID)
+        HopperConfig(*HOPPER_VALID.values())  # type: ignore[call-arg]
+    config = HopperConfig(**HOPPER_VALID)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        tile.kv_slots = 3  # type: ignore[misc]
-    assert hash(tile) == hash(HopperTile(**HOPPER_VALID))
+        config.kv_slots = 3  # type: ignore[misc]
+    assert hash(config) == hash(HopperConfig(**HOPPER_VALID))
 
 
 def test_a_changed_copy_is_checked_too():
     with pytest.raises(ValueError, match=r"self.kv_slots=0 must be at least 1"):
-        dataclasses.replace(HopperTile(**HOPPER_VALID), kv_slots=0)
+        dataclasses.replace(HopperConfig(**HOPPER_VALID), kv_slots=0)
 
 
 @pytest.mark.parametrize("softmax_roles", [1, 2, 3, 4])
 @pytest.mark.parametrize(("cga_layout", "num_ctas"), [((), 1), (((1, 0),), 2)])
-def test_rows_of_a_hopper_tile(softmax_roles, cga_layout, num_ctas):
+def test_rows_of_a_hopper_config(softmax_roles, cga_layout, num_ctas):
     fields = HOPPER_VALID | {"softmax_roles": softmax_roles, "softmax_registers": 96, "cga_layout": cga_layout}
-    tile = HopperTile(**fields)
-    assert tile.num_ctas == num_ctas
-    assert tile.block_m == 64 * softmax_roles * num_ctas
+    config = HopperConfig(**fields)
+    assert config.num_ctas == num_ctas
+    assert config.block_m == 64 * softmax_roles * num_ctas
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,40 +141,46 @@ BLACKWELL_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), BLACKWELL_REFUSED.values(), ids=BLACKWELL_REFUSED.keys())
-def test_a_blackwell_tile_checks_itself(change, message):
+def test_a_blackwell_config_checks_itself(change, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        BlackwellTile(**(BLACKWELL_VALID | change))
+        BlackwellConfig(**(BLACKWELL_VALID | change))
 
 
-def test_a_blackwell_tile_and_its_changed_copy():
-    tile = BlackwellTile(**BLACKWELL_VALID)
-    assert hash(tile) == hash(BlackwellTile(**BLACKWELL_VALID))
+def test_a_blackwell_config_and_its_changed_copy():
+    config = BlackwellConfig(**BLACKWELL_VALID)
+    assert hash(config) == hash(BlackwellConfig(**BLACKWELL_VALID))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        tile.kv_slots = 4  # type: ignore[misc]
+        config.kv_slots = 4  # type: ignore[misc]
     with pytest.raises(ValueError, match=r"self.kv_slots=0 must be at least 1"):
-        dataclasses.replace(tile, kv_slots=0)
+        dataclasses.replace(config, kv_slots=0)
     with pytest.raises(TypeError, match="positional"):
-        BlackwellTile(*BLACKWELL_VALID.values())  # type: ignore[call-arg]
+        BlackwellConfig(*BLACKWELL_VALID.values())  # type: ignore[call-arg]
 
 
 CGA_LAYOUTS = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 
 
 @pytest.mark.parametrize("num_ctas", [1, 2, 4])
-def test_rows_and_shards_of_a_blackwell_tile(num_ctas):
-    tile = blackwell_tile(3, 192, num_ctas=num_ctas)
-    assert (tile.num_ctas, tile.block_m, tile.rows_per_query_tile) == (num_ctas, 256 * num_ctas, 128 * num_ctas)
-    assert tile.operand("q") == tile.operand("out") == (128 * num_ctas, CGA_LAYOUTS[num_ctas])
+def test_rows_and_shards_of_a_blackwell_config(num_ctas):
+    config = blackwell_config(3, 192, num_ctas=num_ctas)
+    assert (config.num_ctas, config.block_m, config.rows_per_query_tile) == (num_ctas, 256 * num_ctas, 128 * num_ctas)
+    assert config.operand("q") == config.operand("out") == (128 * num_ctas, CGA_LAYOUTS[num_ctas])
     # Of K a pair's CTA has half of the rows, of V half of the columns; both pairs of four have the same.
     shards: dict[int, tuple[Any, Any]] = {
         1: ((), ()),
         2: (((1, 0),), ((0, 1),)),
         4: (((1, 0), (0, 0)), ((0, 1), (0, 0))),
     }
-    assert (tile.operand("k"), tile.operand("v")) == tuple((128, layout) for layout in shards[num_ctas])
+    assert (config.operand("k"), config.operand("v")) == tuple((128, layout) for layout in shards[num_ctas])
 
 
 def test_max_in_load_is_for_sm_103_alone():
-    assert blackwell_tile(3, 192).archs == (100, 103)
-    assert blackwell_tile(3, 192, max_in_load=True).archs == (103,)
-    assert HopperTile(**HOPPER_VALID).archs == (90,)
+    assert blackwell_config(3, 192).archs == (100, 103)
+    assert blackwell_config(3, 192, max_in_load=True).archs == (103,)
+    assert HopperConfig(**HOPPER_VALID).archs == (90,)
+
+
+def test_the_base_of_configs_is_no_config():
+    fields: dict[str, Any] = {"block_n": 128, "kv_slots": 2, "softmax_registers": 192, "load_registers": 24}
+    with pytest.raises(TypeError, match=r"^ForwardConfig: expected a HopperConfig or a BlackwellConfig"):
+        ForwardConfig(**fields)  # type: ignore[abstract]  # which a type checker says too

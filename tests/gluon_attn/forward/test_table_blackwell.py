@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from gluon_attn import BlackwellTile, HopperTile
+from gluon_attn import BlackwellConfig, HopperConfig
 from gluon_attn.device import Device
 from gluon_attn.forward.table import (
     BLACKWELL,
     HOPPER,
     TABLE,
     Row,
-    pick_tile,
+    pick_config,
     require_fits,
 )
 from gluon_attn.problem import Problem
@@ -37,7 +37,7 @@ every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.k
 
 
 def name_of(i: int, row: Row) -> str:
-    return f"row {i}: D={row.padded_head_dim}, {row.tile.num_ctas} CTAs, {8 * row.element_bytes} bits"
+    return f"row {i}: D={row.padded_head_dim}, {row.config.num_ctas} CTAs, {8 * row.element_bytes} bits"
 
 
 ROWS: dict[str, Any] = {name_of(i, row): row for i, row in enumerate(BLACKWELL)}
@@ -67,9 +67,9 @@ def problem(**fields: Any) -> Problem:
 @every_device
 def test_there_is_a_row_for_every_kind_of_problem(device):
     kinds = {
-        (r.padded_head_dim, r.causal, r.tile.num_ctas, r.element_bytes)
+        (r.padded_head_dim, r.causal, r.config.num_ctas, r.element_bytes)
         for r in BLACKWELL
-        if device.arch in r.tile.archs and r.min_kv_len == 1
+        if device.arch in r.config.archs and r.min_kv_len == 1
     }
     assert kinds == set(itertools.product((64, 128), (False, True), (1, 2, 4), (1, 2)))
 
@@ -83,7 +83,7 @@ def test_no_row_is_behind_another_that_always_comes_first():
             dtype=torch.bfloat16 if row.element_bytes == 2 else E4M3,
             kv_len=row.min_kv_len,
         )
-        assert row.tile in [pick_tile(asked, device, row.tile.num_ctas) for device in DEVICES.values()], name
+        assert row.config in [pick_config(asked, device, row.config.num_ctas) for device in DEVICES.values()], name
 
 
 def test_rows_are_marked_as_not_measured():
@@ -92,45 +92,45 @@ def test_rows_are_marked_as_not_measured():
         assert (row.result_file, row.card, row.date) == (None, None, None), name
 
 
-def tile_bytes(tile: BlackwellTile, head_dim: int, element_bytes: int) -> int:
+def tile_bytes(config: BlackwellConfig, head_dim: int, element_bytes: int) -> int:
     """The tiles of one CTA: Q and O (16 bits) of two query tiles; K and V in one ring, in a pair half of each."""
     queries_and_results = 2 * 128 * head_dim * (element_bytes + 2)
-    shares = 1 if tile.num_ctas == 1 else 2
-    return queries_and_results + tile.kv_slots * tile.block_n // shares * head_dim * element_bytes
+    shares = 1 if config.num_ctas == 1 else 2
+    return queries_and_results + config.kv_slots * config.block_n // shares * head_dim * element_bytes
 
 
 def test_rows_fit_shared_memory():
     for name, row in ROWS.items():
-        tiles = tile_bytes(row.tile, row.padded_head_dim, row.element_bytes)
-        assert tiles < row.tile.smem_bytes(row.padded_head_dim, row.element_bytes) <= SMEM_BYTES, name
-        assert row.tile.smem_bytes(row.padded_head_dim, row.element_bytes) <= tiles + 2048, name
+        tiles = tile_bytes(row.config, row.padded_head_dim, row.element_bytes)
+        assert tiles < row.config.smem_bytes(row.padded_head_dim, row.element_bytes) <= SMEM_BYTES, name
+        assert row.config.smem_bytes(row.padded_head_dim, row.element_bytes) <= tiles + 2048, name
 
 
 def test_rows_have_room_for_a_whole_step():
     """K and V of one block, and the next K while V is in use; in a pair's ring a slot is half as large."""
-    assert [name for name, row in ROWS.items() if row.tile.kv_slots < 3] == []
+    assert [name for name, row in ROWS.items() if row.config.kv_slots < 3] == []
 
 
 def test_rows_fit_the_registers():
     for name, row in ROWS.items():
-        tile = row.tile
+        config = row.config
         # Two softmax warpgroups, correction, and one warpgroup in which load, mma and store have a warp each.
-        per_thread = [tile.softmax_registers] * 2 + [tile.correction_registers, tile.load_registers]
+        per_thread = [config.softmax_registers] * 2 + [config.correction_registers, config.load_registers]
         assert sum(WARPGROUP * registers for registers in per_thread) <= REGISTERS, name
         assert all(24 <= each <= MAX_REGISTERS_PER_THREAD and each % 8 == 0 for each in per_thread), name
 
 
 def test_rows_fit_the_threads():
-    assert [name for name, row in ROWS.items() if WARPGROUP * row.tile.WARPGROUPS > MAX_THREADS] == []
+    assert [name for name, row in ROWS.items() if WARPGROUP * row.config.WARPGROUPS > MAX_THREADS] == []
 
 
 def test_rows_fit_tensor_memory():
     for name, row in ROWS.items():
-        tile = row.tile
+        config = row.config
         # Scores and output of each of two query tiles: fp32, a row to a lane.
-        assert tile.tensor_memory_columns(row.padded_head_dim) == 2 * (tile.block_n + row.padded_head_dim), name
-        assert tile.tensor_memory_columns(row.padded_head_dim) <= TENSOR_MEMORY_COLUMNS, name
-        assert tile.ROWS_PER_CTA == TENSOR_MEMORY_LANES, name
+        assert config.tensor_memory_columns(row.padded_head_dim) == 2 * (config.block_n + row.padded_head_dim), name
+        assert config.tensor_memory_columns(row.padded_head_dim) <= TENSOR_MEMORY_COLUMNS, name
+        assert config.ROWS_PER_CTA == TENSOR_MEMORY_LANES, name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,43 +142,43 @@ LENGTHS = (1, 127, 128, 129, 1000, 4097, 1 << 20)
 
 @every_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3, E5M2], ids=str)
-def test_a_tile_for_every_problem(dtype, device):
+def test_a_config_for_every_problem(dtype, device):
     for head_dim, causal, q_len, kv_len, num_ctas in itertools.product(
         range(8 * 2 // dtype.itemsize, 129, 8 * 2 // dtype.itemsize), (False, True), LENGTHS, LENGTHS, (None, 1, 2, 4)
     ):
         asked = problem(dtype=dtype, causal=causal, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        tile = pick_tile(asked, device, num_ctas)
-        assert isinstance(tile, BlackwellTile)
-        assert num_ctas in (None, tile.num_ctas), asked
-        require_fits(tile, asked, device)
-        assert tile_bytes(tile, asked.padded_head_dim, dtype.itemsize) <= SMEM_BYTES, asked
+        config = pick_config(asked, device, num_ctas)
+        assert isinstance(config, BlackwellConfig)
+        assert num_ctas in (None, config.num_ctas), asked
+        require_fits(config, asked, device)
+        assert tile_bytes(config, asked.padded_head_dim, dtype.itemsize) <= SMEM_BYTES, asked
 
 
 @every_device
 @pytest.mark.parametrize("head_dim", [136, 192, 256])
-def test_no_tile_beyond_what_tensor_memory_holds(head_dim, device):
+def test_no_config_beyond_what_tensor_memory_holds(head_dim, device):
     with pytest.raises(NotImplementedError, match=rf"^q: head_dim {head_dim} on a Blackwell card .*at most 128"):
-        pick_tile(problem(head_dim=head_dim), device)
+        pick_config(problem(head_dim=head_dim), device)
 
 
-def test_each_architecture_has_its_own_tiles():
-    for device, kind in ((Device.hopper(), HopperTile), *((d, BlackwellTile) for d in DEVICES.values())):
-        assert type(pick_tile(problem(), device)) is kind
-    assert {type(r.tile) for r in HOPPER} == {HopperTile}
-    assert {type(r.tile) for r in BLACKWELL} == {BlackwellTile}
+def test_each_architecture_has_its_own_configs():
+    for device, kind in ((Device.hopper(), HopperConfig), *((d, BlackwellConfig) for d in DEVICES.values())):
+        assert type(pick_config(problem(), device)) is kind
+    assert {type(r.config) for r in HOPPER} == {HopperConfig}
+    assert {type(r.config) for r in BLACKWELL} == {BlackwellConfig}
     assert TABLE == HOPPER + BLACKWELL
 
 
 @every_device
 def test_a_card_with_less_shared_memory_gets_what_fits_or_an_error(device):
     with pytest.raises(ValueError, match="1024 bytes of shared memory"):
-        pick_tile(problem(), dataclasses.replace(device, smem_bytes=1024))
+        pick_config(problem(), dataclasses.replace(device, smem_bytes=1024))
 
 
 def test_picking_is_pure(monkeypatch):
     asked = problem(causal=True, dtype=E4M3)
-    first = pick_tile(asked, Device.blackwell())
+    first = pick_config(asked, Device.blackwell())
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
     monkeypatch.setattr(torch.cuda, "is_available", None)
-    assert pick_tile(asked, Device.blackwell()) == first
-    assert pick_tile(asked, dataclasses.replace(Device.blackwell(), name="NVIDIA GB200")) == first
+    assert pick_config(asked, Device.blackwell()) == first
+    assert pick_config(asked, dataclasses.replace(Device.blackwell(), name="NVIDIA GB200")) == first

@@ -18,9 +18,9 @@ import torch
 
 from bench.candidates import CANDIDATES, label
 from bench.points import DTYPES, SETS, Point
-from gluon_attn import HopperTile
+from gluon_attn import HopperConfig
 from gluon_attn.device import Device
-from gluon_attn.forward.table import HOPPER, Row, pick_tile
+from gluon_attn.forward.table import HOPPER, Row, pick_config
 from gluon_attn.problem import Problem
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
@@ -39,47 +39,47 @@ OTHER_SMEM_BYTES = 8192
 
 
 def name_of(i: int, row: Row) -> str:
-    return f"row {i}: D={row.padded_head_dim}, {row.tile.num_ctas} CTAs"
+    return f"row {i}: D={row.padded_head_dim}, {row.config.num_ctas} CTAs"
 
 
 ROWS: dict[str, Any] = {name_of(i, row): row for i, row in enumerate(HOPPER)}
 
 
-def tile_bytes(tile: HopperTile, head_dim: int, element_bytes: int) -> int:
-    """The tiles of one CTA: Q in its slots; K and V in theirs, and V transposed in as many more if a role does that; O,
-    in 16 bits, in a buffer of its own unless it is staged in Q's."""
-    queries = tile.query_slots * tile.softmax_roles * QUERY_ROWS * head_dim * element_bytes
-    results = 0 if tile.stage_in_queries else tile.softmax_roles * QUERY_ROWS * head_dim * 2
-    kinds = 3 if tile.transpose_registers else 2
-    return queries + results + kinds * tile.kv_slots * tile.block_n * head_dim * element_bytes
+def tile_bytes(config: HopperConfig, head_dim: int, element_bytes: int) -> int:
+    """The tiles of one CTA: Q in its slots; K and V in theirs, and V transposed in as many more if a role does that;
+    O, in 16 bits, in a buffer of its own unless it is staged in Q's."""
+    queries = config.query_slots * config.softmax_roles * QUERY_ROWS * head_dim * element_bytes
+    results = 0 if config.stage_in_queries else config.softmax_roles * QUERY_ROWS * head_dim * 2
+    kinds = 3 if config.transpose_registers else 2
+    return queries + results + kinds * config.kv_slots * config.block_n * head_dim * element_bytes
 
 
 def test_there_are_rows():
-    assert {(row.padded_head_dim, row.tile.num_ctas) for row in HOPPER} == set(
+    assert {(row.padded_head_dim, row.config.num_ctas) for row in HOPPER} == set(
         itertools.product((64, 128, 256), (1, 2))
     )
 
 
 def test_rows_fit_shared_memory():
     for name, row in ROWS.items():
-        assert tile_bytes(row.tile, row.padded_head_dim, row.element_bytes) <= SMEM_BYTES, name
-        assert row.tile.smem_bytes(row.padded_head_dim, row.element_bytes) <= SMEM_BYTES, name
+        assert tile_bytes(row.config, row.padded_head_dim, row.element_bytes) <= SMEM_BYTES, name
+        assert row.config.smem_bytes(row.padded_head_dim, row.element_bytes) <= SMEM_BYTES, name
 
 
 def test_rows_fit_the_registers():
     for name, row in ROWS.items():
         # Registers are handed out by warpgroup: the one load warp takes those of four.
-        per_thread = [row.tile.softmax_registers] * row.tile.softmax_roles + [row.tile.load_registers]
-        if row.tile.transpose_registers:
-            per_thread.append(row.tile.transpose_registers)
+        per_thread = [row.config.softmax_registers] * row.config.softmax_roles + [row.config.load_registers]
+        if row.config.transpose_registers:
+            per_thread.append(row.config.transpose_registers)
         assert sum(WARPGROUP * registers for registers in per_thread) <= REGISTERS, name
         assert all(24 <= each <= MAX_REGISTERS_PER_THREAD and each % 8 == 0 for each in per_thread), name
 
 
 def test_rows_fit_the_threads():
     for name, row in ROWS.items():
-        transposing = 1 if row.tile.transpose_registers else 0
-        assert WARPGROUP * (row.tile.softmax_roles + 1 + transposing) <= MAX_THREADS, name
+        transposing = 1 if row.config.transpose_registers else 0
+        assert WARPGROUP * (row.config.softmax_roles + 1 + transposing) <= MAX_THREADS, name
 
 
 def test_rows_say_where_they_were_measured():
@@ -124,14 +124,14 @@ def timed(result_file: str) -> list[tuple[Point, Problem, dict[str, Any]]]:
 
 
 def row_for(asked: Problem, num_ctas: int | None) -> Row:
-    """Of the table, whose tile `pick_tile` takes."""
+    """Of the table, whose config `pick_config` takes."""
     row = next(row for row in HOPPER if row.fits(asked, Device.hopper(), num_ctas))
-    assert row.tile == pick_tile(asked, Device.hopper(), num_ctas)
+    assert row.config == pick_config(asked, Device.hopper(), num_ctas)
     return row
 
 
-# Points at which the chosen tile was more than 2 % slower than the best. All are long: there the card's power makes the
-# times of a tile differ by more than that from round to round, and a row more would win less than the noise.
+# Points at which the chosen config was more than 2 % slower than the best. All are long: there the card's power makes
+# the times of a config differ by more than that from round to round, and a row more would win less than the noise.
 WITHIN_THE_NOISE = {"D=128 causal 16384", "D=256 full 16384", "D=256 causal 16384", "D=256 full 16384 e4m3"}
 
 
@@ -148,11 +148,11 @@ def test_each_row_is_within_two_percent_of_the_best_candidate(num_ctas):
         rivals = [results[label(c)] for c in candidates if label(c) in results and num_ctas in (None, c.num_ctas)]
         row = row_for(asked, num_ctas)
         assert row.result_file == "h200_candidates.json"
-        own, best = results[label(row.tile)], min(rivals, key=lambda one: one["ms"])
+        own, best = results[label(row.config)], min(rivals, key=lambda one: one["ms"])
         slower = own["ms"] / best["ms"] - 1
         if slower > 0.02:
             late.add(point.name)
-            assert slower < (own["spread"] + best["spread"]) / 2, f"{point.name}: {label(row.tile)}, {slower:.1%}"
+            assert slower < (own["spread"] + best["spread"]) / 2, f"{point.name}: {label(row.config)}, {slower:.1%}"
         seen += 1
     assert late == (WITHIN_THE_NOISE if num_ctas is None else set())
     assert seen > 40
@@ -161,7 +161,7 @@ def test_each_row_is_within_two_percent_of_the_best_candidate(num_ctas):
 def test_each_row_serves_a_point_that_was_timed():
     serving = [row_for(asked, n) for _, asked, _ in timed("h200_candidates.json") for n in (None, 1, 2)]
     idle = {
-        (label(row.tile), row.padded_head_dim, row.causal, row.element_bytes) for row in HOPPER if row not in serving
+        (label(row.config), row.padded_head_dim, row.causal, row.element_bytes) for row in HOPPER if row not in serving
     }
     assert idle == set(UNTIMED)
 
@@ -177,9 +177,9 @@ def test_each_row_wins_over_the_one_that_would_serve_without_it():
                 continue
             others = [other for other in HOPPER if other is not row and other.fits(asked, device, n)]
             needed |= not others
-            if others and label(others[0].tile) in results:
-                gains.append(results[label(others[0].tile)]["ms"] / results[label(row.tile)]["ms"])
-        name = (label(row.tile), row.padded_head_dim, row.causal, row.element_bytes)
+            if others and label(others[0].config) in results:
+                gains.append(results[label(others[0].config)]["ms"] / results[label(row.config)]["ms"])
+        name = (label(row.config), row.padded_head_dim, row.causal, row.element_bytes)
         judged += bool(gains)
         assert needed or name in UNTIMED or statistics.geometric_mean(gains) > 1.01, name
     assert judged > 30
@@ -187,8 +187,8 @@ def test_each_row_wins_over_the_one_that_would_serve_without_it():
 
 def test_smem_bytes_covers_the_tiles():
     for (name, row), head_dim, element_bytes in itertools.product(ROWS.items(), (64, 128, 256), (1, 2)):
-        tiles = tile_bytes(row.tile, head_dim, element_bytes)
-        assert tiles < row.tile.smem_bytes(head_dim, element_bytes) <= tiles + OTHER_SMEM_BYTES, (name, head_dim)
+        tiles = tile_bytes(row.config, head_dim, element_bytes)
+        assert tiles < row.config.smem_bytes(head_dim, element_bytes) <= tiles + OTHER_SMEM_BYTES, (name, head_dim)
 
 
 def problem(**fields: Any) -> Problem:
@@ -211,7 +211,7 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 129, 512, 1000, 4097, 16384, 1 << 20)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_a_tile_for_every_problem(head_dim):
+def test_a_config_for_every_problem(head_dim):
     padded = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     for dtype, causal, q_len, kv_len, layout in itertools.product(
         (torch.float16, torch.bfloat16, torch.float8_e4m3fn), (False, True), LENGTHS, LENGTHS, ("bhsd", "bshd")
@@ -220,20 +220,20 @@ def test_a_tile_for_every_problem(head_dim):
             continue  # TMA cannot address it
         asked = problem(dtype=dtype, causal=causal, q_len=q_len, kv_len=kv_len, head_dim=head_dim, layout=layout)
         for num_ctas in (None, 1, 2):
-            tile = pick_tile(asked, Device.hopper(), num_ctas)
-            assert isinstance(tile, HopperTile)
-            assert num_ctas in (None, tile.num_ctas), asked
-            assert tile.transpose_registers == 0 or dtype.itemsize == 1, asked
-            assert tile.smem_bytes(padded, dtype.itemsize) <= SMEM_BYTES, asked
-            assert tile_bytes(tile, padded, dtype.itemsize) <= SMEM_BYTES, asked
+            config = pick_config(asked, Device.hopper(), num_ctas)
+            assert isinstance(config, HopperConfig)
+            assert num_ctas in (None, config.num_ctas), asked
+            assert config.transpose_registers == 0 or dtype.itemsize == 1, asked
+            assert config.smem_bytes(padded, dtype.itemsize) <= SMEM_BYTES, asked
+            assert tile_bytes(config, padded, dtype.itemsize) <= SMEM_BYTES, asked
 
 
 @pytest.mark.parametrize("batch", [1, 7, 512])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (32, 8), (5, 1), (128, 128)])
-def test_a_tile_for_any_number_of_heads(batch, heads, kv_heads):
+def test_a_config_for_any_number_of_heads(batch, heads, kv_heads):
     for causal, head_dim in itertools.product((False, True), (64, 128, 256)):
         asked = problem(batch=batch, heads=heads, kv_heads=kv_heads, causal=causal, head_dim=head_dim)
-        assert isinstance(pick_tile(asked, Device.hopper()), HopperTile)
+        assert isinstance(pick_config(asked, Device.hopper()), HopperConfig)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_tile_for_any_number_of_heads(batch, heads, kv_heads):
         (64, False, 16, 512, 64),  # 128 row blocks of 64 rows for 132 processors
         (64, False, 17, 512, 128),
         (64, False, 32, 1024, 256),
-        (64, True, 16, 1024, 64),  # 128 pairs of row blocks
+        (64, True, 16, 1024, 64),  # 128 items of two row blocks
         (64, True, 32, 1024, 256),
         (64, True, 32, 2048, 256),
         (64, False, 32, 8192, 192),
@@ -252,10 +252,10 @@ def test_a_tile_for_any_number_of_heads(batch, heads, kv_heads):
         (128, True, 16, 2048, 128),
     ],
 )
-def test_little_work_has_small_tiles(head_dim, causal, heads, length, rows):
+def test_little_work_has_small_row_blocks(head_dim, causal, heads, length, rows):
     kind = {"head_dim": head_dim, "causal": causal, "q_len": length, "kv_len": length}
     asked = problem(batch=1, heads=heads, kv_heads=heads, **kind)
-    assert pick_tile(asked, Device.hopper()).block_m == rows
+    assert pick_config(asked, Device.hopper()).block_m == rows
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_values_are_transposed_before_where_many_queries_use_each_key(head_dim, 
         most = 2**20 if enough is None else enough
         for q_len, before in ((most // group - 1, False), (most // group, enough is not None)):
             asked = problem(**kind, q_len=q_len, kv_heads=16 // group)
-            assert pick_tile(asked, Device.hopper(), num_ctas).transposes_before(1) == before, asked
+            assert pick_config(asked, Device.hopper(), num_ctas).transposes_before(1) == before, asked
 
 
 @pytest.mark.parametrize(
@@ -299,11 +299,14 @@ def test_long_causal_problems_end_with_the_lightest_row_blocks(dtype, head_dim, 
     for num_ctas, least in ((None, from_keys), (1, from_keys), (2, from_keys_of_two_ctas)):
         for kv_len in (1, 2**20) if least is None else (least - 1, least, 2**20):
             kind = {"dtype": dtype, "head_dim": head_dim, "kv_len": max(1, kv_len), "q_len": 4096}
-            tile, of_full = (pick_tile(problem(**kind, causal=c), Device.hopper(), num_ctas) for c in (True, False))
-            assert isinstance(tile, HopperTile)
-            assert isinstance(of_full, HopperTile)
-            assert tile.last_heads_in_turn == (least is not None and kind["kv_len"] >= least), (num_ctas, kv_len)
-            assert not of_full.last_heads_in_turn
+            config, of_full = (pick_config(problem(**kind, causal=c), Device.hopper(), num_ctas) for c in (True, False))
+            assert isinstance(config, HopperConfig)
+            assert isinstance(of_full, HopperConfig)
+            assert config.last_heads_longest_first == (least is not None and kind["kv_len"] >= least), (
+                num_ctas,
+                kv_len,
+            )
+            assert not of_full.last_heads_longest_first
 
 
 @pytest.mark.parametrize(
@@ -323,25 +326,25 @@ def test_long_causal_problems_end_with_the_lightest_row_blocks(dtype, head_dim, 
 )
 def test_where_maxima_are_integers_and_blocks_small(kv_len, head_dim, causal, block_n, integer_max):
     asked = problem(dtype=torch.float16, head_dim=head_dim, causal=causal, kv_len=kv_len, q_len=4096)
-    one, two = (pick_tile(asked, Device.hopper(), num_ctas) for num_ctas in (None, 2))
-    assert isinstance(one, HopperTile)
-    assert isinstance(two, HopperTile)
+    one, two = (pick_config(asked, Device.hopper(), num_ctas) for num_ctas in (None, 2))
+    assert isinstance(one, HopperConfig)
+    assert isinstance(two, HopperConfig)
     assert (one.num_ctas, one.block_n, one.integer_max) == (1, block_n, integer_max)
     assert (two.num_ctas, two.integer_max) == (2, False)
 
 
 def test_picking_is_pure(monkeypatch):
     asked = problem(causal=True)
-    first = pick_tile(asked, Device.hopper())
+    first = pick_config(asked, Device.hopper())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
     monkeypatch.setattr(torch.cuda, "is_available", None)
-    assert pick_tile(asked, Device.hopper()) == first
+    assert pick_config(asked, Device.hopper()) == first
     # The name of a card says nothing of what fits it.
-    assert pick_tile(asked, dataclasses.replace(Device.hopper(), name="NVIDIA H100")) == first
+    assert pick_config(asked, dataclasses.replace(Device.hopper(), name="NVIDIA H100")) == first
 
 
 def test_a_card_with_less_shared_memory_gets_what_fits_or_an_error():
     small = dataclasses.replace(Device.hopper(), smem_bytes=1024)
     with pytest.raises(ValueError, match="1024"):
-        pick_tile(problem(), small)
+        pick_config(problem(), small)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals, hardware_arrivals, signal_arrivals
-from gluon_attn.forward.configs import REGISTERS_PER_SM, HopperTile
+from gluon_attn.forward.configs import REGISTERS_PER_SM, HopperConfig
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
 from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources
@@ -21,16 +21,16 @@ from tests.slow import slow_if
 
 
 def name_of(row: Row) -> str:
-    assert isinstance(row.tile, HopperTile)
+    assert isinstance(row.config, HopperConfig)
     mask, bits = "causal" if row.causal else "full", 8 * row.element_bytes
-    return f"D={row.padded_head_dim}, {mask}, {bits} bits, {row.tile.softmax_roles} roles, {row.tile.num_ctas} CTAs"
+    return f"D={row.padded_head_dim}, {mask}, {bits} bits, {row.config.softmax_roles} roles, {row.config.num_ctas} CTAs"
 
 
 def first(**facts: Any) -> Row:
     """Of the table's rows for one CTA the first with these facts."""
     for row in HOPPER:
-        if row.tile.num_ctas == 1 and all(
-            getattr(row, name, getattr(row.tile, name, None)) == facts[name] for name in facts
+        if row.config.num_ctas == 1 and all(
+            getattr(row, name, getattr(row.config, name, None)) == facts[name] for name in facts
         ):
             return row
     raise LookupError(f"no row of the table has {facts}")
@@ -58,7 +58,7 @@ WGMMA_DEPTH = 16  # columns of the left operand that one product instruction tak
 @functools.cache
 def kernel(row: Row, dtype: torch.dtype | None = None) -> Any:
     dtype = dtype or (torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn)
-    return compiled(dtype, row.padded_head_dim, row.mask, row.tile)
+    return compiled(dtype, row.padded_head_dim, row.mask, row.config)
 
 
 @functools.cache
@@ -69,43 +69,43 @@ def found(row: Row) -> Resources:
 @rows_of_16_bits
 def test_steady_loops_of_16_bits(row):
     """Each role has a loop for each kind of block, and in it what its speed rests on."""
-    tile, loops = row.tile, found(row).loops
+    config, loops = row.config, found(row).loops
     kinds = 2 if row.causal else 1  # masked and unmasked blocks
-    kinds += tile.integer_max  # unmasked ones twice
-    assert len(loops) == tile.softmax_roles * kinds
+    kinds += config.integer_max  # unmasked ones twice
+    assert len(loops) == config.softmax_roles * kinds
     # One wait for QKᵀ and one for PV. An assembler that serialises the products waits after each instruction of them.
-    per_step = (row.padded_head_dim + tile.block_n) // WGMMA_DEPTH
+    per_step = (row.padded_head_dim + config.block_n) // WGMMA_DEPTH
     assert {(loop.products, loop.waits) for loop in loops} == {(per_step, 2)}, "products are serialised"
     assert {loop.spills for loop in loops} == {0}
     # A thread has two rows, which a quad shares, and rescales each by one exponential more.
-    assert {loop.exp2 for loop in loops} == {tile.block_n // 2 + 2}, "each score has one exponential"
+    assert {loop.exp2 for loop in loops} == {config.block_n // 2 + 2}, "each score has one exponential"
     # The product is waited for between the exponentials: after all of them it cost 3 to 15 %. The assembler moves a few
     # across, in a masked loop of a single role four; at D=256, many where nothing keeps it.
     if row.padded_head_dim < 256:
-        early = tile.early_exp * tile.block_n // 8  # a thread has two of a quad's rows
-        moved = 7 if tile.early_exp else 4
+        early = config.early_exp * config.block_n // 8  # a thread has two of a quad's rows
+        moved = 7 if config.early_exp else 4
         assert all(early <= loop.early_exp2 <= early + moved for loop in loops), "where the product is waited for"
     if row.causal:
         # A thread's two rows share the comparisons of the mask: of 64 scores of a thread, in 128 keys, 64 selections
         # and 34 comparisons; not shared, there would be 30 more.
         for masked, unmasked in zip(loops[::kinds], loops[kinds - 1 :: kinds], strict=True):
-            assert masked.instructions - unmasked.instructions <= tile.block_n * 9 // 10, "the mask's comparisons"
-    if tile.integer_max:
+            assert masked.instructions - unmasked.instructions <= config.block_n * 9 // 10, "the mask's comparisons"
+    if config.integer_max:
         # Three to an instruction, or nothing is gained: of 64 scores of a thread, in 128 keys, 30 fewer than as floats.
         as_integers, as_floats = loops[kinds - 2 :: kinds], loops[kinds - 1 :: kinds]
         for integers, floats in zip(as_integers, as_floats, strict=True):
             fewer = floats.instructions - integers.instructions
-            assert abs(fewer - tile.block_n * 30 // 128) <= 2, "maxima as integers"
+            assert abs(fewer - config.block_n * 30 // 128) <= 2, "maxima as integers"
 
 
 @rows_of_16_bits
 def test_resources_of_16_bits(row):
-    """Shared memory and registers are what the tile says, arrivals what channels/arrivals.py does."""
-    estimate = row.tile.smem_bytes(row.padded_head_dim, 2)
+    """Shared memory and registers are what the config says, arrivals what channels/arrivals.py does."""
+    estimate = row.config.smem_bytes(row.padded_head_dim, 2)
     assert found(row).smem_bytes <= estimate <= found(row).smem_bytes + 2048
-    registers = row.tile.softmax_registers
+    registers = row.config.softmax_registers
     assert found(row).first_role_registers >= registers
-    rest = (row.tile.softmax_roles - 1) * registers + row.tile.load_registers
+    rest = (row.config.softmax_roles - 1) * registers + row.config.load_registers
     assert 128 * (found(row).first_role_registers + rest) <= REGISTERS_PER_SM
     assert barrier_counts(kernel(row).asm["ptx"]) == expected_counts(row)
     # It starts after what is before in the stream.
@@ -114,7 +114,7 @@ def test_resources_of_16_bits(row):
 
 
 # fp16 differs from bf16 by one instruction: the loops of some rows stand for all.
-MUCH_WORK = [row for row in SIXTEEN_BITS if row.tile.num_ctas == 1 and not row.one_round]
+MUCH_WORK = [row for row in SIXTEEN_BITS if row.config.num_ctas == 1 and not row.one_round]
 
 
 @pytest.mark.slow
@@ -131,8 +131,8 @@ def barrier_counts(ptx: str) -> collections.Counter[int]:
 def expected_counts(row: Row) -> collections.Counter[int]:
     """By channels/arrivals.py, channel by channel."""
     expected: collections.Counter[int] = collections.Counter()
-    tile, shared = row.tile, row.tile.num_ctas == 2
-    assert isinstance(tile, HopperTile)
+    config, shared = row.config, row.config.num_ctas == 2
+    assert isinstance(config, HopperConfig)
 
     def ring(slots: int, consumers: int, *, multicast: bool = False) -> None:
         expected[hardware_arrivals(filled_arrivals(filling_roles=1), two_ctas=False)] += slots
@@ -140,14 +140,14 @@ def expected_counts(row: Row) -> collections.Counter[int]:
         if multicast:
             expected[hardware_arrivals(handover_arrivals(1, num_ctas=2, multicast=True), two_ctas=True)] += slots
 
-    roles = tile.softmax_roles
-    ring(tile.query_slots, roles)
-    ring(tile.kv_slots, roles, multicast=shared)  # keys
-    if tile.transpose_registers:
-        ring(tile.kv_slots, 1, multicast=shared)  # values as they are loaded
-        ring(tile.kv_slots, roles)  # and transposed, each CTA's its own
+    roles = config.softmax_roles
+    ring(config.query_slots, roles)
+    ring(config.kv_slots, roles, multicast=shared)  # keys
+    if config.transpose_registers:
+        ring(config.kv_slots, 1, multicast=shared)  # values as they are loaded
+        ring(config.kv_slots, roles)  # and transposed, each CTA's its own
     else:
-        ring(tile.kv_slots, roles, multicast=shared)
+        ring(config.kv_slots, roles, multicast=shared)
     expected[hardware_arrivals(signal_arrivals(sending_roles=1), two_ctas=False)] += roles  # turns
     return expected
 
@@ -155,18 +155,18 @@ def expected_counts(row: Row) -> collections.Counter[int]:
 @rows_of_fp8
 def test_resources_of_fp8(row):
     compiled_row, ptx = kernel(row), kernel(row).asm["ptx"]
-    estimate = row.tile.smem_bytes(row.padded_head_dim, 1)
+    estimate = row.config.smem_bytes(row.padded_head_dim, 1)
     assert compiled_row.metadata.shared <= estimate <= compiled_row.metadata.shared + 2048
     assert barrier_counts(ptx) == expected_counts(row)
     asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\S*\s+(\d+)", ptx)}
-    assert {row.tile.load_registers, row.tile.transpose_registers} - {0} <= asked
+    assert {row.config.load_registers, row.config.transpose_registers} - {0} <= asked
     # A launch of 384 threads begins with 168 registers each, 512 short of all there are: the first role pays, if all
     # are asked for.
     short = 8 if compiled_row.metadata.num_warps == 12 else 0
-    assert first_role_registers(ptx) >= row.tile.softmax_registers - short
+    assert first_role_registers(ptx) >= row.config.softmax_registers - short
     assert compiled_row.metadata.num_warps <= 32
     # It starts before the kernel that transposes values has ended, and waits for it.
-    before = row.tile.transposes_before(1)
+    before = row.config.transposes_before(1)
     assert compiled_row.metadata.launch_pdl == before
     assert ("griddepcontrol.wait" in ptx) == before
 
@@ -174,24 +174,24 @@ def test_resources_of_fp8(row):
 @rows_of_fp8
 def test_steady_loops_of_fp8(row):
     loops = found(row).loops
-    assert len(loops) == row.tile.softmax_roles * (2 if row.causal else 1)
-    per_step = (row.padded_head_dim + row.tile.block_n) // (2 * WGMMA_DEPTH)
+    assert len(loops) == row.config.softmax_roles * (2 if row.causal else 1)
+    per_step = (row.padded_head_dim + row.config.block_n) // (2 * WGMMA_DEPTH)
     assert {(loop.products, loop.waits, loop.spills) for loop in loops} == {(per_step, 2, 0)}
 
 
 def test_there_are_rows_of_each_kind():
     """What only some rows are asked above is asked of some."""
-    tiles = [row.tile for row in SIXTEEN_BITS if isinstance(row.tile, HopperTile)]
-    assert sum(tile.integer_max for tile in tiles) == 7
-    assert {row.causal for row in SIXTEEN_BITS} == {row.tile.transposes_before(1) for row in HOPPER} == {False, True}
+    configs = [row.config for row in SIXTEEN_BITS if isinstance(row.config, HopperConfig)]
+    assert sum(config.integer_max for config in configs) == 7
+    assert {row.causal for row in SIXTEEN_BITS} == {row.config.transposes_before(1) for row in HOPPER} == {False, True}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_kernel_that_transposes_values(head_dim):
     """One slot and the transposed tile; both barriers expect one arrive; nothing is spilled."""
     kernel = compiled_transpose(torch.float8_e5m2, head_dim)
-    tiles = 2 * 128 * head_dim
-    assert tiles < kernel.metadata.shared <= tiles + 1024
+    configs = 2 * 128 * head_dim
+    assert configs < kernel.metadata.shared <= configs + 1024
     assert barrier_counts(kernel.asm["ptx"]) == {1: 2}
     assert kernel.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
     assert not kernel.metadata.launch_pdl
@@ -204,7 +204,7 @@ import torch
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import HOPPER
 row = HOPPER[0]
-print("scratch", compiled(torch.bfloat16, row.padded_head_dim, row.mask, row.tile).metadata.profile_scratch_size)
+print("scratch", compiled(torch.bfloat16, row.padded_head_dim, row.mask, row.config).metadata.profile_scratch_size)
 """
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import gluon_cpu
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import BlackwellTile
-from gluon_attn.forward.table import BLACKWELL, blackwell_tile, pick_tile
+from gluon_attn.forward.configs import BlackwellConfig
+from gluon_attn.forward.table import BLACKWELL, blackwell_config, pick_config
 from gluon_attn.problem import Problem
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 from tests.slow import slow_if
@@ -23,7 +23,7 @@ B200, B300 = Device.blackwell(), Device.blackwell_ultra()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS_PER_CTA = 256  # two query tiles
 
-# Edges first. Each full and causal. A tile has 256 rows for each CTA, a key block 128 keys.
+# Edges first. Each full and causal. A row block has 256 rows for each CTA, a key block 128 keys.
 LENGTHS: dict[str, dict[str, Any]] = {
     "one row, one key": {"q_len": 1},
     "one key block": {"q_len": 128},
@@ -31,7 +31,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
     "odd lengths": {"q_len": 129, "kv_len": 333},
     "more keys than queries": {"q_len": 70, "kv_len": 300},
     "more queries than keys": {"q_len": 300, "kv_len": 70},
-    "several tiles, rings around": {"q_len": 700, "kv_len": 660},
+    "several row blocks, rings around": {"q_len": 700, "kv_len": 660},
 }
 HEADS: dict[str, dict[str, Any]] = {
     "GQA": {"q_len": 100, "heads": 6, "kv_heads": 2, "batch": 2},
@@ -130,26 +130,30 @@ def test_rows_that_see_no_key(num_ctas):
 
 @pytest.mark.parametrize("num_ctas", slow_if(lambda num_ctas: num_ctas == 2, [1, 2]))
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("tiles", [1, 2, 3])
-def test_tiles_of_one_program(tiles, num_ctas, causal):
-    """Every channel lives on from tile to tile."""
-    row = {"q_len": ROWS_PER_CTA * num_ctas - 3, "heads": tiles, "kv_heads": 1, "kv_len": 300}
+@pytest.mark.parametrize("row_blocks", [1, 2, 3])
+def test_row_blocks_of_one_program(row_blocks, num_ctas, causal):
+    """Every channel lives on from one row block to the next."""
+    row = {"q_len": ROWS_PER_CTA * num_ctas - 3, "heads": row_blocks, "kv_heads": 1, "kv_len": 300}
     run = blackwell_run(row, causal=causal, num_ctas=num_ctas, programs=1)
     assert run.launch.programs == 1
-    checked(run, f"{tiles} tiles")
+    checked(run, f"{row_blocks} row blocks")
+
+
+def test_two_slots_for_keys_and_values_are_enough():
+    checked(blackwell_run({"q_len": 40, "kv_len": 400}, causal=False, config=blackwell_config(2, 192)), "two slots")
 
 
 @pytest.mark.parametrize("num_ctas", [1, 2])
-def test_more_programs_than_tiles(num_ctas):
+def test_more_programs_than_row_blocks(num_ctas):
     """A program without work opens and closes its channels, and that is all."""
     run = blackwell_run({"q_len": 100}, causal=True, num_ctas=num_ctas)
     run.launch = dataclasses.replace(run.launch, programs=3)
-    checked(run, "more programs than tiles")
+    checked(run, "more programs than row blocks")
 
 
 @pytest.mark.parametrize("causal", slow_if(lambda causal: not causal, [False, True]), ids=["full", "causal"])
 def test_programs_of_a_small_card(causal):
-    """Four tiles of each of three heads over 5 programs; a causal one takes pairs of a heavy and a light tile."""
+    """Four row blocks of each of three heads over 5 programs; a causal one takes a heavy one with a light one."""
     run = blackwell_run({"q_len": 1000, "heads": 3, "kv_heads": 1}, causal=causal, programs=5)
     checked(run, "programs")
 
@@ -220,7 +224,7 @@ def test_scales_make_up_for_small_and_large_inputs(dtype):
 # Levers: none changes a result beyond rounding
 # ---------------------------------------------------------------------------------------------------------------------
 
-PLAIN = blackwell_tile(3, 192, packed_arithmetic=False)
+PLAIN = blackwell_config(3, 192, packed_arithmetic=False)
 # One CTA, two key blocks to a lap of the ring; with and without masked blocks.
 PROBLEM = {"q_len": 520, "kv_len": 660, "heads": 2, "kv_heads": 1}
 # Where nothing is added up in another order, not a bit may change.
@@ -242,7 +246,7 @@ ROUNDING: dict[str, tuple[dict[str, Any], Device]] = {
     "polynomial for all": ({"polynomial_columns": 16}, B200),
     "rescale_threshold": ({"rescale_threshold": 8.0}, B200),
 }
-FIELDS = {f.name for f in dataclasses.fields(BlackwellTile) if f.default is not dataclasses.MISSING}
+FIELDS = {f.name for f in dataclasses.fields(BlackwellConfig) if f.default is not dataclasses.MISSING}
 
 
 def test_every_lever_is_tested():
@@ -252,9 +256,9 @@ def test_every_lever_is_tested():
 
 @functools.cache
 def result(device: Device, causal: bool, **change: Any) -> tuple[Tensor, Tensor]:
-    tile = dataclasses.replace(PLAIN, **change)
-    run = blackwell_run(PROBLEM, causal=causal, device=device, tile=tile, programs=1)
-    if tile.dynamic:
+    config = dataclasses.replace(PLAIN, **change)
+    run = blackwell_run(PROBLEM, causal=causal, device=device, config=config, programs=1)
+    if config.dynamic:
         assert run.launch.programs == 6
     return checked(run, f"{change}", schedule=gluon_cpu.Schedule("pct", seed=1))
 
@@ -304,9 +308,9 @@ ALL_LEVERS: dict[str, Any] = {
     ],
 )
 def test_all_levers_together(policy, num_ctas, dtype, dynamic):
-    tile = blackwell_tile(3 * num_ctas, 192, num_ctas=num_ctas, **ALL_LEVERS, dynamic=dynamic)
+    config = blackwell_config(3 * num_ctas, 192, num_ctas=num_ctas, **ALL_LEVERS, dynamic=dynamic)
     row = {"q_len": 2 * ROWS_PER_CTA * num_ctas + 40, "kv_len": 400, "dtype": dtype, "heads": 2, "kv_heads": 1}
-    run = blackwell_run(row, causal=True, device=B300, tile=tile, programs=2)
+    run = blackwell_run(row, causal=True, device=B300, config=config, programs=2)
     checked(run, policy, schedule=gluon_cpu.Schedule(policy, seed=5))
 
 
@@ -339,39 +343,39 @@ GROWTH = {
     "the last rows": torch.where(torch.arange(600) >= 400, 15.0, 0.5),
     "the first rows": torch.where(torch.arange(600) < 128, 15.0, 0.5),
 }
-THRESHOLD = blackwell_tile(3, 192, rescale_threshold=8.0)
+THRESHOLD = blackwell_config(3, 192, rescale_threshold=8.0)
 
 
 @pytest.mark.parametrize("growth", GROWTH.values(), ids=GROWTH.keys())
 def test_rescaling_by_need(growth):
-    checked(Run(*rising(growth, torch.float16), causal=False, device=B200, tile=THRESHOLD, programs=1), "threshold 8")
+    checked(Run(*rising(growth, torch.float16), causal=False, device=B200, config=THRESHOLD, programs=1), "threshold 8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("growth", GROWTH.values(), ids=GROWTH.keys())
 def test_rescaling_by_need_in_each_cta_of_a_pair(growth):
     inputs = rising(growth, torch.bfloat16)
-    tile = pick_tile(Problem.of(*inputs), B200, 2)
-    assert isinstance(tile, BlackwellTile)
-    assert tile.rescale_threshold == 8
-    checked(Run(*inputs, causal=False, device=B200, tile=tile, programs=1), "threshold 8")
+    config = pick_config(Problem.of(*inputs), B200, 2)
+    assert isinstance(config, BlackwellConfig)
+    assert config.rescale_threshold == 8
+    checked(Run(*inputs, causal=False, device=B200, config=config, programs=1), "threshold 8")
 
 
 def test_a_rescale_is_skipped_below_the_threshold():
     """With a threshold that lets maxima grow beyond it, and so P beyond the largest fp16, O shows that they did."""
     beyond = dataclasses.replace(THRESHOLD)
-    object.__setattr__(beyond, "rescale_threshold", 100.0)  # which the tile itself refuses
+    object.__setattr__(beyond, "rescale_threshold", 100.0)  # which the config itself refuses
     inputs = rising(GROWTH["a lot"], torch.float16)
-    run = Run(*inputs, causal=False, device=B200, tile=beyond, programs=1)
+    run = Run(*inputs, causal=False, device=B200, config=beyond, programs=1)
     run()
     assert not run.out.isfinite().any()
-    checked(Run(*inputs, causal=False, device=B200, tile=THRESHOLD, programs=1), "threshold 8")
+    checked(Run(*inputs, causal=False, device=B200, config=THRESHOLD, programs=1), "threshold 8")
 
 
 def test_nearly_every_row_of_the_table_is_executed():
     """The campaign over schedules runs them all. Here, each head dim, mask and number of CTAs is met in a test above,
     but for four CTAs without a mask, which take the compiler half a minute each."""
     executed = {(64 if row.get("head_dim", 64) <= 64 else 128, causal, n) for row, causal, n in CASES.values()}
-    wanted = {(r.padded_head_dim, r.causal, r.tile.num_ctas) for r in BLACKWELL}
+    wanted = {(r.padded_head_dim, r.causal, r.config.num_ctas) for r in BLACKWELL}
     assert executed <= wanted
     assert wanted - executed == {(64, False, 4), (128, False, 4)}

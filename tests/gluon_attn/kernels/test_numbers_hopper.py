@@ -12,12 +12,12 @@ import torch
 import gluon_cpu
 from bench.candidates import label
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import HopperTile
+from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.launch import launches_of
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import HOPPER, Row, hopper_tile
+from gluon_attn.forward.table import HOPPER, Row, hopper_config
 from gluon_attn.problem import Problem
-from gluon_attn.testing import tile_for_reuse
+from gluon_attn.testing import config_for_reuse
 from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
 from tests.slow import slow_if
 
@@ -31,7 +31,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "two key blocks": {"q_len": 128, "kv_len": 256},
     "odd lengths": {"q_len": 129, "kv_len": 333},
     "more queries than keys": {"q_len": 300, "kv_len": 70},
-    "several tiles": {"q_len": 700, "kv_len": 260},
+    "several row blocks": {"q_len": 700, "kv_len": 260},
     "fp16": {"q_len": 197, "dtype": torch.float16},
     "GQA": {"q_len": 100, "heads": 6, "kv_heads": 2, "batch": 2},
     "D=40": {"q_len": 130, "head_dim": 40},
@@ -57,7 +57,7 @@ CASES = {
 }
 
 
-def small_tiles_fit(row: dict[str, Any]) -> bool:
+def small_configs_fit(row: dict[str, Any]) -> bool:
     return row.get("head_dim", 64) <= 128 and row.get("dtype", torch.bfloat16) not in FP8
 
 
@@ -103,11 +103,11 @@ IN_FP8 = [name for name, (row, _, _) in CASES.items() if row.get("dtype") in FP8
 def test_fp8_with_values_transposed_before(name, layout):
     row, causal, num_ctas = CASES[name]
     q, k, v, *scales = hopper_inputs(**row)
-    tile = tile_for_reuse(Problem.of(q, k, v, causal=causal), Device.hopper(), num_ctas)
-    assert tile.transposes_before(1)
+    config = config_for_reuse(Problem.of(q, k, v, causal=causal), Device.hopper(), num_ctas)
+    assert config.transposes_before(1)
     if layout == "bshd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    run = Run(q, k, v, *scales, causal=causal, layout=layout, num_ctas=num_ctas, tile=tile)
+    run = Run(q, k, v, *scales, causal=causal, layout=layout, num_ctas=num_ctas, config=config)
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
     assert run.before is not None
     run.before.check(name)
@@ -118,23 +118,23 @@ def test_fp8_with_values_transposed_before(name, layout):
 def test_values_are_transposed_under_every_policy(policy, head_dim):
     q, k, v = normal_qkv(heads=4, kv_heads=2, batch=2, q_len=1, kv_len=333, head_dim=head_dim, dtype=FP8[1])
     problem = Problem.of(q, k, v)
-    plan = Plan.of(problem, tile_for_reuse(problem, Device.hopper(), 1), Device.hopper())
+    plan = Plan.of(problem, config_for_reuse(problem, Device.hopper(), 1), Device.hopper())
     run = TransposeRun(plan, v, launches_of(plan, q, k, v, torch.empty_like(q, dtype=torch.bfloat16))[0])
     for mode in (None, "lowered"):
         checked(run, f"{policy}, D={head_dim}", schedule=gluon_cpu.Schedule(policy, seed=0), mode=mode)
 
 
-IN_SMALL_TILES = [name for name, (row, _, n) in CASES.items() if n == 1 and small_tiles_fit(row)]
+IN_SMALL_CONFIGS = [name for name, (row, _, n) in CASES.items() if n == 1 and small_configs_fit(row)]
 
 
 @pytest.mark.parametrize("roles", slow_if(lambda roles: roles == 2, [1, 2]))
-@pytest.mark.parametrize("name", slow_if(lambda name: "fp16" in name, IN_SMALL_TILES))
-def test_against_float64_in_small_tiles(name, roles):
-    """The tiles of the table for little work, which attention() picks for problems of these sizes."""
+@pytest.mark.parametrize("name", slow_if(lambda name: "fp16" in name, IN_SMALL_CONFIGS))
+def test_against_float64_in_small_configs(name, roles):
+    """The configs of the table for little work, which attention() picks for problems of these sizes."""
     sizes, causal, _ = CASES[name]
-    little = {row.tile for row in HOPPER if row.one_round and isinstance(row.tile, HopperTile)}
-    (tile,) = (tile for tile in little if tile.softmax_roles == roles)
-    run = Run(*hopper_inputs(**sizes), causal=causal, tile=tile)
+    little = {row.config for row in HOPPER if row.one_round and isinstance(row.config, HopperConfig)}
+    (config,) = (config for config in little if config.softmax_roles == roles)
+    run = Run(*hopper_inputs(**sizes), causal=causal, config=config)
     checked(run, name, schedule=gluon_cpu.Schedule("random", seed=zlib.crc32(name.encode()) % 1000))
 
 
@@ -153,34 +153,36 @@ def test_rows_that_see_no_key(num_ctas):
     ids=["causal, 1 CTA", "causal, 2 CTAs", "full, 1 CTA", "full, 2 CTAs"],
 )
 def test_persistent_programs(num_ctas, causal):
-    """Three and more tiles to a program: every channel lives on from tile to tile."""
+    """Three and more row blocks to a program: every channel lives on from one to the next."""
     run = Run(*normal_qkv(q_len=500, heads=3, kv_len=300), causal=causal, num_ctas=num_ctas, programs=2)
     checked(run, "persistent")
 
 
-LAST_HEADS_IN_TURN = [row for row in HOPPER if isinstance(row.tile, HopperTile) and row.tile.last_heads_in_turn]
+LAST_HEADS_LONGEST_FIRST = [
+    row for row in HOPPER if isinstance(row.config, HopperConfig) and row.config.last_heads_longest_first
+]
 
 
 def name_of(row: Row) -> str:
-    return f"D={row.padded_head_dim}, {8 * row.element_bytes} bits, {label(row.tile)}"
+    return f"D={row.padded_head_dim}, {8 * row.element_bytes} bits, {label(row.config)}"
 
 
 @pytest.mark.parametrize(
     "row",
-    slow_if(lambda row: row is not LAST_HEADS_IN_TURN[0], LAST_HEADS_IN_TURN),
-    ids=map(name_of, LAST_HEADS_IN_TURN),
+    slow_if(lambda row: row is not LAST_HEADS_LONGEST_FIRST[0], LAST_HEADS_LONGEST_FIRST),
+    ids=map(name_of, LAST_HEADS_LONGEST_FIRST),
 )
-def test_pairs_and_then_single_row_blocks(row):
-    """Two programs: two pairs and a single row block of each of two heads, and then those of the third one by one."""
+def test_items_of_two_and_then_single_row_blocks(row):
+    """Two programs: of two heads each two items of two row blocks and a single one; then the third's one by one."""
     dtype = torch.bfloat16 if row.element_bytes == 2 else FP8[0]
-    q_len = 5 * row.tile.block_m - 15
+    q_len = 5 * row.config.block_m - 15
     inputs = hopper_inputs(heads=3, q_len=q_len, kv_len=333, head_dim=row.padded_head_dim, dtype=dtype)
-    run = Run(*inputs, causal=True, tile=row.tile, programs=2)
-    assert (run.plan.blocks_per_item, run.plan.heads_in_turn) == (2, 1)
-    checked(run, "the last heads in turn")
+    run = Run(*inputs, causal=True, config=row.config, programs=2)
+    assert (run.plan.blocks_per_item, run.plan.heads_longest_first) == (2, 1)
+    checked(run, "the last heads longest first")
 
 
-INTEGER_MAX = hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
+INTEGER_MAX = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
 
 # Largest scores of key blocks in the order in which they are walked, in log2 units.
 BLOCK_MAXIMA = {
@@ -213,7 +215,7 @@ def with_block_maxima(maxima: tuple[float, ...], dtype: torch.dtype) -> tuple[to
 @pytest.mark.parametrize("maxima", BLOCK_MAXIMA.values(), ids=BLOCK_MAXIMA.keys())
 def test_maxima_as_integers(maxima, dtype, causal):
     """What is compared as an integer, and where scores are so far below 0 that it must not be."""
-    checked(Run(*with_block_maxima(maxima, dtype), causal=causal, tile=INTEGER_MAX, programs=2), "maxima as integers")
+    checked(Run(*with_block_maxima(maxima, dtype), causal=causal, config=INTEGER_MAX, programs=2), "maxima as integers")
 
 
 @pytest.mark.parametrize("first", [-7.8, -19.0], ids=["within the limit", "beyond it"])
@@ -225,7 +227,7 @@ def test_a_score_near_0_among_some_far_below(first):
     q[..., 0], k[..., 0], k[..., 256:, 0] = 1, -40, first
     k[..., 77, 0] = k[..., 200, 0] = -0.1
     k *= 128**0.5 * math.log(2)
-    checked(Run(*(x.half() for x in (q, k, v)), causal=False, tile=INTEGER_MAX), f"after {first}")
+    checked(Run(*(x.half() for x in (q, k, v)), causal=False, config=INTEGER_MAX), f"after {first}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -235,7 +237,7 @@ def test_maxima_as_integers_lose_no_small_probability(dtype):
     q, k = torch.zeros_like(q), torch.zeros_like(k)
     q[..., 0], k[..., 0], k[..., -1, 0] = 1, -25.2, -7.9
     k *= 128**0.5 * math.log(2)
-    checked(Run(q.to(dtype), k.to(dtype), v.abs().to(dtype), causal=False, tile=INTEGER_MAX), "small probabilities")
+    checked(Run(q.to(dtype), k.to(dtype), v.abs().to(dtype), causal=False, config=INTEGER_MAX), "small probabilities")
 
 
 @pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", POLICIES))
@@ -253,9 +255,9 @@ def test_maxima_as_integers_lose_no_small_probability(dtype):
 def test_silent_and_right_under_every_policy(policy, num_ctas, head_dim, dtype):
     """D = 64 takes turns, 256 stages O in the tile of Q, fp8 has a role more: as many different wirings."""
     inputs = hopper_inputs(q_len=390, kv_len=330, head_dim=head_dim, dtype=dtype)
-    turns = hopper_tile(3, 128, 2, 2, 160, turns=True, early_exp=1, num_ctas=num_ctas)
-    tile = turns if (head_dim, dtype) == (64, torch.bfloat16) else None
-    run = Run(*inputs, causal=True, num_ctas=num_ctas, tile=tile, programs=1)
+    turns = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, num_ctas=num_ctas)
+    config = turns if (head_dim, dtype) == (64, torch.bfloat16) else None
+    run = Run(*inputs, causal=True, num_ctas=num_ctas, config=config, programs=1)
     for seed, mode in enumerate((None, "lowered")):
         checked(run, f"{policy}, seed {seed}", schedule=gluon_cpu.Schedule(policy, seed=seed), mode=mode)
 
@@ -273,7 +275,7 @@ def test_schedules_do_not_change_the_numbers():
 
 
 def test_a_race_on_global_memory_is_caught():
-    """O over K: what one tile has stored, the next one loads, in whichever order."""
+    """O over K: what one row block has stored, the next one loads, in whichever order."""
     run = Run(*normal_qkv(q_len=512), causal=False, programs=1)
     run()
     run.tensors["out"] = run.k

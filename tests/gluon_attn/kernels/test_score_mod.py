@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from channels.compat import jit
-from gluon_attn import BlackwellTile, HopperTile
+from gluon_attn import BlackwellConfig, HopperConfig
 from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import TileConfig
+from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import blackwell_tile, hopper_tile, pick_tile, require_fits
+from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config, require_fits
 from gluon_attn.problem import Problem
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
@@ -37,16 +37,16 @@ def alibi_in_torch(scores: Tensor) -> Tensor:
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, device: Device, tile: TileConfig, programs: int
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, device: Device, config: ForwardConfig, programs: int
 ) -> tuple[Tensor, Tensor]:
     """O and LSE of our kernel."""
     problem = dataclasses.replace(Problem.of(q, k, v, causal=causal), score_mod=alibi)
-    require_fits(tile, problem, device)
-    device = dataclasses.replace(device, sm_count=programs * tile.num_ctas)
+    require_fits(config, problem, device)
+    device = dataclasses.replace(device, sm_count=programs * config.num_ctas)
     out = torch.full(q.shape, float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    launches_on_cpu(Plan.of(problem, tile, device), q, k, v, out)(
+    launches_on_cpu(Plan.of(problem, config, device), q, k, v, out)(
         tensors | {"q_scale": None, "k_scale": None, "v_scale": None}
     )
     return out, lse
@@ -66,30 +66,30 @@ def want(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, modified: bool = True
 
 
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "q_len": 301, "kv_len": 333}
-HOPPER_SMALL = hopper_tile(2, 64, 2, 2, 232)  # 128 rows, 64 keys
-TILES: dict[str, tuple[Device, TileConfig, bool, dict[str, int]]] = {
+HOPPER_SMALL = hopper_config(2, 64, 2, 2, 232)  # 128 rows, 64 keys
+CONFIGS: dict[str, tuple[Device, ForwardConfig, bool, dict[str, int]]] = {
     "Hopper, full": (H200, HOPPER_SMALL, False, SIZES),
     "Hopper, causal": (H200, HOPPER_SMALL, True, SIZES),
-    "Hopper, turns, causal": (H200, hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2), True, SIZES),
-    "Hopper, turns, full": (H200, hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2), False, SIZES),
-    "Hopper, 2 CTAs": (H200, hopper_tile(2, 64, 2, 2, 232, num_ctas=2), True, SIZES | {"batch": 1, "q_len": 401}),
-    "Blackwell, full": (B200, blackwell_tile(3, 192), False, SIZES),
-    "Blackwell, causal": (B200, blackwell_tile(3, 192), True, SIZES),
-    "Blackwell, in pieces": (B200, blackwell_tile(3, 192, load_pieces=2, exp_pieces=4, early_p=True), True, SIZES),
-    "Blackwell, 2 CTAs": (B200, blackwell_tile(3, 192, num_ctas=2), True, SIZES | {"batch": 1, "q_len": 601}),
-    "Blackwell, 4 CTAs": (B200, blackwell_tile(3, 192, num_ctas=4), True, SIZES | {"batch": 1, "q_len": 1101}),
+    "Hopper, turns, causal": (H200, hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2), True, SIZES),
+    "Hopper, turns, full": (H200, hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2), False, SIZES),
+    "Hopper, 2 CTAs": (H200, hopper_config(2, 64, 2, 2, 232, num_ctas=2), True, SIZES | {"batch": 1, "q_len": 401}),
+    "Blackwell, full": (B200, blackwell_config(3, 192), False, SIZES),
+    "Blackwell, causal": (B200, blackwell_config(3, 192), True, SIZES),
+    "Blackwell, in pieces": (B200, blackwell_config(3, 192, load_pieces=2, exp_pieces=4, early_p=True), True, SIZES),
+    "Blackwell, 2 CTAs": (B200, blackwell_config(3, 192, num_ctas=2), True, SIZES | {"batch": 1, "q_len": 601}),
+    "Blackwell, 4 CTAs": (B200, blackwell_config(3, 192, num_ctas=4), True, SIZES | {"batch": 1, "q_len": 1101}),
 }
 QUICK = ("Hopper, full", "Hopper, causal", "Blackwell, full", "Blackwell, causal")
 
 
-@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, TILES))
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CONFIGS))
 def test_against_float64(name):
     """Odd lengths; several row blocks and key blocks; two query heads of one KV head."""
-    device, tile, causal, sizes = TILES[name]
+    device, config, causal, sizes = CONFIGS[name]
     q, k, v = normal_qkv(**sizes, dtype=torch.float16)
-    assert sizes["q_len"] > tile.block_m
-    assert sizes["kv_len"] > 2 * tile.block_n
-    out, lse = run(q, k, v, causal=causal, device=device, tile=tile, programs=3)
+    assert sizes["q_len"] > config.block_m
+    assert sizes["kv_len"] > 2 * config.block_n
+    out, lse = run(q, k, v, causal=causal, device=device, config=config, programs=3)
     expected, expected_lse = want(q, k, v, causal=causal)
     torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5)
@@ -99,9 +99,9 @@ def test_against_float64(name):
     assert ((plain_lse - expected_lse)[seen].abs() > 1e-2).double().mean() > 0.95
 
 
-LEVERS: dict[str, tuple[str, TileConfig, Device]] = {
-    "H200": ("integer_max", hopper_tile(2, 128, 2, 2, 232, integer_max=True), H200),
-    "B300": ("max_in_load", blackwell_tile(3, 192, max_in_load=True), B300),
+LEVERS: dict[str, tuple[str, ForwardConfig, Device]] = {
+    "H200": ("integer_max", hopper_config(2, 128, 2, 2, 232, integer_max=True), H200),
+    "B300": ("max_in_load", blackwell_config(3, 192, max_in_load=True), B300),
 }
 
 
@@ -121,13 +121,13 @@ def problem(**fields: Any) -> Problem:
     return Problem(**(standard | fields))
 
 
-@pytest.mark.parametrize(("lever", "tile", "device"), LEVERS.values(), ids=LEVERS.keys())
-def test_a_lever_that_looks_at_raw_scores_is_refused(lever, tile, device):
-    with pytest.raises(ValueError, match=rf"^tile: expected {lever}=False with a score_mod, .*got True$"):
-        require_fits(tile, problem(score_mod=alibi), device)
-    require_fits(tile, problem(), device)
+@pytest.mark.parametrize(("lever", "config", "device"), LEVERS.values(), ids=LEVERS.keys())
+def test_a_lever_that_looks_at_raw_scores_is_refused(lever, config, device):
+    with pytest.raises(ValueError, match=rf"^config: expected {lever}=False with a score_mod, .*got True$"):
+        require_fits(config, problem(score_mod=alibi), device)
+    require_fits(config, problem(), device)
     changes: dict[str, Any] = {lever: False}
-    require_fits(dataclasses.replace(tile, **changes), problem(score_mod=alibi), device)
+    require_fits(dataclasses.replace(config, **changes), problem(score_mod=alibi), device)
 
 
 @pytest.mark.parametrize(("lever", "device"), [(lever, device) for lever, _, device in LEVERS.values()], ids=LEVERS)
@@ -137,11 +137,11 @@ def test_the_table_leaves_such_a_lever_out(lever, device):
     for head_dim, causal in ((64, False), (64, True), (128, False), (128, True)):
         for num_ctas in (None, 1, 2):
             asked = problem(head_dim=head_dim, causal=causal)
-            plain = pick_tile(asked, device, num_ctas)
-            tile = pick_tile(dataclasses.replace(asked, score_mod=alibi), device, num_ctas)
-            assert isinstance(tile, (HopperTile, BlackwellTile))
-            assert not getattr(tile, lever)
-            assert tile == dataclasses.replace(plain, **changes)
-            require_fits(tile, dataclasses.replace(asked, score_mod=alibi), device)
+            plain = pick_config(asked, device, num_ctas)
+            config = pick_config(dataclasses.replace(asked, score_mod=alibi), device, num_ctas)
+            assert isinstance(config, (HopperConfig, BlackwellConfig))
+            assert not getattr(config, lever)
+            assert config == dataclasses.replace(plain, **changes)
+            require_fits(config, dataclasses.replace(asked, score_mod=alibi), device)
             had_it += getattr(plain, lever)
     assert had_it > 0

@@ -11,10 +11,10 @@ from torch import Tensor
 import gluon_cpu
 from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import HopperTile, TileConfig
+from gluon_attn.forward.configs import ForwardConfig, HopperConfig
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import blackwell_tile, hopper_tile, require_fits
+from gluon_attn.forward.table import blackwell_config, hopper_config, require_fits
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import FP8_DTYPES, SCALES, Problem, output_dtype
 from gluon_attn.resources import resources
@@ -26,17 +26,17 @@ POLICIES = ("random", "late", "early", "pct", "starve")
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int, tile: TileConfig, programs: int = 3
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int, config: ForwardConfig, programs: int = 3
 ) -> tuple[Tensor, Tensor]:
     """O and LSE of our kernel."""
     problem = dataclasses.replace(Problem.of(q, k, v, causal=causal), left=left)
-    device = H200 if isinstance(tile, HopperTile) else B200
-    require_fits(tile, problem, device)
-    device = dataclasses.replace(device, sm_count=programs * tile.num_ctas)
+    device = H200 if isinstance(config, HopperConfig) else B200
+    require_fits(config, problem, device)
+    device = dataclasses.replace(device, sm_count=programs * config.num_ctas)
     out = torch.full(q.shape, float("nan"), dtype=output_dtype(q.dtype))
     lse = torch.full(q.shape[:3], float("nan"))
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **dict.fromkeys(SCALES)}
-    launches_on_cpu(Plan.of(problem, tile, device), q, k, v, out)(tensors)
+    launches_on_cpu(Plan.of(problem, config, device), q, k, v, out)(tensors)
     return out.double(), lse.double()
 
 
@@ -57,10 +57,10 @@ def want(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int, tile: TileConfig, programs: int = 3
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int, config: ForwardConfig, programs: int = 3
 ) -> tuple[Tensor, Tensor]:
     """O and LSE of our kernel, that have been found right."""
-    out, lse = run(q, k, v, causal=causal, left=left, tile=tile, programs=programs)
+    out, lse = run(q, k, v, causal=causal, left=left, config=config, programs=programs)
     expected, expected_lse = want(q, k, v, seen_keys(q.shape[2], k.shape[2], causal=causal, left=left))
     atol = 0.15 if q.dtype in FP8_DTYPES else 4e-3  # P in fp8 has three bits
     torch.testing.assert_close(out, expected, atol=atol, rtol=0)
@@ -77,19 +77,19 @@ def poison_unwalked(k: Tensor, v: Tensor, q_len: int, left: int, block_n: int) -
 
 
 class Case(NamedTuple):
-    tile: TileConfig
+    config: ForwardConfig
     left: int
     causal: bool
     lengths: tuple[tuple[int, int], ...]  # Sq, Sk
     dtype: torch.dtype = torch.float16
 
 
-SMALL = hopper_tile(2, 64, 2, 2, 232)  # 128 rows, 64 keys
-TURNS = hopper_tile(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
-FOUR = hopper_tile(4, 64, 2, 4, 112, integer_max=True, last_heads_in_turn=True)  # 256 rows, 64 keys
-THREE = hopper_tile(3, 64, 2, 2, 160, last_heads_in_turn=True)  # 192 rows, 64 keys
-WIDE = blackwell_tile(3, 192, exp_pieces=4, polynomial_columns=2, rescale_threshold=8.0)  # 256 rows, 128 keys
-IN_FP8 = hopper_tile(2, 128, 2, 2, 216, early_exp=1, transpose_registers=56)
+SMALL = hopper_config(2, 64, 2, 2, 232)  # 128 rows, 64 keys
+TURNS = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
+FOUR = hopper_config(4, 64, 2, 4, 112, integer_max=True, last_heads_longest_first=True)  # 256 rows, 64 keys
+THREE = hopper_config(3, 64, 2, 2, 160, last_heads_longest_first=True)  # 192 rows, 64 keys
+WIDE = blackwell_config(3, 192, exp_pieces=4, polynomial_columns=2, rescale_threshold=8.0)  # 256 rows, 128 keys
+IN_FP8 = hopper_config(2, 128, 2, 2, 216, early_exp=1, transpose_registers=56)
 
 # More keys than queries, in whole blocks; as many; fewer: causal, some rows see none.
 LENGTHS = ((150, 448), (301, 301), (270, 77))
@@ -108,9 +108,9 @@ CASES = {
     "Hopper, shares change roles": Case(THREE, 200, True, ((900, 900),)),
     "Hopper, more than all": Case(SMALL, 1000, True, LENGTHS),
     "Hopper, more than all, on": Case(SMALL, 2**31 - 1, False, LENGTHS),
-    "Hopper, O in Q's tile": Case(hopper_tile(2, 64, 1, 2, 232, stage_in_queries=True), 63, True, LENGTHS),
-    "Hopper, 2 CTAs": Case(hopper_tile(2, 64, 2, 2, 232, num_ctas=2), 130, True, LONGER),
-    "Hopper, 2 CTAs, on": Case(hopper_tile(2, 64, 2, 2, 232, num_ctas=2), 63, False, LONGER),
+    "Hopper, O in Q's tile": Case(hopper_config(2, 64, 1, 2, 232, stage_in_queries=True), 63, True, LENGTHS),
+    "Hopper, 2 CTAs": Case(hopper_config(2, 64, 2, 2, 232, num_ctas=2), 130, True, LONGER),
+    "Hopper, 2 CTAs, on": Case(hopper_config(2, 64, 2, 2, 232, num_ctas=2), 63, False, LONGER),
     "Hopper, e4m3": Case(IN_FP8, 130, True, LENGTHS, torch.float8_e4m3fn),
     "Blackwell, its own key": Case(WIDE, 0, True, LONGER),
     "Blackwell, two keys on": Case(WIDE, 1, False, LONGER),
@@ -119,10 +119,10 @@ CASES = {
     "Blackwell, 400": Case(WIDE, 400, True, LONGER),
     "Blackwell, more than all": Case(WIDE, 1000, True, LONGER),
     "Blackwell, turns, early P": Case(
-        blackwell_tile(3, 192, exp_turns=True, exp_pieces=4, early_p=True), 130, True, LONGER
+        blackwell_config(3, 192, exp_turns=True, exp_pieces=4, early_p=True), 130, True, LONGER
     ),
-    "Blackwell, e4m3": Case(blackwell_tile(3, 192), 130, True, LONGER, torch.float8_e4m3fn),
-    "Blackwell, 2 CTAs": Case(blackwell_tile(3, 192, num_ctas=2), 130, True, ((530, 1100), (600, 150))),
+    "Blackwell, e4m3": Case(blackwell_config(3, 192), 130, True, LONGER, torch.float8_e4m3fn),
+    "Blackwell, 2 CTAs": Case(blackwell_config(3, 192, num_ctas=2), 130, True, ((530, 1100), (600, 150))),
 }
 QUICK = (
     "Hopper, its own key",
@@ -141,12 +141,12 @@ QUICK = (
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CASES))
 def test_against_float64(name):
     """Two query heads of one KV head. NaN in every block that no query sees a key of."""
-    tile, left, causal, lengths, dtype = CASES[name]
+    config, left, causal, lengths, dtype = CASES[name]
     unwalked = rows_without_keys = 0
     for q_len, kv_len in lengths:
         q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, dtype=dtype)
-        unwalked += poison_unwalked(k, v, q_len, left, tile.block_n)
-        out, lse = check(q, k, v, causal=causal, left=left, tile=tile)
+        unwalked += poison_unwalked(k, v, q_len, left, config.block_n)
+        out, lse = check(q, k, v, causal=causal, left=left, config=config)
         rows_without_keys += int(lse.isneginf().sum())
         assert (out[lse.isneginf()] == 0).all()
     if len(lengths) > 1:
@@ -156,11 +156,11 @@ def test_against_float64(name):
 
 def test_how_shares_change_roles_in_the_case():
     """In the second row block of a pair, and where those of the last head follow one by one."""
-    tile, left, causal, ((q_len, kv_len),), _ = CASES["Hopper, shares change roles"]
+    config, left, causal, ((q_len, kv_len),), _ = CASES["Hopper, shares change roles"]
     q, k, v = normal_qkv(heads=2, q_len=q_len, kv_len=kv_len)
     problem = dataclasses.replace(Problem.of(q, k, v, causal=causal), left=left)
-    plan = Plan.of(problem, tile, dataclasses.replace(H200, sm_count=3))
-    assert (plan.blocks_per_item, plan.heads_in_turn) == (2, 1)
+    plan = Plan.of(problem, config, dataclasses.replace(H200, sm_count=3))
+    assert (plan.blocks_per_item, plan.heads_longest_first) == (2, 1)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "on"])
@@ -168,31 +168,31 @@ def test_how_shares_change_roles_in_the_case():
 def test_no_finding_under_any_policy(policy, causal):
     """Roles that skip blocks, rings of one slot and turns: who waits for whom. In each row block, of 256 rows, the last
     role skips blocks that the first one needs, and causal the other way round."""
-    tile = hopper_tile(4, 64, 1, 1, 112, turns=True, early_exp=1)
+    config = hopper_config(4, 64, 1, 1, 112, turns=True, early_exp=1)
     q, k, v = normal_qkv(q_len=400, kv_len=500, dtype=torch.float16)
     with gluon_cpu.machine(schedule=gluon_cpu.Schedule(policy, seed=1)):
-        check(q, k, v, causal=causal, left=70, tile=tile, programs=1)
+        check(q, k, v, causal=causal, left=70, config=config, programs=1)
 
 
-SHARES = {  # a tile, and the rows of a role's share, or on Blackwell, of a row block
+SHARES = {  # a config, and the rows of a role's share, or on Blackwell, of a row block
     "Hopper": (SMALL, 64),
-    "Blackwell": (blackwell_tile(3, 192), 256),
+    "Blackwell": (blackwell_config(3, 192), 256),
 }
 
 
 @pytest.mark.parametrize("name", SHARES)
 def test_only_who_sees_keys_of_a_block_multiplies_with_it(name):
     """With NaN in one block at a time, rows that share a walk with none that sees a key of it come out right."""
-    tile, rows = SHARES[name]
+    config, rows = SHARES[name]
     q_len, kv_len, left = 2 * rows, 3 * rows, 30
     seen = seen_keys(q_len, kv_len, causal=True, left=left)
-    for block in (kv_len // tile.block_n - 1, (kv_len - q_len) // tile.block_n - 1):
+    for block in (kv_len // config.block_n - 1, (kv_len - q_len) // config.block_n - 1):
         q, k, v = normal_qkv(q_len=q_len, kv_len=kv_len, dtype=torch.float16)
         expected, _ = want(q, k, v, seen)
         for t in (k, v):
-            t[:, :, block * tile.block_n : (block + 1) * tile.block_n] = float("nan")
-        out, _ = run(q, k, v, causal=True, left=left, tile=tile)
-        sees_it = seen[:, block * tile.block_n : (block + 1) * tile.block_n].any(dim=1)
+            t[:, :, block * config.block_n : (block + 1) * config.block_n] = float("nan")
+        out, _ = run(q, k, v, causal=True, left=left, config=config)
+        sees_it = seen[:, block * config.block_n : (block + 1) * config.block_n].any(dim=1)
         clean = ~sees_it.view(-1, rows).any(dim=1, keepdim=True).expand(-1, rows).flatten()
         assert 0 < clean.sum() < q_len
         torch.testing.assert_close(out[:, :, clean], expected[:, :, clean], atol=4e-3, rtol=0)
@@ -202,8 +202,8 @@ def test_only_who_sees_keys_of_a_block_multiplies_with_it(name):
 @pytest.mark.parametrize("causal", slow_if(lambda causal: not causal, [True, False]))
 def test_compiled_for_hopper(causal):
     """One role: a loop for each kind of step, the third for a window alone. The unmasked one stays as it is."""
-    tile = hopper_tile(1, 128, 2, 2, 232)
-    plain, window = (resources(compiled(torch.bfloat16, 64, Mask(causal=causal, left=n), tile)) for n in (None, 1000))
+    config = hopper_config(1, 128, 2, 2, 232)
+    plain, window = (resources(compiled(torch.bfloat16, 64, Mask(causal=causal, left=n), config)) for n in (None, 1000))
     assert [len(plain.loops), len(window.loops)] == ([2, 3] if causal else [1, 2])
     assert plain.spills == window.spills == 0
     assert all(loop.waits == 2 for loop in window.loops), "products in flight beside the softmax"
@@ -214,7 +214,7 @@ def test_compiled_for_hopper(causal):
 @pytest.mark.slow
 def test_compiled_for_blackwell():
     """Two softmax roles, each with a loop more."""
-    tile = blackwell_tile(3, 192)
-    plain, window = (resources(compiled(torch.bfloat16, 64, Mask(left=n), tile)) for n in (None, 1000))
+    config = blackwell_config(3, 192)
+    plain, window = (resources(compiled(torch.bfloat16, 64, Mask(left=n), config)) for n in (None, 1000))
     assert len(window.loops) == len(plain.loops) + 2
     assert sum(loop.spills for loop in window.loops) == 0

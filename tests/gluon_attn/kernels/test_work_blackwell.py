@@ -14,10 +14,10 @@ CAUSAL = Mask(causal=True)
 
 
 @jit
-def square_order(batch, heads, length, blocks_per_item, l2_heads, MASK: gl.constexpr, IN_TURN: gl.constexpr):
+def square_order(batch, heads, length, blocks_per_item, l2_heads, MASK: gl.constexpr, LONGEST_FIRST: gl.constexpr):
     lengths = Lengths(length, length, 64, 64, MASK, None)
     counts = counts_of((batch, heads, length), lengths)
-    return Order(counts, counts.all_heads * counts.row_blocks, blocks_per_item, l2_heads, lengths, IN_TURN)
+    return Order(counts, counts.all_heads * counts.row_blocks, blocks_per_item, l2_heads, lengths, LONGEST_FIRST)
 
 
 @jit(do_not_specialize=["batch", "heads", "length", "blocks_per_item", "l2_heads"])
@@ -31,11 +31,11 @@ def note_visits(
     l2_heads,
     ROW_BLOCKS: gl.constexpr,
     MASK: gl.constexpr,
-    IN_TURN: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr,
 ):
     """For each visit of the persistent walk, add 1 + 1000 * its number to numbers[batch, head, row block], and
     1000 * (the program) + (how many it has done before) to steps, likewise."""
-    order = square_order(batch, heads, length, blocks_per_item, l2_heads, MASK, IN_TURN)
+    order = square_order(batch, heads, length, blocks_per_item, l2_heads, MASK, LONGEST_FIRST)
     number, step = order.first(), 0
     while number < order.all_row_blocks:
         block = order.rows(number).block
@@ -46,7 +46,7 @@ def note_visits(
 
 
 def walk(
-    *, programs: int, row_blocks: int, blocks_per_item: int = 1, l2_heads: int = 1, in_turn: bool = False
+    *, programs: int, row_blocks: int, blocks_per_item: int = 1, l2_heads: int = 1, longest_first: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[2 batches * 3 heads, row blocks]: the number of each; and 1000 * program + step. All must be visited once."""
     numbers = torch.zeros(6, row_blocks, dtype=torch.int32)
@@ -54,7 +54,7 @@ def walk(
     q_len = row_blocks * BLOCK_M - 5  # the last row block is a partial one
     with gluon_cpu.machine():
         note_visits[(programs,)](
-            numbers, steps, 2, 3, q_len, blocks_per_item, l2_heads, row_blocks, CAUSAL, in_turn, num_warps=1
+            numbers, steps, 2, 3, q_len, blocks_per_item, l2_heads, row_blocks, CAUSAL, longest_first, num_warps=1
         )
     assert (numbers % 1000).eq(1).all(), numbers
     return numbers // 1000, steps
@@ -72,8 +72,8 @@ def test_every_row_block_is_visited_once(blocks_per_item, row_blocks, programs):
 
 
 @pytest.mark.parametrize("row_blocks", [2, 3, 4, 7])
-def test_pairs_cost_the_same(row_blocks):
-    """Under a square causal mask row block r costs r + 1, also where a pair spans two heads."""
+def test_items_of_two_cost_the_same(row_blocks):
+    """Under a square causal mask row block r costs r + 1, also where an item spans two heads."""
     numbers, _ = walk(programs=3, row_blocks=row_blocks, blocks_per_item=2)
     cost = torch.zeros(6 * row_blocks // 2, dtype=torch.int64)
     cost.index_add_(0, (numbers // 2).flatten().long(), torch.arange(1, row_blocks + 1).repeat(6))
@@ -88,12 +88,12 @@ def test_the_heaviest_first(row_blocks):
 
 @pytest.mark.parametrize("l2_heads", [1, 2, 4, 6])
 @pytest.mark.parametrize("row_blocks", [1, 3, 4])
-def test_heads_in_turn(row_blocks, l2_heads):
+def test_longest_first(row_blocks, l2_heads):
     """Groups of heads in order; in a group the last row block of each head, then the last but one of each, and so on.
 
     6 heads do not divide into groups of 4: the last group is smaller.
     """
-    numbers, _ = walk(programs=3, row_blocks=row_blocks, l2_heads=l2_heads, in_turn=True)
+    numbers, _ = walk(programs=3, row_blocks=row_blocks, l2_heads=l2_heads, longest_first=True)
     order = [
         (head, row_block)
         for first in range(0, 6, l2_heads)

@@ -16,9 +16,9 @@ CAUSAL = Mask(causal=True)
 
 
 @jit
-def square_order(batch, heads, length, blocks_per_item, last_heads, MASK: gl.constexpr, IN_TURN: gl.constexpr):
+def square_order(batch, heads, length, blocks_per_item, last_heads, MASK: gl.constexpr, LONGEST_FIRST: gl.constexpr):
     lengths = Lengths(length, length, 64, 64, MASK, None)
-    return Order(counts_of((batch, heads, length), lengths), blocks_per_item, last_heads, lengths, IN_TURN)
+    return Order(counts_of((batch, heads, length), lengths), blocks_per_item, last_heads, lengths, LONGEST_FIRST)
 
 
 @jit(do_not_specialize=["batch", "heads", "length", "blocks_per_item", "last_heads"])
@@ -33,12 +33,12 @@ def note_work(
     last_heads,
     ROW_BLOCKS: gl.constexpr,
     MASK: gl.constexpr,
-    IN_TURN: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr,
 ):
     """For each row block of the walk, at [batch, head, row block]: add to items 1 + 1000 * (program + programs * the
     items it has done before), to steps 1000 * program + the row blocks before, and to shares which of four shares the
     first role computes."""
-    order = square_order(batch, heads, length, blocks_per_item, last_heads, MASK, IN_TURN)
+    order = square_order(batch, heads, length, blocks_per_item, last_heads, MASK, LONGEST_FIRST)
     work, step, item = first_work(order), 0, gl.program_id(0)
     while work.is_left():
         block = work.rows().block
@@ -75,7 +75,7 @@ def test_every_row_block_is_visited_once(blocks_per_item, row_blocks, programs):
     place = torch.minimum(from_end, from_end.flip(0)) if blocks_per_item == 2 else from_end
     assert (items == torch.arange(6)[:, None] * per_head + place).all()
     assert (steps // 1000 == items % programs).all()
-    for program in range(programs):  # each takes its items in order, and none between the two row blocks of a pair
+    for program in range(programs):  # each takes its items in order, and none between the two row blocks of one
         mine = steps // 1000 == program
         order = (steps[mine] % 1000).argsort()
         assert sorted((steps[mine] % 1000).tolist()) == list(range(int(mine.sum())))
@@ -86,20 +86,20 @@ def test_every_row_block_is_visited_once(blocks_per_item, row_blocks, programs):
         assert shares[mine][(steps[mine] % 1000).argsort()].tolist() == [0, 3][: int(mine.sum())]
 
 
-def test_heads_begin_pairs_differently():
-    """Every other one of the three of a batch with the light one, where a head has more than a pair."""
+def test_heads_begin_items_differently():
+    """Every other one of the three of a batch with the light one, where a head has more than one item."""
     for row_blocks, light_first in ((2, [0, 0, 0, 0, 0, 0]), (4, [0, 1, 0, 0, 1, 0])):
         _, steps, _ = walk(programs=1, row_blocks=row_blocks, blocks_per_item=2)
         assert (steps[:, 0] < steps[:, -1]).int().tolist() == light_first
 
 
-def single_rounds(pairs: int, count: int, programs: int) -> list[tuple[list[int | None], bool]]:
+def single_rounds(items: int, count: int, programs: int) -> list[tuple[list[int | None], bool]]:
     """The places 0 ... count - 1 in rounds, each in order of the programs, and whether it is a way back. The first
-    completes the last round of pairs, if that is not complete, on a way there."""
-    begun = pairs % programs
+    completes the last round of items of two, if that is not complete, on a way there."""
+    begun = items % programs
     cuts = [0] if begun == 0 else [0, programs - begun]
     cuts += range(cuts[-1] + programs, count + programs, programs)
-    back, found = pairs > 0 and begun == 0, []
+    back, found = items > 0 and begun == 0, []
     for start, end in itertools.pairwise(cuts):
         places: list[int | None] = [i if i < count else None for i in range(start, end)]
         missing: list[int | None] = [None] * (programs - len(places))
@@ -130,8 +130,8 @@ def test_the_last_heads_end_with_single_row_blocks(programs, row_blocks, last_he
 
 
 def test_single_row_blocks_even_out():
-    """Pairs: half of the programs have three, the others two. With four heads one by one, no program has to compute
-    more than a fifteenth above the mean."""
+    """Items of two: half of the programs have three, the others two. With four heads one by one, no program has to
+    compute more than a fifteenth above the mean."""
     keys = torch.arange(1, 17).expand(6, 16)
     loads = []
     for last_heads in (0, 4):

@@ -11,7 +11,7 @@ import torch
 
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
-from gluon_attn.forward.table import pick_tile
+from gluon_attn.forward.table import pick_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.runtime import assembler, compiler
@@ -35,7 +35,7 @@ PROBLEM = Problem(
 
 def compile_kernel():
     """Not from memory, but perhaps from Triton's cache."""
-    return compiled.__wrapped__(torch.bfloat16, 64, Mask(), pick_tile(PROBLEM, Device.hopper()), arch=90)
+    return compiled.__wrapped__(torch.bfloat16, 64, Mask(), pick_config(PROBLEM, Device.hopper()), arch=90)
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ def attention_forward(
     k_scale_ptr,
     v_scale_ptr,
     scale_log2,  # softmax scale times log2(e)
-    blocks_per_item,  # 1, or 2 to pair heavy row blocks with light ones
-    l2_heads,  # heads whose K and V have room in L2 together; their row blocks come in turn, if CONFIG.longest_first
+    blocks_per_item,  # 1, or 2 for a heavy row block with a light one
+    l2_heads,  # heads whose K and V have room in L2 together; those with most keys come first, if CONFIG.longest_first
     MASK: gl.constexpr,  # a Mask
     SCORE_MOD: gl.constexpr,  # a jitted function of scores, or None; see Rows.modified
-    CONFIG: gl.constexpr,  # a BlackwellTile
+    CONFIG: gl.constexpr,  # a BlackwellConfig
 ):
     BLOCK_M: gl.constexpr = QUERY_TILES * q_desc.block_shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
@@ -41,7 +41,7 @@ def attention_forward(
         blocks_per_item=blocks_per_item,
         l2_heads=l2_heads,
         lengths=lengths,
-        IN_TURN=CONFIG.longest_first,
+        LONGEST_FIRST=CONFIG.longest_first,
     )
     scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2, scales=scales)

@@ -17,8 +17,8 @@ class Wires:
     A CTA has two query tiles at a time, so that the softmax of one runs beside the products of the
     other. With more than one CTA, pairs: the lead's mma role issues the products of both, and waits for both.
 
-    queries:    load -> mma; 2 slots, query tiles 0 and 1 in turn; freed by the last QKᵀ with them.
-    keys_values: load -> mma; KV_SLOTS slots for tiles of K and V in turn; freed by the last product with them. The CTAs
+    queries:    load -> mma; 2 slots, query tiles 0, 1, 0 and so on; freed by the last QKᵀ with them.
+    keys_values: load -> mma; KV_SLOTS slots, for a tile of K or of V each; freed by the last product with it. The CTAs
                 of a pair hold half of each: of K its rows, of V its columns, as the products want their right operand.
                 With four CTAs one load fills a slot in both pairs (multicast).
     scores:     mma -> softmax; filled by QKᵀ; freed by softmax when P is in its place (see tmem.py). As all that
@@ -30,7 +30,7 @@ class Wires:
                 after rescaling it, for every key block but the first, and after taking it out.
     statistics: softmax -> correction: max and sum of a query tile's rows are in tensor memory.
     statistics_read: correction -> mma: they have been read, and the scores may be overwritten.
-    results:    correction -> store; 2 slots of O in the tensors' dtype, query tiles 0 and 1 in turn; freed by store.
+    results:    correction -> store; 2 slots of O in the tensors' dtype, query tiles 0, 1, 0 and so on; freed by store.
     turns:      softmax of query tile 0 <-> that of 1: who may use the exponential unit (if exp_turns).
     items:      load of CTA 0 -> every role of every CTA; 2 slots; freed by each (if dynamic).
     """

@@ -12,9 +12,9 @@ class Order:
     one after the other.
 
     Numbers run through a head before the next head starts, so that programs working at the same time share its K and V
-    in L2; or, if IN_TURN, through `l2_heads` heads, a row block of each in turn. A head's last row block, the heaviest
-    under a causal mask, comes first. If items are pairs, the first row block is next, then the last but one, and so on:
-    under a square causal mask two that follow each other cost the same together. Every other head is numbered in
+    in L2; or, if LONGEST_FIRST, through `l2_heads` heads, a row block of each. A head's last row block, the heaviest
+    under a causal mask, comes first. If items are of two, the first row block is next, then the last but one, and so
+    on: under a square causal mask two that follow each other cost the same together. Every other head is numbered in
     reverse, for so they do where an item spans two heads.
     """
 
@@ -23,7 +23,7 @@ class Order:
     blocks_per_item: gl.tensor
     l2_heads: gl.tensor
     lengths: Lengths
-    IN_TURN: gl.constexpr
+    LONGEST_FIRST: gl.constexpr
 
     @jit
     def first(self):
@@ -46,7 +46,7 @@ class Order:
     def head_and_place(self, number):
         """(head, counted through all batches; place among the head's row blocks)."""
         row_blocks = self.counts.row_blocks
-        if self.IN_TURN:
+        if self.LONGEST_FIRST:
             group = number // (self.l2_heads * row_blocks)
             first_head = group * self.l2_heads
             heads = gl.minimum(self.l2_heads, self.counts.all_heads - first_head)  # the last group may be smaller

@@ -11,7 +11,7 @@ from .wires import alloc_wires
 from .work import order_of
 
 
-@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_in_turn"])  # one kernel, however they are
+@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_at_once"])  # one kernel, however they are
 def attention_backward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, BLOCK_M, D]
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, KEYS, D]
@@ -25,9 +25,9 @@ def attention_backward(
     added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ, or at least one
     scale_log2,  # softmax scale times log2(e)
     scale,
-    blocks_per_item,  # 1, or 2 to pair key blocks that many queries see with those that few do
-    last_heads,  # KV heads whose key blocks are not paired
-    heads_in_turn,  # of how many of these one key block follows the other
+    blocks_per_item,  # 1, or 2 for a key block that many queries see with one that few do
+    last_heads,  # KV heads of which an item is one key block
+    heads_at_once,  # of how many of these one key block follows the other
     MASK: gl.constexpr,  # a Mask
     CONFIG: gl.constexpr,  # a HopperBackward
     DETERMINISTIC: gl.constexpr,  # add up dQ in the order of the keys
@@ -48,7 +48,7 @@ def attention_backward(
         scale=scale,
     )
     wires = alloc_wires(operands, CONFIG)
-    order = order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_in_turn, MASK, ROTATED=not DETERMINISTIC)
+    order = order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, MASK, ROTATED=not DETERMINISTIC)
     init_all(wires.channels())
     gl.warp_specialize(
         [

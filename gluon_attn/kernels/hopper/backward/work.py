@@ -13,8 +13,8 @@ class Order:
 
     If blocks_per_item is 2, an item is two of them, the first and the last, the second and the last but one: together
     they cost as much as any other two. Of pairs, some programs have one more than others, which idle meanwhile. So
-    those of the last heads follow one by one: of heads_in_turn heads the first ones, then the second ones, and so on;
-    then those of the next heads_in_turn. int32 scalars.
+    those of the last heads follow one by one: of heads_at_once heads the first ones, then the second ones, and so on;
+    then those of the next heads_at_once. int32 scalars.
     """
 
     q_len: gl.tensor
@@ -26,7 +26,7 @@ class Order:
     items_per_head: gl.tensor
     items: gl.tensor  # before those of the last heads
     last_heads: gl.tensor
-    heads_in_turn: gl.tensor
+    heads_at_once: gl.tensor
     all_heads: gl.tensor  # KV heads of all batches
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -35,7 +35,7 @@ class Order:
 
 
 @jit
-def order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_in_turn, MASK: gl.constexpr, ROTATED: gl.constexpr):
+def order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, MASK: gl.constexpr, ROTATED: gl.constexpr):
     """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D)."""
     KEYS: gl.constexpr = k_desc.block_shape[2]
     kv_heads = k_desc.shape[1]
@@ -52,7 +52,7 @@ def order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_in_turn, MASK: g
         items_per_head=items_per_head,
         items=(all_heads - last_heads) * items_per_head,
         last_heads=last_heads,
-        heads_in_turn=heads_in_turn,
+        heads_at_once=heads_at_once,
         all_heads=all_heads,
         KEYS=KEYS,
         BLOCK_M=q_desc.block_shape[2],
@@ -96,9 +96,9 @@ class Work:
         index = gl.where(self.way_back, order.key_blocks - 1 - index, index)
         place = self.place()
         if place >= 0:
-            turns = order.heads_in_turn * order.key_blocks
-            before, place = place // turns * order.heads_in_turn, place % turns
-            heads = gl.minimum(order.heads_in_turn, order.last_heads - before)
+            turns = order.heads_at_once * order.key_blocks
+            before, place = place // turns * order.heads_at_once, place % turns
+            heads = gl.minimum(order.heads_at_once, order.last_heads - before)
             head = order.all_heads - order.last_heads + before + place % heads
             index = place // heads
         sequence = Sequence(gl.to_tensor(0), order.q_len, gl.to_tensor(0), order.k_len)

@@ -23,11 +23,11 @@ def attention_forward(
     k_scale_ptr,
     v_scale_ptr,
     scale_log2,  # softmax scale times log2(e)
-    blocks_per_item,  # 1, or 2 to pair heavy row blocks with light ones
-    last_heads,  # of the last heads, how many are computed in turn, if CONFIG.last_heads_in_turn
+    blocks_per_item,  # 1, or 2 for a heavy row block with a light one
+    last_heads,  # of the last heads, how many are computed together, if CONFIG.last_heads_longest_first
     MASK: gl.constexpr,  # a Mask
     SCORE_MOD: gl.constexpr,  # a jitted function of scores, or None; see Rows.modified
-    CONFIG: gl.constexpr,  # a HopperTile
+    CONFIG: gl.constexpr,  # a HopperConfig
 ):
     BLOCK_M: gl.constexpr = CONFIG.softmax_roles * q_desc.block_shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
@@ -38,7 +38,7 @@ def attention_forward(
         blocks_per_item=blocks_per_item,
         last_heads=last_heads,
         lengths=lengths,
-        IN_TURN=CONFIG.last_heads_in_turn and MASK.causal,
+        LONGEST_FIRST=CONFIG.last_heads_longest_first and MASK.causal,
     )
     init_all(wires.channels())
 

@@ -30,7 +30,7 @@ class Wires:
     values: SharedMemoryChannel
     turns: SignalChannel
     output: gl.shared_memory_descriptor
-    CONFIG: gl.constexpr  # a HopperTile
+    CONFIG: gl.constexpr  # a HopperConfig
 
     @jit
     def channels(self):

@@ -25,14 +25,14 @@ def may_skip_early_keys(mask, role, roles):
 
 @aggregate
 class Order:
-    """In which order row blocks are computed. blocks_per_item: 1, or 2 to pair heavy row blocks with light ones.
-    last_heads: of the last heads, how many are computed in turn, if IN_TURN. int32 scalars."""
+    """In which order row blocks are computed. blocks_per_item: 1, or 2 for a heavy row block with a light one.
+    last_heads: of the last heads, how many are computed together, if LONGEST_FIRST. int32 scalars."""
 
     counts: Counts
     blocks_per_item: gl.tensor
     last_heads: gl.tensor
     lengths: Lengths
-    IN_TURN: gl.constexpr
+    LONGEST_FIRST: gl.constexpr
 
 
 @aggregate
@@ -40,14 +40,14 @@ class Work:
     """The row block at hand. Immutable: `next()` returns the next.
 
     Program p of n does items p, p + n, ..., numbered through a head before the next, so that programs working at the
-    same time share its K and V in L2. An item is a row block, the last of a head first; or a pair of them, of which
-    under a square causal mask every one costs the same. `next()` adds n digit by digit: divisions would delay every
-    row block, as nothing begins before it is known which.
+    same time share its K and V in L2. An item is a row block, the last of a head first; or two, a heavy one with a
+    light one, which under a square causal mask always cost the same. `next()` adds n digit by digit: divisions would
+    delay every row block, as nothing begins before it is known which.
 
-    If IN_TURN, the row blocks of the last heads are not paired but follow one by one, those with most keys first, of
-    all these heads in turn. Of pairs, some programs have one more than others, which idle meanwhile; of the lightest
-    row blocks that matters little. Programs take them there and back, as an ox ploughs: who had a heavier one has a
-    lighter one next.
+    If LONGEST_FIRST, the row blocks of the last heads follow one by one, those with most keys first, of all these
+    heads. Of items of two, some programs have one more than others, which idle meanwhile; of the lightest row blocks
+    that matters little. Programs take them there and back, as an ox ploughs: who had a heavier one has a lighter one
+    next.
     """
 
     batch: gl.tensor
@@ -65,7 +65,7 @@ class Work:
 
     @jit
     def is_left(self):
-        if self.order.IN_TURN:
+        if self.order.LONGEST_FIRST:
             return self.place() < self.order.last_heads * self.order.counts.row_blocks
         else:
             return self.batch < self.order.counts.batches
@@ -78,7 +78,7 @@ class Work:
 
     @jit
     def rows(self):
-        """Every other head begins its pairs with the light one, if it has several: measured, see
+        """Every other head begins its items with the light one, if it has several: measured, see
         docs/lab_log.md#the-order-of-row-blocks."""
         order, counts = self.order, self.order.counts
         batch, head = self.batch, self.head
@@ -86,7 +86,7 @@ class Work:
         if order.lengths.MASK.causal:
             swapped = (order.blocks_per_item == 2) & (self.items > 1) & ((self.head & 1) == 1)
             index = gl.where(self.way_back ^ swapped, self.item, index)
-        if order.IN_TURN:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
+        if order.LONGEST_FIRST:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
             if self.last_place >= 0:
                 place, heads = self.place(), order.last_heads
                 index = counts.row_blocks - 1 - place // heads
@@ -109,10 +109,10 @@ class Work:
         to_second, way_back, last_place = self.way_back, self.way_back, self.last_place
         if order.lengths.MASK.causal:  # the middle one of an odd number of row blocks is alone
             to_second = (order.blocks_per_item == 2) & ~way_back & (2 * self.item + 1 < counts.row_blocks)
-            if order.IN_TURN:
+            if order.LONGEST_FIRST:
                 to_second = to_second & (last_place < 0)
                 last_place += gl.where(to_second, 0, gl.num_programs(0))
-                # The first round after pairs that all programs begin among the last heads is a way back.
+                # The first round after items of two that all programs begin among the last heads is a way back.
                 turned = gl.where(self.last_place < 0, last_place >= gl.program_id(0), ~way_back)
                 way_back = gl.where(last_place < 0, to_second, turned)
             else:

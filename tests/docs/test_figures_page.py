@@ -1,0 +1,59 @@
+"""docs/figures.md and the lab log show what the file of peers has, where other implementations are compared."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PEERS = json.loads((ROOT / "bench" / "results" / "h200_peers.json").read_text(encoding="utf-8"))
+
+
+def rows_below(page: str, heading: str) -> dict[str, list[float]]:
+    """A table's rows by their first cell: numbers, without what makes them bold."""
+    table = (ROOT / "docs" / page).read_text(encoding="utf-8").split(heading)[1].split("\n\n")[0]
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {name: [float(number) for number in numbers] for name, *numbers in rows}
+
+
+def ratios(dtype: str) -> dict[str, list[float]]:
+    points: dict[tuple[str, int], float] = {}
+    for p in PEERS["fa3"]["points"]:
+        if p["dtype"] == dtype:
+            points[f"D={p['head_dim']} {'causal' if p['causal'] else 'full'}", p["length"]] = p["ours_over_fa3"]
+    return {name: [points[name, length] for length in LENGTHS] for name, _ in points}
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "dtype"),
+    [("figures.md", "| bf16, ours / FA3 ", "bf16"), ("lab_log.md", "| e4m3, ours / FA3 ", "e4m3")],
+)
+def test_ratios_to_fa3(page, heading, dtype):
+    shown = rows_below(page, heading)
+    assert shown == ratios(dtype)
+    numbers = [number for row in shown.values() for number in row]
+    mean = math.exp(sum(map(math.log, numbers)) / len(numbers))
+    assert mean == pytest.approx(PEERS["fa3"]["geometric_mean_ours_over_fa3"][dtype], abs=0.002)  # of rounded ratios
+
+
+def test_points_of_an_h100_where_it_is_behind():
+    wanted: list[tuple[Any, ...]] = [
+        (f"D={p['head_dim']} {'causal' if p['causal'] else 'full'}", p["length"], p["ratio"])
+        for p in PEERS["h100"]["points_behind"]
+        if p["dtype"] == "bf16"
+    ]
+    page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+    table = page.split("| H100, bf16 |")[1].split("\n\n")[0]
+    shown = re.findall(r"^\| (D=\d+ \w+) \| (\d+) \| ([\d.]+)", table, re.MULTILINE)
+    assert [(name, int(length), float(ratio)) for name, length, ratio in shown] == wanted
+
+
+def test_means_of_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [(h200, h100)] = re.findall(r"FlashAttention-3\S* \| ([\d.]+) × \| ([\d.]+) ×", readme)
+    wanted = PEERS["fa3"]["geometric_mean_ours_over_fa3"]["bf16"], PEERS["h100"]["geometric_mean_bf16"]["ours_over_fa3"]
+    assert [h200, h100] == [f"{mean:.2f}" for mean in wanted]
