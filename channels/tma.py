@@ -107,6 +107,12 @@ def wait_stores_done():
 
 
 @jit
+def wait_stores_but_newest_done():
+    """The same of every one but the newest."""
+    tma.store_wait(1, read_only=False)
+
+
+@jit
 def wait_stores_read():
     """Wait until every store or addition this role started has read its tile, which may then be written again.
 

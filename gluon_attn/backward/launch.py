@@ -90,21 +90,19 @@ def compiled_backward(
     return tuple(build.compile(arch) for build in builds_of(dtype, padded_head_dim, mask, config, deterministic))
 
 
-def workspaces(plan: BackwardPlan, device: torch.device | str) -> dict[str, Callable[[], Tensor]]:
-    """What makes the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R) fp32, and
-    the sums of dQ, (B, H, R D / 32, 32) fp32, with R queries, rounded up to whole blocks, and D padded; how
-    many key blocks have added to each row block, int32."""
+def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R), and
+    the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded; how many key
+    blocks have added to each row block, int32."""
     problem = plan.problem
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
     sums = (plan.rows * problem.padded_head_dim // SUM_COLUMNS, SUM_COLUMNS)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("lse_log2", "delta"), (*heads, *statistics))
-    shapes["dq_sums"] = (*heads, *sums)
-    shapes["added"] = (*heads, plan.row_blocks)
-
-    def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
-        return lambda: torch.empty(shape, dtype=dtype, device=device)
-
-    return {n: maker(shape, torch.int32 if n == "added" else torch.float32) for n, shape in shapes.items()}
+    return {
+        "lse_log2": ((*heads, *statistics), torch.float32),
+        "delta": ((*heads, *statistics), torch.float32),
+        "dq_sums": ((*heads, *sums), torch.float32),
+        "added": ((*heads, plan.row_blocks), torch.int32),
+    }
 
 
 def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
@@ -112,7 +110,7 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     any may be on the meta device."""
     problem, config = plan.problem, plan.config
     views = {name: View.of(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
-    views |= {n: View.of(make()) for n, make in workspaces(plan, "meta").items() if n != "added"}
+    views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
     before, main, after = builds_of(problem.dtype, problem.padded_head_dim, problem.mask, config, plan.deterministic)
     scale = {"scale": problem.scale}
     order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once")}
@@ -127,10 +125,10 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
 def temporaries_of(plan: BackwardPlan) -> dict[str, Callable[[Tensors], Tensor]]:
     """`workspaces` as `Launches` asks for them, on q's device."""
 
-    def on_device(name: str) -> Callable[[Tensors], Tensor]:
-        return lambda tensors: workspaces(plan, tensors["q"].device)[name]()
+    def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[Tensors], Tensor]:
+        return lambda tensors: torch.empty(shape, dtype=dtype, device=tensors["q"].device)
 
-    return {name: on_device(name) for name in workspaces(plan, "meta")}
+    return {name: maker(*like) for name, like in workspaces(plan).items()}
 
 
 def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:

@@ -8,8 +8,9 @@ from ..forward.plan import LARGEST_LENGTH
 from ..problem import Problem
 from .configs import HopperBackward
 
-# How many programs work on one head, with a fixed order of sums: they wait for each other, one after the other.
-PROGRAMS_OF_A_HEAD = 8
+# How many programs work on one head at a time, with a fixed order of sums: they wait for each other, one after the
+# other. Fewer need more of Q and dO at once. By whether the mask is causal.
+PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class BackwardPlan:
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
         if deterministic:
-            last_heads, heads_at_once = problem.batch * problem.kv_heads, -(-device.sm_count // PROGRAMS_OF_A_HEAD)
+            last_heads, heads_at_once = problem.batch * problem.kv_heads, -(-device.sm_count // PROGRAMS_OF_A_HEAD[problem.causal])
         else:
             uneven = blocks_per_item == 2 and items > device.sm_count
             last_heads = heads_at_once = -(-device.sm_count // items_of_head) if uneven else 0

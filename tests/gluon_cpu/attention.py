@@ -132,7 +132,7 @@ class BackwardRun:
         self.launch = self.launches[self.KERNELS.index(which)]
         self.deterministic = deterministic
         self.kept: list[Tensor] | None = None
-        self.between = {name: make() for name, make in workspaces(plan, "cpu").items()}
+        self.between = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in workspaces(plan).items()}
         self.tensors |= self.between
 
     def __call__(self, **options: Any) -> Any:

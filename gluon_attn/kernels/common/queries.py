@@ -8,38 +8,51 @@ from .thread_view import keep_columns_from
 
 @aggregate
 class QueryRange:
-    """The row blocks of one head that some keys walk, first ... end - 1, and from which on each query sees every key.
-    All int32 scalars.
+    """The row blocks that some keys walk in each of `group` query heads, first ... end - 1, and from which on each query
+    sees every key. All int32 scalars.
 
-    They are walked in steps, the last block first, so that under a causal mask the masked ones come last. `rotation`:
-    how many of the unmasked ones are walked after the other unmasked ones, so that programs that have different keys of
-    a head do not meet.
+    They are walked in steps: those without a mask, of one head after the other; then those with one, likewise. Within
+    both, the last block comes first, so that under a causal mask programs that have different keys of a head walk the
+    same rows. Only do they begin apart, so as not to wait for each other: the first `rotation` blocks without a mask
+    come after the others.
     """
 
     first: gl.tensor
     end: gl.tensor
     unmasked_first: gl.tensor
     rotation: gl.tensor
+    group: gl.tensor
 
     @jit
     def steps(self):
-        return self.end - self.first
+        return (self.end - self.first) * self.group
 
     @jit
     def unmasked_steps(self):
-        return self.end - self.unmasked_first
+        """Of all heads."""
+        return (self.end - self.unmasked_first) * self.group
 
     @jit
-    def block(self, step):
-        unmasked = self.unmasked_steps()
-        turned = step + self.rotation
+    def masked_steps(self):
+        """Of a head."""
+        return self.unmasked_first - self.first
+
+    @jit
+    def visit(self, step):
+        """(which head of the group, which row block) a step is about."""
+        unmasked, masked = self.end - self.unmasked_first, self.masked_steps()
+        is_masked = step >= unmasked * self.group
+        of_its_kind = step - gl.where(is_masked, unmasked * self.group, 0)
+        blocks = gl.maximum(gl.where(is_masked, masked, unmasked), 1)
+        place = of_its_kind % blocks
+        turned = place + self.rotation
         turned -= gl.where(turned >= unmasked, unmasked, 0)
-        return gl.where(step < unmasked, self.end - 1 - turned, self.masked_block(step))
+        return of_its_kind // blocks, gl.where(is_masked, self.unmasked_first - 1 - place, self.end - 1 - turned)
 
     @jit
     def masked_block(self, step):
-        """The same, of a step after the unmasked ones."""
-        return self.end - 1 - step
+        """The row block of a step, of those of a head with a mask."""
+        return self.unmasked_first - 1 - step
 
 
 @aggregate
@@ -52,12 +65,18 @@ class Keys:
     sequence: Sequence
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
+    group: gl.tensor  # query heads of the KV head
     MASK: gl.constexpr  # a Mask
     ROTATED: gl.constexpr  # every block of keys begins two row blocks after the one before
 
     @jit
+    def head(self, member):
+        """The query head that is the `member`-th of the group."""
+        return self.kv_head * self.group + member
+
+    @jit
     def queries(self):
-        """The QueryRange that they walk, the same in each head of the group. The last block alone may have fewer than
+        """The QueryRange that they walk. The last block alone may have fewer than
         KEYS keys, and is masked throughout."""
         sequence = self.sequence
         end = (sequence.q_len + self.BLOCK_M - 1) // self.BLOCK_M
@@ -74,7 +93,7 @@ class Keys:
         rotation = gl.to_tensor(0)
         if self.ROTATED:
             rotation = 2 * (self.first // self.KEYS) % gl.maximum(end - unmasked_first, 1)
-        return QueryRange(first, end, unmasked_first, rotation)
+        return QueryRange(first, end, unmasked_first, rotation, self.group)
 
     @jit
     def mask(self, scores, row):

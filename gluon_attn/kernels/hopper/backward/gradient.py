@@ -118,12 +118,12 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
 
 
 @jit
-def walk(state, k, v, keys, first, end, group, wires, scale_log2, MASKED: gl.constexpr):
-    """Steps `first` to `end` - 1 of the range of queries, each for all `group` heads of the keys. Which row block it is
-    counts for a mask alone."""
+def walk(state, k, v, keys, steps, wires, scale_log2, MASKED: gl.constexpr):
+    """Steps without a mask of all heads, or those with one of one head. Only for a mask it counts which row block it
+    is."""
     walked = keys.queries()
-    for step in range(first * group, end * group):
-        row = walked.masked_block(step // group) * keys.BLOCK_M
+    for step in range(steps):
+        row = walked.masked_block(step) * keys.BLOCK_M
         state = next_block(state, k, v, keys, row, wires, scale_log2, MASKED)
     return state
 
@@ -169,10 +169,9 @@ def gradient(wires, order, operands):
         k, v = kv_slot.view([KEYS, D], part=0), kv_slot.view([KEYS, D], part=1)
         zeros = gl.zeros([KEYS, D], gl.float32, GRADS)
         state = State(zeros, zeros, rows, dqs, turn)
-        unmasked = walked.unmasked_steps()
-        group, scale_log2 = order.group, operands.scale_log2
-        state = walk(state, k, v, keys, 0, unmasked, group, wires, scale_log2, MASKED=False)
-        state = walk(state, k, v, keys, unmasked, walked.steps(), group, wires, scale_log2, MASKED=True)
+        state = walk(state, k, v, keys, walked.unmasked_steps(), wires, operands.scale_log2, MASKED=False)
+        for _ in range(order.group):
+            state = walk(state, k, v, keys, walked.masked_steps(), wires, operands.scale_log2, MASKED=True)
         kv_slot.release()
         store_grads(state, wires, operands, keys)
         tma.wait_stores_read()

@@ -20,9 +20,9 @@ def load(wires, order, operands):
         tma.load(kv, (operands.k, operands.v), (coords, coords))
         gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after
         walked = keys.queries()
-        for step in range(walked.steps() * order.group):
-            head = keys.kv_head * order.group + step % order.group
-            row_block = RowBlock(keys.batch, head, walked.block(step // order.group) * keys.BLOCK_M, keys.sequence)
+        for step in range(walked.steps()):
+            member, block = walked.visit(step)
+            row_block = RowBlock(keys.batch, keys.head(member), block * keys.BLOCK_M, keys.sequence)
             tile, line = query_coords(row_block, row_block.first_row), stats_coords(row_block)
             slot, rows = rows.acquire()
             tma.load(slot, operands.of_rows(), (tile, line, tile, line))

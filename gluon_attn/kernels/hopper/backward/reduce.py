@@ -1,53 +1,93 @@
 """The reduce role: one warp that adds each block of dQ to what other programs have added in global memory."""
 
-from channels import tma
-from gluon_attn.runtime.compat import gdc_wait, gl, jit
+from channels import SharedMemoryConsumer, tma
+from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
 
 from .operands import dq_coords
 from .work import first_work
 
-CLAIMED = gl.constexpr(-1)  # who is first to add to a row block's dQ has begun, and is not done
+CLAIMED = gl.constexpr(-1)  # who is first to add to a row block has begun, and is not done
+
+
+@aggregate
+class Sums:
+    """The sums of dQ, as this role adds to them. Whoever is first to add to a row block stores instead, so that nobody
+    has to set it to zero."""
+
+    dqs: SharedMemoryConsumer
+    added: gl.tensor  # pointer: how many have added to the row block before; or at least one, see the functions
+    number: gl.tensor  # what to write there when its addition is done; 0: nothing
+
+    @jit
+    def tell(self):
+        gl.atomic_xchg(self.added, self.number, sem="release")
+
+
+@jit
+def add_in_any_order(sums, added, operands, coords):
+    """Who comes first is first; the others wait until it has stored. It is asked before dQ is there, so that asking
+    takes no time."""
+    before = gl.atomic_cas(added, 0, CLAIMED, sem="acquire")
+    dq, dqs = sums.dqs.acquire()
+    sums = Sums(dqs, added, gl.to_tensor(1))
+    if before == 0:
+        tma.store(operands.dq, coords, dq.part(0))
+    else:
+        if before == CLAIMED:
+            gl.atomic_poll(added, sums.number, sem="acquire")
+        tma.add(operands.dq, coords, dq.part(0))
+    tma.wait_stores_read()
+    dq.release()
+    if before == 0:
+        tma.wait_stores_done()
+        sums.tell()
+    return sums
+
+
+@jit
+def add_in_order(sums, added, number, operands, coords):
+    """In the order of the keys: wait until as many have added as have keys before these. Each of them is a program of a
+    lower number, and so has begun. It walks the row blocks in the same order, and adds to all that this program has.
+
+    That an addition is done is told after the next one has begun: to wait for it would hold up the gradient role.
+    """
+    before = gl.atomic_load(added, sem="acquire")
+    dq, dqs = sums.dqs.acquire()
+    if number == 0:
+        tma.store(operands.dq, coords, dq.part(0))
+    else:
+        if before != number:
+            gl.atomic_poll(added, number, sem="acquire")
+        tma.add(operands.dq, coords, dq.part(0))
+    if sums.number > 0:
+        tma.wait_stores_but_newest_done()
+        sums.tell()
+    tma.wait_stores_read()
+    dq.release()
+    return Sums(dqs, added, number + 1)
 
 
 @jit
 def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
-    """Who is first to add to a row block's dQ stores instead, so that nobody has to set it to zero; the others wait for
-    that. Who comes first is first.
-
-    If DETERMINISTIC, in the order of the keys: who adds to a row block waits until as many have as have keys before its
-    own. Each of them is a program of a lower number, and so has begun. It walks the row blocks in the same order, and
-    adds to all that this program has.
-    """
+    """Adds dQ of every step of the gradient role to its row block's sums."""
     ROWS: gl.constexpr = operands.dq.block_shape[2]
     gdc_wait()  # until the kernel before has set `added` to zero
-    dqs = wires.dqs.consumer()
+    sums = Sums(wires.dqs.consumer(), operands.added, gl.to_tensor(0))
     work = first_work(order)
     while work.is_left():
         keys = work.keys()
         walked = keys.queries()
-        for step in range(walked.steps() * order.group):
-            head, block = keys.kv_head * order.group + step % order.group, walked.block(step // order.group)
-            added = operands.added + (keys.batch * order.kv_heads * order.group + head) * walked.end + block
-            # Before dQ is there, so that it takes no time.
-            if DETERMINISTIC:
-                turn = keys.first // keys.KEYS
-                before = gl.atomic_load(added, sem="acquire")
-                is_first = turn == 0
-            else:
-                turn = gl.to_tensor(1)
-                before = gl.atomic_cas(added, 0, CLAIMED, sem="acquire")
-                is_first = before == 0
-            dq, dqs = dqs.acquire()
+        for step in range(walked.steps()):
+            member, block = walked.visit(step)
+            head = keys.head(member)
             coords = dq_coords(keys.batch, head, block, ROWS)
-            if is_first:
-                tma.store(operands.dq, coords, dq.part(0))
+            added = operands.added + (keys.batch * order.kv_heads * order.group + head) * walked.end + block
+            if DETERMINISTIC:
+                sums = add_in_order(sums, added, keys.first // keys.KEYS, operands, coords)
             else:
-                if before != turn:
-                    gl.atomic_poll(added, turn, sem="acquire")
-                tma.add(operands.dq, coords, dq.part(0))
-            tma.wait_stores_read()
-            dq.release()
-            if DETERMINISTIC | is_first:
-                tma.wait_stores_done()
-                gl.atomic_xchg(added, gl.where(is_first, 1, turn + 1), sem="release")
+                sums = add_in_any_order(sums, added, operands, coords)
         work = work.next()
+    if DETERMINISTIC:
+        tma.wait_stores_done()
+        if sums.number > 0:
+            sums.tell()

@@ -103,7 +103,7 @@ class Work:
             index = place // heads
         sequence = Sequence(gl.to_tensor(0), order.q_len, gl.to_tensor(0), order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        return Keys(batch, kv_head, index * order.KEYS, sequence, order.KEYS, order.BLOCK_M, order.MASK, order.ROTATED)
+        return Keys(batch, kv_head, index * order.KEYS, sequence, order.KEYS, order.BLOCK_M, order.group, order.MASK, order.ROTATED)
 
     @jit
     def next(self):
