@@ -12,6 +12,11 @@ from .configs import HopperBackward
 # other. Fewer need more of Q and dO at once. By whether the mask is causal.
 PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
+# Of a key block that several programs share, each has at least so many.
+ROW_BLOCKS_OF_A_PART = 4
+
+MOST_PARTED = 128  # key blocks that are shared; the kernel before counts with as many
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardPlan:
@@ -23,6 +28,7 @@ class BackwardPlan:
     blocks_per_item: 1, or 2 for a key block that many queries see with one that few do.
     last_heads: of how many KV heads, the last ones, an item is one key block, so that all programs end together.
     heads_at_once: of how many of those one key block follows the other.
+    parts: of a key block's queries, each for a program of its own, where there are fewer key blocks than processors.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     """
 
@@ -32,9 +38,15 @@ class BackwardPlan:
     blocks_per_item: int
     last_heads: int
     heads_at_once: int
+    parts: int
     row_programs: int
     deterministic: bool
     arch: int
+
+    @property
+    def key_blocks(self) -> int:
+        """Of all heads."""
+        return self.problem.batch * self.problem.kv_heads * -(-self.problem.kv_len // self.config.keys)
 
     @property
     def row_blocks(self) -> int:
@@ -74,18 +86,27 @@ class BackwardPlan:
         blocks_per_item = 2 if problem.causal and not deterministic and key_blocks > device.sm_count else 1
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
+        # Parts of a few row blocks take longer to add up than to compute.
+        fewest_blocks = -(-problem.q_len // config.block_m)
+        parts = max(1, min(device.sm_count // key_blocks, fewest_blocks // ROW_BLOCKS_OF_A_PART))
+        if key_blocks > MOST_PARTED:
+            parts = 1
         if deterministic:
-            last_heads, heads_at_once = problem.batch * problem.kv_heads, -(-device.sm_count // PROGRAMS_OF_A_HEAD[problem.causal])
+            last_heads, heads_at_once = (
+                problem.batch * problem.kv_heads,
+                -(-device.sm_count // PROGRAMS_OF_A_HEAD[problem.causal]),
+            )
         else:
             uneven = blocks_per_item == 2 and items > device.sm_count
             last_heads = heads_at_once = -(-device.sm_count // items_of_head) if uneven else 0
         return BackwardPlan(
             problem=problem,
             config=config,
-            programs=key_blocks if deterministic else min(device.sm_count, items),
+            programs=parts * (key_blocks if deterministic else min(device.sm_count, items)),
             blocks_per_item=blocks_per_item,
             last_heads=last_heads,
             heads_at_once=max(1, heads_at_once),
+            parts=parts,
             row_programs=row_programs,
             deterministic=deterministic,
             arch=device.arch,

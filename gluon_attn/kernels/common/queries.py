@@ -8,8 +8,8 @@ from .thread_view import keep_columns_from
 
 @aggregate
 class QueryRange:
-    """The row blocks that some keys walk in each of `group` query heads, first ... end - 1, and from which on each query
-    sees every key. All int32 scalars.
+    """The row blocks that some keys walk in each of `group` query heads, first ... end - 1, and from which on each
+    query sees every key. All int32 scalars.
 
     They are walked in steps: those without a mask, of one head after the other; then those with one, likewise. Within
     both, the last block comes first, so that under a causal mask programs that have different keys of a head walk the
@@ -66,6 +66,8 @@ class Keys:
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     group: gl.tensor  # query heads of the KV head
+    part: gl.tensor  # which of `parts` of their row blocks
+    parts: gl.tensor
     MASK: gl.constexpr  # a Mask
     ROTATED: gl.constexpr  # every block of keys begins two row blocks after the one before
 
@@ -75,11 +77,16 @@ class Keys:
         return self.kv_head * self.group + member
 
     @jit
+    def row_blocks(self):
+        """Of a query head, seen or not."""
+        return (self.sequence.q_len + self.BLOCK_M - 1) // self.BLOCK_M
+
+    @jit
     def queries(self):
-        """The QueryRange that they walk. The last block alone may have fewer than
-        KEYS keys, and is masked throughout."""
+        """The QueryRange that they walk: a part of the row blocks that see them. The last block of keys alone may have
+        fewer than KEYS, and is masked throughout."""
         sequence = self.sequence
-        end = (sequence.q_len + self.BLOCK_M - 1) // self.BLOCK_M
+        end = self.row_blocks()
         first = gl.to_tensor(0)
         unmasked_first = gl.to_tensor(0)
         if self.MASK.causal:
@@ -90,6 +97,11 @@ class Keys:
             unmasked_first = gl.maximum(unmasked_first, first)
         whole = self.first + self.KEYS <= sequence.k_len
         unmasked_first = gl.where(whole, unmasked_first, end)
+        if self.parts > 1:
+            seen = end - first
+            end = first + seen * (self.part + 1) // self.parts
+            first += seen * self.part // self.parts
+            unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), end)
         rotation = gl.to_tensor(0)
         if self.ROTATED:
             rotation = 2 * (self.first // self.KEYS) % gl.maximum(end - unmasked_first, 1)

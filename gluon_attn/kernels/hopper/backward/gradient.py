@@ -17,6 +17,7 @@ from gluon_attn.runtime.compat import aggregate, fence_async_shared, gl, jit, wa
 from ...common.sequence import key_coords
 from ..inline_asm import wait_apart
 from .layouts import accumulator_layout, in_register_order, left_operand_layout
+from .parts import collect, hand_in
 from .work import first_work
 
 
@@ -143,12 +144,12 @@ def staging(dq_slot, wires, desc):
 
 
 @jit
-def store_grads(state, wires, operands, keys):
+def store_grads(dk, dv, dqs, wires, operands, keys):
     """Start the stores of dK and dV."""
     coords = key_coords(keys, keys.kv_head, keys.first)
-    dk_tile, dv_tile = staging(state.dqs.borrow(), wires, operands.dk)
-    dk_tile.reshape(state.dk.shape).store((state.dk * operands.scale).to(operands.dk.dtype))
-    dv_tile.reshape(state.dv.shape).store(state.dv.to(operands.dv.dtype))
+    dk_tile, dv_tile = staging(dqs.borrow(), wires, operands.dk)
+    dk_tile.reshape(dk.shape).store((dk * operands.scale).to(operands.dk.dtype))
+    dv_tile.reshape(dv.shape).store(dv.to(operands.dv.dtype))
     tma.store_own(operands.dk, coords, dk_tile)
     tma.store_own(operands.dv, coords, dv_tile)
 
@@ -173,7 +174,13 @@ def gradient(wires, order, operands):
         for _ in range(order.group):
             state = walk(state, k, v, keys, walked.masked_steps(), wires, operands.scale_log2, MASKED=True)
         kv_slot.release()
-        store_grads(state, wires, operands, keys)
+        if operands.parts[0] is None:
+            store_grads(state.dk, state.dv, state.dqs, wires, operands, keys)
+        elif keys.part < keys.parts - 1:
+            hand_in(state.dk, state.dv, keys, work.number(keys), operands.parts)
+        else:
+            dk, dv = collect(state.dk, state.dv, keys, work.number(keys), operands.parts)
+            store_grads(dk, dv, state.dqs, wires, operands, keys)
         tma.wait_stores_read()
         rows, dqs, turn = state.rows, state.dqs, state.turn
         work = work.next()

@@ -81,7 +81,7 @@ def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
             member, block = walked.visit(step)
             head = keys.head(member)
             coords = dq_coords(keys.batch, head, block, ROWS)
-            added = operands.added + (keys.batch * order.kv_heads * order.group + head) * walked.end + block
+            added = operands.added + (keys.batch * order.kv_heads * order.group + head) * keys.row_blocks() + block
             if DETERMINISTIC:
                 sums = add_in_order(sums, added, keys.first // keys.KEYS, operands, coords)
             else:

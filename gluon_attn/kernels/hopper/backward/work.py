@@ -28,6 +28,7 @@ class Order:
     last_heads: gl.tensor
     heads_at_once: gl.tensor
     all_heads: gl.tensor  # KV heads of all batches
+    parts: gl.tensor  # of a key block's queries, each for a program of its own
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     MASK: gl.constexpr  # a Mask
@@ -35,7 +36,9 @@ class Order:
 
 
 @jit
-def order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, MASK: gl.constexpr, ROTATED: gl.constexpr):
+def order_of(
+    q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, parts, MASK: gl.constexpr, ROTATED: gl.constexpr
+):
     """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D)."""
     KEYS: gl.constexpr = k_desc.block_shape[2]
     kv_heads = k_desc.shape[1]
@@ -54,6 +57,7 @@ def order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, MASK: g
         last_heads=last_heads,
         heads_at_once=heads_at_once,
         all_heads=all_heads,
+        parts=parts,
         KEYS=KEYS,
         BLOCK_M=q_desc.block_shape[2],
         MASK=MASK,
@@ -80,7 +84,7 @@ class Work:
         there is a way back."""
         order, programs = self.order, gl.num_programs(0)
         place = self.item - order.items
-        if order.ROTATED:
+        if order.ROTATED:  # else each program has one item
             round = self.item // programs - (order.items + programs - 1) // programs
             place += gl.where((round >= 0) & (round % 2 == 0), programs - 1 - 2 * gl.program_id(0), 0)
         return place
@@ -103,7 +107,24 @@ class Work:
             index = place // heads
         sequence = Sequence(gl.to_tensor(0), order.q_len, gl.to_tensor(0), order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        return Keys(batch, kv_head, index * order.KEYS, sequence, order.KEYS, order.BLOCK_M, order.group, order.MASK, order.ROTATED)
+        return Keys(
+            batch=batch,
+            kv_head=kv_head,
+            first=index * order.KEYS,
+            sequence=sequence,
+            KEYS=order.KEYS,
+            BLOCK_M=order.BLOCK_M,
+            group=order.group,
+            part=gl.program_id(0) % order.parts,
+            parts=order.parts,
+            MASK=order.MASK,
+            ROTATED=order.ROTATED,
+        )
+
+    @jit
+    def number(self, keys):
+        """Of the key block, among those of all heads."""
+        return (keys.batch * self.order.kv_heads + keys.kv_head) * self.order.key_blocks + keys.first // keys.KEYS
 
     @jit
     def next(self):
@@ -116,4 +137,5 @@ class Work:
 
 @jit
 def first_work(order):
-    return Work(gl.program_id(0), gl.program_id(0) < 0, order)
+    """If a key block is walked in parts, there are as many programs as parts, and no next item."""
+    return Work(gl.program_id(0) // order.parts, gl.program_id(0) < 0, order)
