@@ -141,9 +141,20 @@ def host_microseconds() -> dict[str, float]:
 def configs(padded_head_dim: int) -> list[HopperBackward]:
     """Every config that its checks and shared memory allow."""
     found = []
-    for block_m, keys, row_slots, ds_slots in itertools.product((64, 128), (64, 128), (1, 2, 3, 4), (1, 2)):
+    keys = 64 if padded_head_dim == 256 else 128  # more have no registers; at 64, dQ comes in halves of 128 columns
+    slots = (1, 2, 3, 4)
+    for block_m, query_slots, dout_slots, ds_slots, in_step in itertools.product(
+        (64, 128), slots, slots, (1, 2), (False, True)
+    ):
         try:
-            config = HopperBackward(block_m=block_m, keys=keys, row_slots=row_slots, ds_slots=ds_slots)
+            config = HopperBackward(
+                block_m=block_m,
+                keys=keys,
+                query_slots=query_slots,
+                dout_slots=dout_slots,
+                ds_slots=ds_slots,
+                rings_in_step=in_step,
+            )
         except ValueError:
             continue
         if config.smem_bytes(padded_head_dim) <= Device.hopper().smem_bytes:
@@ -152,8 +163,9 @@ def configs(padded_head_dim: int) -> list[HopperBackward]:
 
 
 def label(config: HopperBackward) -> str:
-    """Rows x keys, slots of rows and of dS, registers of the single warps."""
-    return f"{config.block_m}x{config.keys} q{config.row_slots}ds{config.ds_slots} r{config.load_registers}"
+    """Rows x keys, slots of Q, dO and dS, registers of the single warps."""
+    slots = f"q{config.query_slots}do{config.dout_slots}ds{config.ds_slots}"
+    return f"{config.block_m}x{config.keys} {slots}{' in step' * config.rings_in_step} r{config.load_registers}"
 
 
 def refusal(config: HopperBackward, point: Point) -> str | None:

@@ -267,6 +267,15 @@ class SharedMemoryConsumer:
         return self.channel.slot(at.slot()), SharedMemoryConsumer(self.channel, at.next())
 
     @jit
+    def in_step_with(self, other):
+        """This end where `other` is, the end of a ring of as many slots: for a role that acquires and releases both
+        equally often, and so has to carry one position only."""
+        gl.static_assert(
+            self.channel.SLOTS == other.channel.SLOTS, "in_step_with: expected two channels of equally many slots"
+        )
+        return SharedMemoryConsumer(self.channel, other.ring)
+
+    @jit
     def wait_again(self):
         """Wait once more for the slot that this end's `acquire` has returned; it must not have been released.
 

@@ -10,16 +10,20 @@ class HopperBackward:
     """A program owns `keys` keys at a time, and walks the query rows that see them in blocks of `block_m`.
 
     block_m: 64 or 128. keys: 128, or 64 at a padded head dim of 256, where P too goes through shared memory.
-    row_slots: depth of the channel of Q and dO.
+    query_slots, dout_slots: depth of the channels of Q and of dO.
     ds_slots: tiles of memory for dS.
+    rings_in_step: carry one position for the channels of Q and of dO, which saves registers at D=64. They must be
+        equally deep.
     load_registers: registers per thread of the single warps, load and reduce; the warpgroups that compute have what
         these leave.
     """
 
     block_m: int
     keys: int
-    row_slots: int
+    query_slots: int
+    dout_slots: int
     ds_slots: int
+    rings_in_step: bool = False
     load_registers: int = 24
 
     WARPS = 8  # that compute, two warpgroups
@@ -29,12 +33,13 @@ class HopperBackward:
         for name in ("block_m", "keys"):
             if getattr(self, name) not in (64, 128):
                 raise ValueError(f"self.{name}={getattr(self, name)} must be 64 or 128")
-        if self.row_slots < 1:
-            raise ValueError(f"{self.row_slots=} must be at least 1")
+        for name in ("query_slots", "dout_slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"self.{name}={getattr(self, name)} must be at least 1")
         if self.ds_slots not in (1, 2):
             raise ValueError(f"{self.ds_slots=} must be 1 or 2")
-        if not self.dq_stages_both and self.ds_slots * self.block_m < 128:
-            raise ValueError(f"{self.ds_slots=} must be 2 with {self.block_m=}: dV is staged there")
+        if self.rings_in_step and self.query_slots != self.dout_slots:
+            raise ValueError(f"{self.rings_in_step=} needs as many query_slots as dout_slots, got {self.query_slots=}")
         if self.load_registers not in REGISTERS_PER_ROLE:
             raise ValueError(f"{self.load_registers=} must be a multiple of 8 from 24 to 256")
 
@@ -44,19 +49,30 @@ class HopperBackward:
         return (REGISTERS_PER_SM // WARPGROUP - self.load_registers) // 2 // 8 * 8
 
     @property
-    def dq_stages_both(self) -> bool:
-        """Whether dK and dV, in 16 bits, have room where dQ of a row block is staged in fp32."""
-        return self.block_m >= self.keys
-
-    @property
     def exchanges_p(self) -> bool:
         """Whether both warpgroups have all keys, and so exchange P."""
         return self.keys == 64
 
+    @property
+    def dq_parts(self) -> int:
+        """In how many parts of its columns dQ of a row block is computed."""
+        return 2 if self.exchanges_p else 1
+
+    @property
+    def dq_stages(self) -> int:
+        """How many of dK and dV, in 16 bits, have room where dQ is staged in fp32."""
+        return min(2, 2 * self.block_m // self.dq_parts // self.keys)
+
+    @property
+    def ds_stages(self) -> bool:
+        """Whether one of them has room where dS is."""
+        return self.ds_slots * self.block_m >= 128
+
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of a CTA for a padded head dim (64, 128 or 256), with barriers and the compiler's own use."""
         row = 2 * head_dim
-        statistics = 2 * 4 * self.block_m * self.row_slots
-        operands = 2 * (self.keys + self.row_slots * self.block_m) * row
+        slots = self.query_slots + self.dout_slots
+        statistics = 4 * self.block_m * slots
+        operands = (2 * self.keys + slots * self.block_m) * row
         scores = (self.ds_slots + self.exchanges_p) * self.keys * self.block_m * 2
-        return operands + statistics + scores + 4 * self.block_m * head_dim + BARRIER_BYTES
+        return operands + statistics + scores + 4 * self.block_m * head_dim // self.dq_parts + BARRIER_BYTES

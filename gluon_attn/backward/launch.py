@@ -67,7 +67,7 @@ def builds_of(
     rows = Block.of(dtype, config.block_m, padded_head_dim)
     keys = Block.of(dtype, config.keys, padded_head_dim)
     statistics = Block.of(torch.float32, 1, config.block_m)
-    sums = Block.of(torch.float32, config.block_m * padded_head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    sums = Block.of(torch.float32, config.block_m * padded_head_dim // config.dq_parts // SUM_COLUMNS, SUM_COLUMNS)
     blocks = dict.fromkeys(("q", "dout", "out", "dq"), rows) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
     blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
     return (
@@ -80,7 +80,13 @@ def builds_of(
             num_warps=config.WARPS,
             starts_early=True,
         ),
-        Build(kernel=FINISH, blocks=blocks, constants={}, num_warps=config.WARPS, starts_early=True),
+        Build(
+            kernel=FINISH,
+            blocks=blocks,
+            constants={"PARTS": config.dq_parts},
+            num_warps=config.WARPS,
+            starts_early=True,
+        ),
     )
 
 

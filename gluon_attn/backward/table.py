@@ -4,9 +4,9 @@ from ..problem import Problem
 from .configs import HopperBackward
 
 HOPPER = {
-    64: HopperBackward(block_m=128, keys=128, row_slots=3, ds_slots=1),
-    128: HopperBackward(block_m=64, keys=128, row_slots=2, ds_slots=2),
-    256: HopperBackward(block_m=64, keys=64, row_slots=1, ds_slots=1),
+    64: HopperBackward(block_m=128, keys=128, query_slots=3, dout_slots=3, ds_slots=1, rings_in_step=True),
+    128: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2),
+    256: HopperBackward(block_m=64, keys=64, query_slots=2, dout_slots=1, ds_slots=1),
 }
 
 

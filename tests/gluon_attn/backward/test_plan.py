@@ -70,9 +70,10 @@ def test_what_cannot_be_counted_is_refused(length):
     [
         ({"block_m": 32}, "block_m=32 must be 64 or 128"),
         ({"keys": 256}, "keys=256 must be 64 or 128"),
-        ({"row_slots": 0}, "row_slots=0 must be at least 1"),
+        ({"query_slots": 0}, "query_slots=0 must be at least 1"),
+        ({"dout_slots": 0}, "dout_slots=0 must be at least 1"),
+        ({"rings_in_step": True, "dout_slots": 1}, "rings_in_step=True needs as many query_slots as dout_slots"),
         ({"ds_slots": 3}, "ds_slots=3 must be 1 or 2"),
-        ({"ds_slots": 1}, "ds_slots=1 must be 2 with self.block_m=64"),
         ({"load_registers": 25}, "load_registers=25 must be a multiple of 8"),
     ],
 )

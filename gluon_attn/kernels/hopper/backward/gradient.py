@@ -11,7 +11,7 @@ At D=256 there are registers for 64 keys only. Then each warpgroup has half of t
 of P and dS, which both go through shared memory.
 """
 
-from channels import SharedMemoryConsumer, SharedMemoryProducer, tma
+from channels import SharedMemoryConsumer, SharedMemoryProducer, Slot, tma
 from gluon_attn.runtime.compat import aggregate, fence_async_shared, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.sequence import key_coords
@@ -22,14 +22,32 @@ from .work import first_work
 
 
 @aggregate
+class Ends:
+    """The role's ends of its channels, but for K and V; and which of the DS_SLOTS is next."""
+
+    queries: SharedMemoryConsumer
+    douts: SharedMemoryConsumer
+    dqs: SharedMemoryProducer
+    turn: gl.tensor
+
+
+@aggregate
 class State:
     """What the role carries from one row block to the next."""
 
     dk: gl.tensor  # [KEYS, D] fp32, still to be multiplied with the scale
     dv: gl.tensor  # [KEYS, D] fp32
-    rows: SharedMemoryConsumer
-    dqs: SharedMemoryProducer
-    turn: gl.tensor  # which of the DS_SLOTS is next
+    ends: Ends
+
+
+@aggregate
+class Rows:
+    """The row block of a step, in acquired slots."""
+
+    q_slot: Slot
+    do_slot: Slot
+    q: gl.shared_memory_descriptor  # [BLOCK_M, D]
+    do: gl.shared_memory_descriptor  # [BLOCK_M, D]
 
 
 @jit
@@ -40,15 +58,15 @@ def multiply(a, b, LAYOUT: gl.constexpr):
 
 
 @jit
-def of_columns(slot, part, SCORES: gl.constexpr):
-    """The statistics in a part of a slot, one for each column of the scores: [1, BLOCK_M]."""
-    BLOCK_M: gl.constexpr = slot.part(part).shape[3]
-    return slot.view([BLOCK_M], part=part).load(gl.SliceLayout(0, SCORES))[None, :]
+def of_columns(slot, SCORES: gl.constexpr):
+    """The statistics in a slot, one for each column of the scores: [1, BLOCK_M]."""
+    BLOCK_M: gl.constexpr = slot.part(1).shape[3]
+    return slot.view([BLOCK_M], part=1).load(gl.SliceLayout(0, SCORES))[None, :]
 
 
 @jit
 def hand_over(dq, dqs):
-    """Give a row block's dQ [BLOCK_M, D] to the reduce role. Returns the next end."""
+    """Give a row block's dQ [BLOCK_M, N], all columns or a part of them, to the reduce role. Returns the next end."""
     slot, dqs = dqs.acquire()
     slot.view([dq.shape[0] * dq.shape[1] // 32, 32]).store(in_register_order(dq))
     slot.publish()
@@ -56,36 +74,45 @@ def hand_over(dq, dqs):
 
 
 @jit
-def from_registers(p, ds, ds_tile, q, do, k, slot, state):
+def from_registers(p, ds, ds_tile, k, rows, state, dqs):
     """What follows from P and dS [KEYS, BLOCK_M] in 16 bits, with both as left operands from registers: (dK, dV, the
-    next end of dqs). Frees the slot of q and do. dS is in ds_tile too, as this role has just written it."""
+    next end of dqs). Frees the slots. dS is in ds_tile too, as this role has just written it."""
     LEFT: gl.constexpr = left_operand_layout(state.dk.type.layout)
     left_p = gl.convert_layout(p, LEFT, assert_trivial=True)
-    dv = warpgroup_mma(left_p, do, state.dv, is_async=True)
+    dv = warpgroup_mma(left_p, rows.do, state.dv, is_async=True)
     fence_async_shared()  # the role's writes of dS, and its reads of statistics, before what engines do with either
     gl.barrier()  # each warpgroup reads what the other has written
-    dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(q.shape[0], q.shape[1]))
+    dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(rows.q.shape[0], rows.q.shape[1]))
     dv = wait_apart(dv, 1)
     left_ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
-    dk = warpgroup_mma(left_ds, q, state.dk, is_async=True)
-    dqs = hand_over(wait_apart(dq, 1), state.dqs)  # dK goes on
+    dk = warpgroup_mma(left_ds, rows.q, state.dk, is_async=True)
+    dqs = hand_over(wait_apart(dq, 1), dqs)  # dK goes on
     dk, _ = warpgroup_mma_wait(0, deps=[dk, left_ds])
-    slot.release()
+    rows.do_slot.release()
+    rows.q_slot.release()
     return dk, dv, dqs
 
 
 @jit
-def from_memory(p, p_tile, ds_tile, q, do, k, slot, state):
-    """The same with both from shared memory. dQ comes last, so that the next Q and dO are loaded beside it."""
+def from_memory(p, p_tile, ds_tile, k, rows, state, dqs):
+    """The same with both from shared memory. dQ comes in two halves of its columns, for which there are registers; the
+    first is handed over beside dK, and dO is freed first, so that the next one is loaded beside all that."""
+    HALF: gl.constexpr = k.shape[1] // 2
+    DQ: gl.constexpr = accumulator_layout(rows.q.shape[0], HALF)
     p_tile.store(p)
     fence_async_shared()  # as above, and of P
     gl.barrier()
-    dv = warpgroup_mma(p_tile, do, state.dv, is_async=True)
-    dk = warpgroup_mma(ds_tile, q, state.dk, is_async=True)
-    dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(q.shape[0], q.shape[1]))
-    dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
-    slot.release()
-    return dk, dv, hand_over(warpgroup_mma_wait(0, deps=[dq]), state.dqs)
+    dv = warpgroup_mma(p_tile, rows.do, state.dv, is_async=True)
+    low = multiply(ds_tile.permute((1, 0)), k.slice(0, HALF, dim=1), DQ)
+    dk = warpgroup_mma(ds_tile, rows.q, state.dk, is_async=True)
+    dv = warpgroup_mma_wait(2, deps=[dv])
+    rows.do_slot.release()
+    low = wait_apart(low, 1)
+    high = multiply(ds_tile.permute((1, 0)), k.slice(HALF, HALF, dim=1), DQ)
+    dqs = hand_over(low, dqs)
+    dk = warpgroup_mma_wait(1, deps=[dk])
+    rows.q_slot.release()
+    return dk, dv, hand_over(warpgroup_mma_wait(0, deps=[high]), dqs)
 
 
 @jit
@@ -98,24 +125,32 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
     BLOCK_M: gl.constexpr = keys.BLOCK_M
     D: gl.constexpr = k.shape[1]
     SCORES: gl.constexpr = accumulator_layout(keys.KEYS, BLOCK_M)
-    slot, rows = state.rows.acquire()
-    q, do = slot.view([BLOCK_M, D], part=0), slot.view([BLOCK_M, D], part=2)
+    ends = state.ends
+    q_slot, queries = ends.queries.acquire()
+    q = q_slot.view([BLOCK_M, D], part=0)
     s = multiply(k, q.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
+    douts = ends.douts
+    if wires.CONFIG.rings_in_step:
+        do_slot, _ = douts.in_step_with(ends.queries).acquire()
+    else:
+        do_slot, douts = douts.acquire()
+    do = do_slot.view([BLOCK_M, D], part=0)
     dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
     s = wait_apart(s, 1)  # dP goes on
-    lse = of_columns(slot, 1, SCORES)
+    lse = of_columns(q_slot, SCORES)
     if MASKED:
         s = keys.mask(s, row)
     p = gl.exp2(s * scale_log2 - lse)
     dp = wait_apart(dp, 0)
-    ds = (p * (dp - of_columns(slot, 3, SCORES))).to(k.dtype)
-    ds_tile = wires.ds.index(state.turn)
+    ds = (p * (dp - of_columns(do_slot, SCORES))).to(k.dtype)
+    ds_tile = wires.ds.index(ends.turn)
     ds_tile.store(ds)
+    rows = Rows(q_slot, do_slot, q, do)
     if wires.CONFIG.exchanges_p:
-        dk, dv, dqs = from_memory(p.to(k.dtype), wires.p, ds_tile, q, do, k, slot, state)
+        dk, dv, dqs = from_memory(p.to(k.dtype), wires.p, ds_tile, k, rows, state, ends.dqs)
     else:
-        dk, dv, dqs = from_registers(p.to(k.dtype), ds, ds_tile, q, do, k, slot, state)
-    return State(dk, dv, rows, dqs, (state.turn + 1) % wires.CONFIG.ds_slots)
+        dk, dv, dqs = from_registers(p.to(k.dtype), ds, ds_tile, k, rows, state, ends.dqs)
+    return State(dk, dv, Ends(queries, douts, dqs, (ends.turn + 1) % wires.CONFIG.ds_slots))
 
 
 @jit
@@ -130,28 +165,34 @@ def walk(state, k, v, keys, steps, wires, scale_log2, MASKED: gl.constexpr):
 
 
 @jit
-def staging(dq_slot, wires, desc):
-    """Memory for dK and dV, [1, 1, KEYS, D] each, that nobody uses between two key blocks: that of dQ, and where it is
-    too small, that of dS. K and V have their own, so that the next ones are loaded meanwhile."""
-    TWO: gl.constexpr = [2] + desc.block_shape
-    ONE: gl.constexpr = [1] + desc.block_shape
-    if wires.CONFIG.dq_stages_both:
-        both = dq_slot.part(0).reinterpret(desc.dtype, TWO, desc.layout)
-        return both.index(0), both.index(1)
-    else:
-        dk = dq_slot.part(0).reinterpret(desc.dtype, ONE, desc.layout).index(0)
-        return dk, wires.ds.reinterpret(desc.dtype, ONE, desc.layout).index(0)
+def store_staged(grad, desc, coords, tile):
+    """Start the store of dK or dV [KEYS, D] through memory that nobody else uses."""
+    tile.reshape(grad.shape).store(grad.to(desc.dtype))
+    tma.store_own(desc, coords, tile)
 
 
 @jit
-def store_grads(dk, dv, dqs, wires, operands, keys):
-    """Start the stores of dK and dV."""
+def store_grads(dk, dv, ends, wires, operands, keys):
+    """Store dK and dV through memory that nobody uses between two key blocks: that of dQ, and where it is too small for
+    both, that of dS; or one after the other. K and V have their own, so that the next ones are loaded meanwhile."""
+    desc = operands.dk
+    TWO: gl.constexpr = [2] + desc.block_shape
+    ONE: gl.constexpr = [1] + desc.block_shape
     coords = key_coords(keys, keys.kv_head, keys.first)
-    dk_tile, dv_tile = staging(dqs.borrow(), wires, operands.dk)
-    dk_tile.reshape(dk.shape).store((dk * operands.scale).to(operands.dk.dtype))
-    dv_tile.reshape(dv.shape).store(dv.to(operands.dv.dtype))
-    tma.store_own(operands.dk, coords, dk_tile)
-    tma.store_own(operands.dv, coords, dv_tile)
+    slot = ends.dqs.borrow()
+    if wires.CONFIG.dq_stages == 2:
+        both = slot.part(0).reinterpret(desc.dtype, TWO, desc.layout)
+        store_staged(dk * operands.scale, operands.dk, coords, both.index(0))
+        store_staged(dv, operands.dv, coords, both.index(1))
+    else:
+        first = slot.part(0).reinterpret(desc.dtype, ONE, desc.layout).index(0)
+        store_staged(dk * operands.scale, operands.dk, coords, first)
+        if wires.CONFIG.ds_stages:
+            store_staged(dv, operands.dv, coords, wires.ds.reinterpret(desc.dtype, ONE, desc.layout).index(0))
+        else:
+            tma.wait_stores_read()
+            store_staged(dv, operands.dv, coords, first)
+    tma.wait_stores_read()
 
 
 @jit
@@ -160,8 +201,8 @@ def gradient(wires, order, operands):
     KEYS: gl.constexpr = operands.k.block_shape[2]
     D: gl.constexpr = operands.k.block_shape[3]
     GRADS: gl.constexpr = accumulator_layout(KEYS, D)
-    keys_values, rows, dqs = wires.keys_values.consumer(), wires.rows.consumer(), wires.dqs.producer()
-    turn = gl.to_tensor(0)
+    keys_values = wires.keys_values.consumer()
+    ends = Ends(wires.queries.consumer(), wires.douts.consumer(), wires.dqs.producer(), gl.to_tensor(0))
     work = first_work(order)
     while work.is_left():
         keys = work.keys()
@@ -169,18 +210,17 @@ def gradient(wires, order, operands):
         kv_slot, keys_values = keys_values.acquire()
         k, v = kv_slot.view([KEYS, D], part=0), kv_slot.view([KEYS, D], part=1)
         zeros = gl.zeros([KEYS, D], gl.float32, GRADS)
-        state = State(zeros, zeros, rows, dqs, turn)
+        state = State(zeros, zeros, ends)
         state = walk(state, k, v, keys, walked.unmasked_steps(), wires, operands.scale_log2, MASKED=False)
         for _ in range(order.group):
             state = walk(state, k, v, keys, walked.masked_steps(), wires, operands.scale_log2, MASKED=True)
         kv_slot.release()
+        ends = state.ends
         if operands.parts[0] is None:
-            store_grads(state.dk, state.dv, state.dqs, wires, operands, keys)
+            store_grads(state.dk, state.dv, ends, wires, operands, keys)
         elif keys.part < keys.parts - 1:
             hand_in(state.dk, state.dv, keys, work.number(keys), operands.parts)
         else:
             dk, dv = collect(state.dk, state.dv, keys, work.number(keys), operands.parts)
-            store_grads(dk, dv, state.dqs, wires, operands, keys)
-        tma.wait_stores_read()
-        rows, dqs, turn = state.rows, state.dqs, state.turn
+            store_grads(dk, dv, ends, wires, operands, keys)
         work = work.next()

@@ -1,4 +1,4 @@
-"""The load role: one warp that fills the channels of K and V and of the rows."""
+"""The load role: one warp that fills the channels of K and V, of Q, and of dO."""
 
 from channels import tma
 from gluon_attn.runtime.compat import gdc_wait, jit
@@ -10,8 +10,8 @@ from .work import first_work
 
 @jit
 def load(wires, order, operands):
-    """Fills keys_values and rows, in the order in which the gradient role asks for them."""
-    keys_values, rows = wires.keys_values.producer(), wires.rows.producer()
+    """Fills keys_values, queries and douts, in the order in which the gradient role asks for them."""
+    keys_values, queries, douts = wires.keys_values.producer(), wires.queries.producer(), wires.douts.producer()
     work = first_work(order)
     while work.is_left():
         keys = work.keys()
@@ -24,6 +24,8 @@ def load(wires, order, operands):
             member, block = walked.visit(step)
             row_block = RowBlock(keys.batch, keys.head(member), block * keys.BLOCK_M, keys.sequence)
             tile, line = query_coords(row_block, row_block.first_row), stats_coords(row_block)
-            slot, rows = rows.acquire()
-            tma.load(slot, operands.of_rows(), (tile, line, tile, line))
+            query, queries = queries.acquire()
+            tma.load(query, operands.of_queries(), (tile, line))
+            dout, douts = douts.acquire()
+            tma.load(dout, operands.of_douts(), (tile, line))
         work = work.next()

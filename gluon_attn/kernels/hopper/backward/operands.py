@@ -24,9 +24,12 @@ class Operands:
     scale: gl.tensor
 
     @jit
-    def of_rows(self):
-        """What a block of rows is loaded from."""
-        return (self.q, self.lse, self.do, self.delta)
+    def of_queries(self):
+        return (self.q, self.lse)
+
+    @jit
+    def of_douts(self):
+        return (self.do, self.delta)
 
 
 @jit

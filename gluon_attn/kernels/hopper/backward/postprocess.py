@@ -12,6 +12,7 @@ def finish_backward(
     out_desc,  # (B, H, Sq, D): dQ, blocks [1, 1, BLOCK_M, D]
     dq_ptr,  # (B, H, R * D / 32, 32) fp32, contiguous; R: Sq rounded up to blocks
     scale,
+    PARTS: gl.constexpr,  # of dQ's columns, which lie one after the other
 ):
     """One program for each row block of each head."""
     BLOCK_M: gl.constexpr = out_desc.block_shape[2]
@@ -26,8 +27,11 @@ def finish_backward(
     rows = RowBlock(batch, head, block * BLOCK_M, Sequence(no_keys, q_len, no_keys, no_keys))
     gdc_wait()
     first = gl.program_id(0).to(gl.int64) * (BLOCK_M * D)
-    dq = gl.load(dq_ptr + first + gl.arange(0, BLOCK_M * D, ELEMENTS))
-    dq = in_row_order(dq.reshape([BLOCK_M * D // 32, 32]), BLOCK_M, D) * scale
-    tile.reshape([BLOCK_M, D]).store(dq.to(out_desc.dtype))
+    COLUMNS: gl.constexpr = D // PARTS
+    for part in gl.static_range(PARTS):
+        element = part * (BLOCK_M * COLUMNS) + gl.arange(0, BLOCK_M * COLUMNS, ELEMENTS)
+        dq = gl.load(dq_ptr + first + element)
+        dq = in_row_order(dq.reshape([BLOCK_M * COLUMNS // 32, 32]), BLOCK_M, COLUMNS) * scale
+        tile.reshape([BLOCK_M, D]).slice(part * COLUMNS, COLUMNS, dim=1).store(dq.to(out_desc.dtype))
     tma.store_own(out_desc, query_coords(rows, rows.first_row), tile)
     tma.wait_stores_read()

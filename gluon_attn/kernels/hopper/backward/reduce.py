@@ -24,20 +24,31 @@ class Sums:
 
 
 @jit
-def add_in_any_order(sums, added, operands, coords):
+def store_or_add(dq, coords, operands, is_first, part):
+    """Start it for a slot of dQ, that is all of a row block, or a part of it."""
+    ROWS: gl.constexpr = operands.dq.block_shape[2]
+    coords = [coords[0], coords[1], coords[2] + part * ROWS, coords[3]]
+    if is_first:
+        tma.store(operands.dq, coords, dq.part(0))
+    else:
+        tma.add(operands.dq, coords, dq.part(0))
+
+
+@jit
+def add_in_any_order(sums, added, operands, coords, PARTS: gl.constexpr):
     """Who comes first is first; the others wait until it has stored. It is asked before dQ is there, so that asking
     takes no time."""
     before = gl.atomic_cas(added, 0, CLAIMED, sem="acquire")
-    dq, dqs = sums.dqs.acquire()
-    sums = Sums(dqs, added, gl.to_tensor(1))
-    if before == 0:
-        tma.store(operands.dq, coords, dq.part(0))
-    else:
-        if before == CLAIMED:
-            gl.atomic_poll(added, sums.number, sem="acquire")
-        tma.add(operands.dq, coords, dq.part(0))
-    tma.wait_stores_read()
-    dq.release()
+    sums = Sums(sums.dqs, added, gl.to_tensor(1))
+    for part in gl.static_range(PARTS):
+        dq, dqs = sums.dqs.acquire()
+        if part == 0:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
+            if before == CLAIMED:
+                gl.atomic_poll(added, sums.number, sem="acquire")
+        store_or_add(dq, coords, operands, before == 0, part)
+        tma.wait_stores_read()
+        dq.release()
+        sums = Sums(dqs, sums.added, sums.number)
     if before == 0:
         tma.wait_stores_done()
         sums.tell()
@@ -45,32 +56,34 @@ def add_in_any_order(sums, added, operands, coords):
 
 
 @jit
-def add_in_order(sums, added, number, operands, coords):
+def add_in_order(sums, added, number, operands, coords, PARTS: gl.constexpr):
     """In the order of the keys: wait until as many have added as have keys before these. Each of them is a program of a
     lower number, and so has begun. It walks the row blocks in the same order, and adds to all that this program has.
 
     That an addition is done is told after the next one has begun: to wait for it would hold up the gradient role.
     """
     before = gl.atomic_load(added, sem="acquire")
-    dq, dqs = sums.dqs.acquire()
-    if number == 0:
-        tma.store(operands.dq, coords, dq.part(0))
-    else:
-        if before != number:
-            gl.atomic_poll(added, number, sem="acquire")
-        tma.add(operands.dq, coords, dq.part(0))
-    if sums.number > 0:
-        tma.wait_stores_but_newest_done()
-        sums.tell()
-    tma.wait_stores_read()
-    dq.release()
-    return Sums(dqs, added, number + 1)
+    for part in gl.static_range(PARTS):
+        dq, dqs = sums.dqs.acquire()
+        if part == 0:  # noqa: SIM102 - as above
+            if before != number:
+                gl.atomic_poll(added, number, sem="acquire")
+        store_or_add(dq, coords, operands, number == 0, part)
+        if part == 0:  # noqa: SIM102
+            if sums.number > 0:
+                tma.wait_stores_but_newest_done()
+                sums.tell()
+        tma.wait_stores_read()
+        dq.release()
+        sums = Sums(dqs, added, number + 1)
+    return sums
 
 
 @jit
 def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
     """Adds dQ of every step of the gradient role to its row block's sums."""
-    ROWS: gl.constexpr = operands.dq.block_shape[2]
+    PARTS: gl.constexpr = wires.CONFIG.dq_parts
+    ROWS: gl.constexpr = operands.dq.block_shape[2] * PARTS
     gdc_wait()  # until the kernel before has set `added` to zero
     sums = Sums(wires.dqs.consumer(), operands.added, gl.to_tensor(0))
     work = first_work(order)
@@ -83,9 +96,9 @@ def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
             coords = dq_coords(keys.batch, head, block, ROWS)
             added = operands.added + (keys.batch * order.kv_heads * order.group + head) * keys.row_blocks() + block
             if DETERMINISTIC:
-                sums = add_in_order(sums, added, keys.first // keys.KEYS, operands, coords)
+                sums = add_in_order(sums, added, keys.first // keys.KEYS, operands, coords, PARTS)
             else:
-                sums = add_in_any_order(sums, added, operands, coords)
+                sums = add_in_any_order(sums, added, operands, coords, PARTS)
         work = work.next()
     if DETERMINISTIC:
         tma.wait_stores_done()

@@ -9,17 +9,20 @@ class Wires:
     """Each channel's contract: who fills it -> who reads it, its slots, who frees them.
 
     keys_values: load -> gradient; one slot of K and V [KEYS, D] each; freed when all rows have been walked.
-    rows:    load -> gradient; ROW_SLOTS slots of Q [BLOCK_M, D], LSE [BLOCK_M], dO [BLOCK_M, D] and delta [BLOCK_M];
-             freed when what they add to dK and dV is done.
-    dqs:     gradient -> reduce; one slot of a row block's dQ; freed when TMA has read it. Between two key blocks the
-             gradient role stages dK and dV there.
+    queries: load -> gradient; QUERY_SLOTS slots of Q [BLOCK_M, D] and LSE [BLOCK_M]; freed when what they add to dK is
+             done.
+    douts:   load -> gradient; DOUT_SLOTS slots of dO [BLOCK_M, D] and delta [BLOCK_M]; freed with Q, or at D=256 when
+             what they add to dV is done.
+    dqs:     gradient -> reduce; one slot of a row block's dQ, or of half of its columns; freed when TMA has read it.
+             Between two key blocks the gradient role stages dK and dV there.
     ds:      no channel but memory: [DS_SLOTS, KEYS, BLOCK_M], in which the gradient role's two warpgroups exchange dS,
              as dQ sums over the keys of both.
     p:       likewise of P, one tile, if CONFIG.exchanges_p.
     """
 
     keys_values: SharedMemoryChannel
-    rows: SharedMemoryChannel
+    queries: SharedMemoryChannel
+    douts: SharedMemoryChannel
     dqs: SharedMemoryChannel
     ds: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
@@ -27,7 +30,7 @@ class Wires:
 
     @jit
     def channels(self):
-        return (self.keys_values, self.rows, self.dqs)
+        return (self.keys_values, self.queries, self.douts, self.dqs)
 
 
 @jit
@@ -38,7 +41,8 @@ def alloc_wires(operands, CONFIG: gl.constexpr):
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], DTYPE)
     return Wires(
         keys_values=SharedMemoryChannel.alloc((operands.k, operands.v), SLOTS=1, CONSUMERS=1),
-        rows=SharedMemoryChannel.alloc(operands.of_rows(), SLOTS=CONFIG.row_slots, CONSUMERS=1),
+        queries=SharedMemoryChannel.alloc(operands.of_queries(), SLOTS=CONFIG.query_slots, CONSUMERS=1),
+        douts=SharedMemoryChannel.alloc(operands.of_douts(), SLOTS=CONFIG.dout_slots, CONSUMERS=1),
         dqs=SharedMemoryChannel.alloc(operands.dq, SLOTS=1, CONSUMERS=1),
         ds=gl.allocate_shared_memory(DTYPE, [CONFIG.ds_slots, KEYS, BLOCK_M], DS),
         p=gl.allocate_shared_memory(DTYPE, [KEYS, BLOCK_M], DS),
