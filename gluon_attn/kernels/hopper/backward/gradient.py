@@ -154,13 +154,21 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
 
 
 @jit
+def in_step(tile, step):
+    """A tile [KEYS, D] as it is in each step, of fewer than 2^30. The compiler does not know that it stays where it is:
+    else it would compute all descriptors of its products before the loop, for which there are no registers."""
+    ONE: gl.constexpr = [1] + tile.shape
+    return tile.reinterpret(tile.dtype, ONE, tile.layout).index(step >> 30)
+
+
+@jit
 def walk(state, k, v, keys, steps, wires, scale_log2, MASKED: gl.constexpr):
     """Steps without a mask of all heads, or those with one of one head. Only for a mask it counts which row block it
     is."""
     walked = keys.queries()
     for step in range(steps):
         row = walked.masked_block(step) * keys.BLOCK_M
-        state = next_block(state, k, v, keys, row, wires, scale_log2, MASKED)
+        state = next_block(state, in_step(k, step), in_step(v, step), keys, row, wires, scale_log2, MASKED)
     return state
 
 
