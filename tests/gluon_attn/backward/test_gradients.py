@@ -98,6 +98,17 @@ def test_programs_with_several_key_blocks(sm_count, kv_len, causal, deterministi
     check_gradients(q, k, v, dout, got, causal=causal)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("head_dim", "q_len", "causal"), [(64, 1100, True), (128, 600, False), (256, 600, True)])
+def test_key_blocks_in_parts(head_dim, q_len, causal, deterministic):
+    """Two parts of each, and under a causal mask row blocks that nobody sees."""
+    q, dout = torch.randn(2, 1, 2, q_len, head_dim).to(BF16)
+    k, v = torch.randn(2, 1, 1, 200, head_dim).to(BF16)
+    device = small(4 if head_dim < 256 else 8)
+    got = gradients(q, k, v, dout, device=device, causal=causal, deterministic=deterministic)
+    check_gradients(q, k, v, dout, got, causal=causal)
+
+
 @pytest.mark.parametrize("what", ["scores times 30", "deep negative scores", "constant V", "dO of one direction"])
 def test_unusual_numbers(what):
     q, k, v, dout, _ = tensors("odd lengths, causal")

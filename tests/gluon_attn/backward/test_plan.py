@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from gluon_attn.backward.launch import builds_of, compiled_backward
+from gluon_attn.backward.launch import builds_of, compiled_backward, workspaces
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import HOPPER, pick_config
 from gluon_attn.device import Device
@@ -38,7 +38,7 @@ def plan_of(*, deterministic: bool = False, **fields: Any) -> BackwardPlan:
     ("fields", "programs", "blocks_per_item"),
     [
         ({}, 132, 1),
-        ({"batch": 1, "kv_len": 100}, 16, 1),
+        ({"batch": 1, "kv_len": 100, "q_len": 500}, 32, 1),  # 16 key blocks, each in 2 parts of 4 row blocks
         ({"causal": True}, 128, 2),  # 256 key blocks: 128 pairs
         ({"causal": True, "batch": 1}, 128, 1),  # there is a processor for each
         ({"causal": True, "deterministic": True}, 256, 1),
@@ -48,6 +48,33 @@ def plan_of(*, deterministic: bool = False, **fields: Any) -> BackwardPlan:
 def test_programs(fields, programs, blocks_per_item):
     plan = plan_of(**fields)
     assert (plan.programs, plan.blocks_per_item) == (programs, blocks_per_item)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({}, 1),  # 256 key blocks
+        ({"batch": 1, "kv_len": 100}, 4),  # 16 row blocks, of which each part has four
+        ({"batch": 1, "kv_len": 100, "q_len": 2**14}, 8),
+        ({"batch": 1, "kv_len": 100, "q_len": 2**14, "deterministic": True}, 8),
+        ({"batch": 1, "kv_len": 100, "q_len": 400}, 1),
+        ({"batch": 1, "heads": 1, "kv_heads": 1, "kv_len": 100, "q_len": 2**14}, 64),
+    ],
+)
+def test_parts_fill_the_card_where_there_are_few_key_blocks(fields, parts):
+    plan = plan_of(**fields)
+    assert (plan.parts, plan.programs % plan.parts) == (parts, 0)
+    assert ("part_sums" in workspaces(plan)) == (parts > 1)
+
+
+@pytest.mark.parametrize("sm_count", [132, 7])
+@pytest.mark.parametrize("causal", [False, True])
+def test_single_key_blocks_are_those_of_the_last_heads(causal, sm_count):
+    problem = plan_of(causal=causal).problem
+    plan = BackwardPlan.of(problem, CONFIG, dataclasses.replace(Device.hopper(), sm_count=sm_count))
+    pairs = causal and plan.key_blocks // 2 > sm_count
+    assert plan.last_heads == (2 if pairs else 0)
+    assert plan.last_heads * 4 >= sm_count * pairs  # a round of items at least
 
 
 def test_workspaces_have_whole_blocks_of_rows():
