@@ -119,7 +119,7 @@ HOST_POINT = Point(head_dim=128, causal=True, length=512, batch=1, heads=16)
 
 
 def host_microseconds() -> dict[str, float]:
-    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each has its turn."""
+    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each is called."""
     q, k, v = HOST_POINT.tensors()
     dout = torch.randn_like(q)
     calls = calls_of(HOST_POINT, with_deterministic=True)

@@ -1,4 +1,4 @@
-"""The machine: clusters of CTAs, one agent per role in each, the engines' tasks, and who takes the next turn."""
+"""The machine: clusters of CTAs, one agent per role in each, the engines' tasks, and who goes on next."""
 
 from collections import deque
 from typing import Any
