@@ -87,7 +87,7 @@ def running() -> bool:
 
 
 def plan(count: int, policies: Sequence[str] | None, seed: int, **options: Any) -> list[dict[str, Any]]:
-    """What to give `machine` for each of `count` runs: the policies one after the other, each with seeds from `seed` on.
+    """What to give `machine` for each of `count` runs: one policy after the other, each with seeds from `seed` on.
 
     The last of several runs is in lowered mode, unless a mode is given. Else kernels of one CTA would run in fast mode
     alone, which shows nothing of what the compiler does with memory and fences. Most of that shows under any schedule,
