@@ -36,8 +36,8 @@ def fill_with_a_comment(out_ptr, VALUE: gl.constexpr):
 
 
 def text_of(fn=fill, value: int = 1, starts_early: bool = False) -> str:
-    options = {"arch": 90, "num_warps": 4, "num_ctas": 1, "starts_early": starts_early}
-    made = front_end(fn, {"out_ptr": "*i32"}, {"VALUE": value}, **options)
+    signature, constants = {"out_ptr": "*i32"}, {"VALUE": value}
+    made = front_end(fn, signature, constants, arch=90, num_warps=4, num_ctas=1, starts_early=starts_early)
     return made.replace("fill_with_a_comment", "fill")
 
 
