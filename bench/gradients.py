@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.points import DTYPES, LENGTHS, Point
 from bench.provenance import provenance
-from bench.sweep import measure_in_turn
+from bench.sweep import measure_by_rounds
 from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention
 from gluon_attn.backward.configs import HopperBackward
@@ -125,7 +125,7 @@ def host_microseconds() -> dict[str, float]:
     calls = calls_of(HOST_POINT, with_deterministic=True)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     out, lse = attention(q, k, v, causal=True, return_lse=True)
-    return measure_in_turn(
+    return measure_by_rounds(
         host_seconds,
         {
             "forward": partial(attention, q, k, v, causal=True),
