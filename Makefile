@@ -77,7 +77,7 @@ blackwell-bringup: $(TEST_READY) ## Try everything on a new card, safest first, 
 explore: $(TEST_READY) ## Execute every kernel on the CPU under 1000 schedules each, looking for races (hours; ARGS="--only twins": small ones)
 	@$(PY) -m tests.gluon_cpu.campaign_silent $(ARGS)
 
-mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel in turn: is it found? (30 min)
+mutants: $(TEST_READY) ## Break each synchronisation operation of the kernel, one by one: is it found? (30 min)
 	@$(PY) -m tests.gluon_cpu.campaign_mutants $(ARGS)
 
 prove: $(TEST_READY) ## Prove the Blackwell kernels free of deadlocks and races, where no record of it holds (hours)

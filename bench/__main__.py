@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--candidates", action="store_true", help="time every config of bench/candidates.py instead")
     top.add_argument("--peers", nargs="*", choices=["fa2", "flex"], default=[], help="to time beside cuDNN")
     top.add_argument("--sustained", action="store_true", help="also long loops at S=8192, of every kind")
-    top.add_argument("--alone", action="store_true", help="also time cuDNN and ours for 100 ms on end each, in turn")
+    top.add_argument("--alone", action="store_true", help="also time cuDNN and ours for 100 ms on end each")
     top.add_argument("--rounds", type=int, default=9, help="of 15 runs of each call, interleaved")
     top.add_argument("--out", type=Path, default=RESULT, help="the result file, JSON")
     top.add_argument(

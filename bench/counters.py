@@ -99,7 +99,7 @@ def replay(graph: torch.cuda.CUDAGraph, call: Callable[[], None]) -> None:
 
 
 def timed() -> list[float]:
-    """Median microseconds of each variant, the three ways of a head dim in turn, the L2 cache cold."""
+    """Median microseconds of each variant, the three ways of a head dim by rounds, the L2 cache cold."""
     found = []
     for head_dim in HEAD_DIMS:
         calls: dict[str, Callable[[], object]] = {v.way: recorded(v.call()) for v in VARIANTS if v.head_dim == head_dim}

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.points import DTYPES, LENGTHS, Point
 from bench.provenance import provenance
-from bench.sweep import measure_in_turn
+from bench.sweep import measure_by_rounds
 from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention
 from gluon_attn.backward.configs import HopperBackward
@@ -119,13 +119,13 @@ HOST_POINT = Point(head_dim=128, causal=True, length=512, batch=1, heads=16)
 
 
 def host_microseconds() -> dict[str, float]:
-    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each has its turn."""
+    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each is called."""
     q, k, v = HOST_POINT.tensors()
     dout = torch.randn_like(q)
     calls = calls_of(HOST_POINT, with_deterministic=True)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     out, lse = attention(q, k, v, causal=True, return_lse=True)
-    return measure_in_turn(
+    return measure_by_rounds(
         host_seconds,
         {
             "forward": partial(attention, q, k, v, causal=True),

@@ -71,16 +71,16 @@ def measure(
     if alone:
         found["alone"] = measure_alone(point, {name: calls[name] for name in ("cudnn", "ours") if name in calls})
     if dataclasses.replace(point, layout="bhsd") in SETS["small"]:
-        found["host_us"] = measure_in_turn(host_seconds, calls)
-        found["wall_us"] = measure_in_turn(wall_seconds, calls)
+        found["host_us"] = measure_by_rounds(host_seconds, calls)
+        found["wall_us"] = measure_by_rounds(wall_seconds, calls)
     return found
 
 
-def measure_in_turn(
+def measure_by_rounds(
     seconds_of: Callable[[Callable[[], object]], float], calls: Mapping[str, Callable[[], object]]
 ) -> dict[str, float]:
-    """Microseconds: medians over ROUNDS_OF_HOST rounds, in which each call has its turn. A host may be half as fast for
-    a second, which then does not fall on one call alone."""
+    """Microseconds: medians over ROUNDS_OF_HOST rounds, in which each is called. A host may be half as fast for a
+    second, which then does not fall on one call alone."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _, (name, call) in itertools.product(range(ROUNDS_OF_HOST), calls.items()):
         with backend_chosen(call) as chosen:
@@ -89,7 +89,7 @@ def measure_in_turn(
 
 
 def measure_alone(point: Point, calls: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
-    """Medians over ROUNDS_ALONE rounds, in which each call has its turn of 100 ms."""
+    """Medians over ROUNDS_ALONE rounds, in which each call has 100 ms."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _, (name, call) in itertools.product(range(ROUNDS_ALONE), calls.items()):
         seconds[name].append(seconds_alone(call))

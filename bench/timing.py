@@ -31,7 +31,7 @@ class Timing:
 def time_interleaved(
     calls: Mapping[str, Callable[[], object]], *, rounds: int = 9, runs: int = 15, warmup: int = 4
 ) -> dict[str, Timing]:
-    """Time every call in turn, round after round, so that clocks and temperature drift for all of them alike.
+    """Time every call, round after round, so that clocks and temperature drift for all of them alike.
 
     The order is shuffled in each round: what ran just before sets the clock that a power-limited card begins
     with. Each run starts with a cold L2 cache and is timed by CUDA events. In each round `warmup` runs precede the

@@ -183,7 +183,7 @@ class Slot:
     def tile_of(self, desc, part=0):
         """Tile `part` as a tile of `desc`, which may be laid out otherwise than the one that the channel is made for.
 
-        Two kinds of tile can so take turns in one ring, as long as a CTA's share of each is equally large.
+        Two kinds of tile can so alternate in one ring, as long as a CTA's share of each is equally large.
         """
         return self.part(part).reinterpret(desc.dtype, desc.block_shape, desc.layout)
 

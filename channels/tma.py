@@ -21,7 +21,7 @@ def described(x, shape):
 def wrong_descs(descs, tiles, PARTS):
     """What is wrong with the descriptors for a slot of these rings (`SharedMemoryChannel.tiles`), or None.
 
-    Tiles of two shapes or layouts may take turns in a ring of one kind, see `Slot.tile_of`: only their dtype and size
+    Tiles of two shapes or layouts may alternate in a ring of one kind, see `Slot.tile_of`: only their dtype and size
     are looked at there.
     """
     if len(descs) != PARTS:
@@ -108,7 +108,7 @@ def wait_stores_done():
 
 @jit
 def wait_stores_but_newest_done():
-    """The same of every one but the newest."""
+    """The same for every one but the newest, which may still be on its way."""
     tma.store_wait(1, read_only=False)
 
 
@@ -116,6 +116,6 @@ def wait_stores_but_newest_done():
 def wait_stores_read():
     """Wait until every store or addition this role started has read its tile, which may then be written again.
 
-    All of them, not the first alone: there is no wait that leaves the newest ones in flight.
+    All of them, not the first alone: none that is newer stays in flight.
     """
     tma.store_wait(0)

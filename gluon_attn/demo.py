@@ -251,9 +251,8 @@ def describe(kernel: Variant) -> str:
     config, arch = kernel.config, kernel.arch
     found = resources(compiled(torch.bfloat16, kernel.padded_head_dim, Mask(causal=kernel.causal), config, arch=arch))
     in_loops = sum(loop.spills for loop in found.loops)
-    further = (
-        config.softmax_roles - 1 if isinstance(config, HopperConfig) else 2
-    )  # besides the first role, correction there
+    # Softmax roles beside the first role, which on Blackwell is the correction.
+    further = config.softmax_roles - 1 if isinstance(config, HopperConfig) else 2
     registers = [found.first_role_registers, *[config.softmax_registers] * further, config.load_registers]
     size, tma = f"{config.block_m:>4} x {config.block_n}", f"{found.tma_loads}/{found.tma_stores}"
     return (
@@ -402,8 +401,9 @@ def run_prefill(device: Device, kernels: bool) -> str | None:
     say("\nTimed beside torch's SDPA through cuDNN, in this process. Backward: called through autograd.")
     say("         forward             backward            both")
     times = {name: milliseconds_of(call, q, k, v, dout) for name, call in (("ours", ours), ("cuDNN", cudnn))}
+    of_each = flops, 2.5 * flops, 3.5 * flops  # two products forward, five backward
     for name, taken in times.items():
-        cells = [f"{ms:.3f} ms {n * flops / ms / 1e9:4.0f} TFLOP/s" for ms, n in zip(taken, (1, 2.5, 3.5), strict=True)]
+        cells = [f"{ms:.3f} ms {n / ms / 1e9:4.0f} TFLOP/s" for ms, n in zip(taken, of_each, strict=True)]
         say(f"{name:<8} {'  '.join(cells)}")
     forward, backward, both = (b / a for a, b in zip(times["ours"], times["cuDNN"], strict=True))
     if kernels:

@@ -87,7 +87,7 @@ def running() -> bool:
 
 
 def plan(count: int, policies: Sequence[str] | None, seed: int, **options: Any) -> list[dict[str, Any]]:
-    """What to give `machine` for each of `count` runs: the policies in turn, each with seeds from `seed` on.
+    """What to give `machine` for each of `count` runs: one policy after the other, each with seeds from `seed` on.
 
     The last of several runs is in lowered mode, unless a mode is given. Else kernels of one CTA would run in fast mode
     alone, which shows nothing of what the compiler does with memory and fences. Most of that shows under any schedule,
@@ -172,7 +172,7 @@ def check(
     progress: bool | None = None,
     **options: Any,
 ) -> CheckResult:
-    """Call `fn` under `machine`, once per schedule, the policies in turn; raises the first finding.
+    """Call `fn` under `machine`, once per schedule, the policies one after the other; raises the first finding.
 
     The last of several schedules runs in lowered mode, unless a mode is given.
     Before that it prints the finding with the policy and the seed that replay it: `schedule=Schedule(policy, seed)`.

@@ -134,9 +134,9 @@ def pi_times(function: Function) -> Function:
     """sin(pi x), cos(pi x): exact where they are 0 or 1."""
 
     def apply(x: Any) -> Any:
-        turn = np.fmod(x, 2.0)
-        eighth = np.rint(turn * 2)
-        rest = (turn - eighth / 2) * np.pi
+        within = np.fmod(x, 2.0)
+        eighth = np.rint(within * 2)
+        rest = (within - eighth / 2) * np.pi
         quarter = (eighth.astype(np.int64) if np.isfinite(x).all() else np.nan_to_num(eighth).astype(np.int64)) % 4
         s, c = np.sin(rest), np.cos(rest)
         sines = np.select([quarter == 0, quarter == 1, quarter == 2], [s, c, -s], -c)

@@ -1,4 +1,4 @@
-"""The machine: clusters of CTAs, one agent per role in each, the engines' tasks, and who takes the next turn."""
+"""The machine: clusters of CTAs, one agent per role in each, the engines' tasks, and who goes on next."""
 
 from collections import deque
 from typing import Any
@@ -14,6 +14,8 @@ from .poison import PoisonUse
 from .schedule import Picker, Schedule
 from .shadow import Access, Acquired
 from .verdicts import Verdicts
+
+MORE_RESIDENT = 4  # programs that start where those that run only poll or spin
 
 
 class Cluster:
@@ -122,7 +124,7 @@ class Machine:
                     return
                 if not (self.waiting and self.memory.waiters):
                     raise deadlock(self)
-                self.resident += 4  # who polls may wait for a program that has not started yet
+                self.resident += MORE_RESIDENT  # who polls may wait for a program that has not started yet
                 return
             entity = pick(agents, tasks)
             entity.step()
@@ -132,7 +134,7 @@ class Machine:
                 raise deadlock(self)
             if idle > 20_000 and self.waiting:
                 # Those that run may be spinning on what a program does that has not started yet.
-                self.resident += 4
+                self.resident += MORE_RESIDENT
                 self.progress = self.steps
                 return
             if more and len(live) > 1 and not self.steps % 64 and self.reap():

@@ -1,4 +1,4 @@
-"""C = A Bᵀ on Blackwell: pairs of CTAs, whose lead issues the products of both; persistent, two accumulators in turn.
+"""C = A Bᵀ on Blackwell: pairs of CTAs, whose lead issues the products of both; persistent, two accumulators.
 
 While the epilogue takes one tile's accumulator out of tensor memory, the products of the next tile go into the other.
 

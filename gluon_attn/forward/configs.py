@@ -170,7 +170,7 @@ class BlackwellConfig(ForwardConfig):
 
     A CTA computes two tiles of 128 query rows at a time; two CTAs are a pair whose products are issued together.
 
-    kv_slots: depth of the one channel that keys and values take turns in.
+    kv_slots: depth of the one channel that keys and values share.
     load_registers: of the load, mma and store roles.
     load_pieces: in how many pieces the scores are loaded from tensor memory: 1, 2 or 4.
     exp_pieces: in how many pieces the exponentials are taken and the probabilities stored, a multiple of load_pieces:

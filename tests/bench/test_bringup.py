@@ -344,7 +344,7 @@ def test_the_command_runs_and_reports(tmp_path, executed):
         "sweep, D=64, full",
         *(["smallest, 1*"] if executed else []),
     ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "report.json").read_text())
     verdicts = {step["name"]: step["verdict"] for step in found["steps"]}

@@ -69,18 +69,18 @@ def test_every_head_dim_and_way_is_counted_on_as_large_an_output():
     assert {HEADS * v.length * v.head_dim * 2 for v in VARIANTS} == {2**26}
 
 
-def test_the_ways_of_a_head_dim_are_timed_in_turn(monkeypatch):
+def test_the_ways_of_a_head_dim_are_timed_by_rounds(monkeypatch):
     """Each time comes back to its own variant, though they are timed in another order."""
     seconds = {"registers": 3e-5, "rows": 2e-5, "tma": 1e-5}
     asked = []
 
-    def in_turn(calls):
+    def by_rounds(calls):
         asked.append(sorted(calls))
         return {way: Timing(seconds[way], ()) for way in sorted(calls)}
 
     monkeypatch.setattr(Variant, "call", lambda self: self)
     monkeypatch.setattr(command, "recorded", lambda call: call)
-    monkeypatch.setattr(command, "time_interleaved", in_turn)
+    monkeypatch.setattr(command, "time_interleaved", by_rounds)
     assert command.timed() == pytest.approx([10, 20, 30] * 2)
     assert asked == [["registers", "rows", "tma"]] * 2
 

@@ -78,11 +78,11 @@ def test_wrong_gradients_are_not_timed(wrong):
 def test_the_host_is_timed_forward_and_backward(stand_ins, monkeypatch):
     asked: dict[str, Any] = {}
 
-    def in_turn(seconds_of, calls):
+    def by_rounds(seconds_of, calls):
         asked.update({name: call() for name, call in calls.items()})
         return dict.fromkeys(calls, 1.0)
 
-    monkeypatch.setattr(gradients, "measure_in_turn", in_turn)
+    monkeypatch.setattr(gradients, "measure_by_rounds", by_rounds)
     monkeypatch.setattr(gradients, "HOST_POINT", dataclasses.replace(POINT))
     monkeypatch.setattr(
         gradients,

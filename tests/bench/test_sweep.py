@@ -31,7 +31,7 @@ def test_calls_timed_alone(monkeypatch):
     assert found["ours"]["tflops"] == pytest.approx(point.flops / 3e12)
 
 
-def test_host_times_are_taken_in_turn(monkeypatch):
+def test_host_times_are_taken_by_rounds(monkeypatch):
     """So that a slow phase of the host falls on every call, and on less than half of the rounds of each."""
     monkeypatch.setattr(sweep, "ROUNDS_OF_HOST", 5)
     order: list[str] = []
@@ -41,7 +41,7 @@ def test_host_times_are_taken_in_turn(monkeypatch):
         slow = 4 <= len(order) <= 6
         return (2e-6 if call() == "ours" else 3e-6) * (10 if slow else 1)
 
-    found = sweep.measure_in_turn(seconds_of, {"cudnn": lambda: "cudnn", "ours": lambda: "ours"})
+    found = sweep.measure_by_rounds(seconds_of, {"cudnn": lambda: "cudnn", "ours": lambda: "ours"})
     assert order == ["cudnn", "ours"] * 5
     assert found == pytest.approx({"cudnn": 3.0, "ours": 2.0})
 

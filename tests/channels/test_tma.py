@@ -28,6 +28,7 @@ READ_IN_PLACE_OF_DONE = gl.constexpr(3)
 OTHER_TILE = gl.constexpr(4)
 STORED = gl.constexpr(5)
 NOT_PUBLISHED = gl.constexpr(6)
+NEWEST_READ = gl.constexpr(7)
 
 
 # --- Loads, and stores of what the role itself has written
@@ -120,6 +121,39 @@ def test_stores_are_done():
 
 def test_that_a_store_has_read_its_tile_does_not_mean_that_it_is_done():
     finds(gluon_cpu.DataRace, functools.partial(run_there_and_back, bug=READ_IN_PLACE_OF_DONE.value))
+
+
+# --- Two stores: what the older one wrote is there while the newer one may be on its way
+
+
+@jit(do_not_specialize=["bug"])
+def older_back(out_desc, out_ptr, copy_ptr, bug):
+    older = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_shape, out_desc.layout)
+    newer = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_shape, out_desc.layout)
+    older.store(gl.full([32, 32], 7.0, gl.float32, MATRIX))
+    newer.store(gl.full([32, 32], 8.0, gl.float32, MATRIX))
+    tma.store_own(out_desc, [0, 0], older)
+    tma.store_own(out_desc, [32, 0], newer)
+    tma.wait_stores_but_newest_done()
+    if bug == NEWEST_READ:
+        store_matrix(copy_ptr, load_matrix(out_ptr + 32 * 32, 32, 32, MATRIX))
+    else:
+        store_matrix(copy_ptr, load_matrix(out_ptr, 32, 32, MATRIX))
+    tma.wait_stores_read()
+
+
+def run_older_back(schedule, bug=NO_BUG):
+    out, copy = poisoned(64, 32), poisoned(32, 32)
+    gluon_cpu.launch(older_back, (1,), descriptor(out, [32, 32]), out, copy, bug, schedule=schedule)
+    same(copy, torch.full((32, 32), 7.0))
+
+
+def test_stores_but_the_newest_are_done():
+    under_schedules(run_older_back)
+
+
+def test_the_newest_store_is_not_done():
+    finds(gluon_cpu.DataRace, functools.partial(run_older_back, bug=NEWEST_READ.value))
 
 
 # --- A role publishes tiles, two others add them to one place

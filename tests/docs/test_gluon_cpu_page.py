@@ -82,7 +82,7 @@ def test_assembly(tmp_path):
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=580
     )
 
 

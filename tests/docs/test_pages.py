@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")])
 LINE_LENGTH = 120
 README_WORDS = 900
 SENTENCE_WORDS = 40
@@ -111,7 +111,7 @@ def long_sentences(text: str) -> list[str]:
     return [s for s in sentences_of(text) if len(re.findall(r"\w[\w'.,/×-]*", s)) > SENTENCE_WORDS]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "lab_log.md"], ids=name_of)
+@every_page
 def test_sentences_are_short(page):
     assert long_sentences(text_of(page)) == []
 

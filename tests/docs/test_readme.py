@@ -37,9 +37,12 @@ def run(block: str) -> dict[str, Any]:
 def check(names: dict[str, Any]) -> None:
     """What the code for a card leaves behind, against float64."""
     q, k, v = (names[name].double().cpu() for name in "qkv")
+    q = q.detach().requires_grad_()
     want, want_lse = reference_attention(q, k, v, causal=True)
     assert (names["out"].cpu() - want).abs().max() < 0.03
     assert (names["lse"].cpu() - want_lse).abs().max() < 1e-3
+    want.sum().backward()
+    assert (names["q"].grad.cpu() - q.grad).abs().max() < 0.03
 
 
 def test_there_is_code_of_both_kinds():

@@ -116,7 +116,7 @@ def module_of(file: Path) -> ModuleType:
 
 
 def reached(file: Path, name: str) -> Iterator[tuple[Path, ast.AST]]:
-    """The definition of a name and, in turn, of every name of these tests that it mentions."""
+    """The definition of a name, and so on of every name of these tests that it mentions."""
     waiting, seen = [(file, name)], set()
     while waiting:
         at = waiting.pop()

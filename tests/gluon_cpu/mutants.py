@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Deleted in turn, each wherever it stands. None has a result that is used.
+# Deleted one by one, each wherever it stands. None has a result that is used.
 SYNCHRONISATION = (
     "ttng.init_barrier",
     "ttng.inval_barrier",

@@ -205,7 +205,7 @@ def turn_around(x_ptr, out_ptr):
 
 
 @jit(noinline=True)
-def calls_in_turn(x_ptr, out_ptr):
+def two_calls(x_ptr, out_ptr):
     mine = gl.allocate_shared_memory(gl.float32, [128], PLAIN)
     i = gl.arange(0, 128, ROW)
     mine.store(gl.load(x_ptr + i) + 1)
@@ -218,7 +218,7 @@ def with_memory_of_its_own(x_ptr, out_ptr):
     mine = gl.allocate_shared_memory(gl.float32, [128], PLAIN)
     i = gl.arange(0, 128, ROW)
     mine.store(gl.load(x_ptr + i) + 2)
-    calls_in_turn(x_ptr, out_ptr)
+    two_calls(x_ptr, out_ptr)
     turn_around(x_ptr, out_ptr + 256)
     gl.store(out_ptr + 384 + i, mine.load(ROW))
 

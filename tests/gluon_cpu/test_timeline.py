@@ -289,7 +289,7 @@ def test_command_line(tmp_path):
     def command(file: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-m", "gluon_cpu", "check", "stuck.py::run", "--timeline", file]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580)
 
     done = command("run.svg")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -152,7 +152,7 @@ def test_expects_another_kind(device, run_wrapper):
 def upstream(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLUON_CPU_CACHE": str(folder / "cache")}
     command = [sys.executable, "-m", "tests.gluon_cpu.upstream", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
 
 
 def verdicts(folder: Path, text: str, *arguments: str) -> tuple[int, dict[str, dict[str, Any]], str]:

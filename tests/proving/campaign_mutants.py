@@ -1,4 +1,4 @@
-"""Break each synchronisation operation of a compiled kernel in turn: is it rejected? Lists what is not.
+"""Break each synchronisation operation of a compiled kernel, one by one: is it rejected? Lists what is not.
 
     python -m tests.proving.campaign_mutants d64-bf16-full-1cta
 
