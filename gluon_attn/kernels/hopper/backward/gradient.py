@@ -28,7 +28,7 @@ class Ends:
     queries: SharedMemoryConsumer
     douts: SharedMemoryConsumer
     dqs: SharedMemoryProducer
-    turn: gl.tensor
+    ds_slot: gl.tensor
 
 
 @aggregate
@@ -143,14 +143,14 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
     p = gl.exp2(s * scale_log2 - lse)
     dp = wait_apart(dp, 0)
     ds = (p * (dp - of_columns(do_slot, SCORES))).to(k.dtype)
-    ds_tile = wires.ds.index(ends.turn)
+    ds_tile = wires.ds.index(ends.ds_slot)
     ds_tile.store(ds)
     rows = Rows(q_slot, do_slot, q, do)
     if wires.CONFIG.exchanges_p:
         dk, dv, dqs = from_memory(p.to(k.dtype), wires.p, ds_tile, k, rows, state, ends.dqs)
     else:
         dk, dv, dqs = from_registers(p.to(k.dtype), ds, ds_tile, k, rows, state, ends.dqs)
-    return State(dk, dv, Ends(queries, douts, dqs, (ends.turn + 1) % wires.CONFIG.ds_slots))
+    return State(dk, dv, Ends(queries, douts, dqs, (ends.ds_slot + 1) % wires.CONFIG.ds_slots))
 
 
 @jit
