@@ -121,6 +121,64 @@ def test_unlike_broken(bug, kind):
     finds(kind, functools.partial(run_unlike, bug=bug.value))
 
 
+# --- Two rings that a role walks in step
+
+
+@jit
+def fill_both(first, second, x_desc, y_desc, steps):
+    one, other = first.producer(), second.producer()
+    for i in range(steps):
+        slot, one = one.acquire()
+        tma.load(slot, x_desc, [i * 32, 0])
+        slot, other = other.acquire()
+        tma.load(slot, y_desc, [i * 32, 0])
+
+
+@jit
+def read_both(first, second, out_ptr, steps, bug):
+    """The sums of tiles; with a bug, the second end stays where it is."""
+    one, other = first.consumer(), second.consumer()
+    for i in range(steps):
+        if bug == WRONG_SLOT:
+            y, _ = other.acquire()
+        else:
+            y, _ = other.in_step_with(one).acquire()
+        x, one = one.acquire()
+        store_matrix(out_ptr + i * 32 * 32, x.part(0).load(MATRIX) + y.part(0).load(MATRIX))
+        x.release_accessed()
+        y.release_accessed()
+
+
+@jit(do_not_specialize=["bug"])
+def in_step(x_desc, y_desc, out_ptr, steps, bug):
+    first = SharedMemoryChannel.alloc(x_desc, SLOTS=3, CONSUMERS=1)
+    second = SharedMemoryChannel.alloc(y_desc, SLOTS=3, CONSUMERS=1)
+    init_all((first, second))
+    gl.warp_specialize(
+        [(read_both, (first, second, out_ptr, steps, bug)), (fill_both, (first, second, x_desc, y_desc, steps))],
+        [1],
+        [24],
+    )
+    close_all((first, second))
+
+
+def run_in_step(schedule, bug=NO_BUG):
+    x, y = small_integers(STEPS * 32, 32), small_integers(STEPS * 32, 32, seed=1)
+    out = poisoned(STEPS * 32, 32)
+    tiles = descriptor(x, [32, 32]), descriptor(y, [32, 32])
+    gluon_cpu.launch(in_step, (1,), *tiles, out, STEPS, bug, schedule=schedule)
+    same(out, x + y)
+
+
+def test_two_rings_in_step():
+    under_schedules(run_in_step)
+
+
+def test_in_step_broken():
+    """The one slot is released in each step, the others never."""
+    finds(gluon_cpu.BarrierMisuse, functools.partial(run_in_step, bug=WRONG_SLOT.value))
+
+
 # --- A role fills the slots, TMA stores them; parts of one shape, chosen at run time
 
 

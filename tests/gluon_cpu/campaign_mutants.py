@@ -75,7 +75,8 @@ class Kernel:
 @dataclass(frozen=True, kw_only=True)
 class Backward:
     """One of the three kernels of the gradients, and the problems (Sq, Sk) that its mutants are tried on, all three
-    launched each time. The main one is one program, or, if it is deterministic, one for each key block."""
+    launched each time. The main one is one program and, for the first problem once more, two, of which one waits for
+    the other; or, if it is deterministic, one for each key block."""
 
     head_dim: int
     lengths: tuple[tuple[int, int], ...]
@@ -90,6 +91,8 @@ class Backward:
         ]
         kind: dict[str, Any] = {"causal": self.causal, "deterministic": self.deterministic, "which": self.which}
         runs = [BackwardRun(*qkv, programs=1, **kind) for qkv in inputs]
+        if self.which == "main" and not self.deterministic:
+            runs.insert(0, BackwardRun(*inputs[0], programs=2, **kind))
         for run in runs:
             run.keep_bits()
         return runs
@@ -269,10 +272,6 @@ GRADIENTS, IN_ORDER = r"gradients, D=[^|]*", r"gradients, D=[^|]*, in order"
 LOADED_BEFORE = line_of(BACKWARD, "preprocess.py", "slot, _ = loaded.producer().acquire()")
 KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
 KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
-SECOND_STORE = line_of(BACKWARD, "gradient.py", "tma.store_own(operands.dv, coords, dv_tile)")
-REDUCE_WAIT = line_of(
-    BACKWARD, "reduce.py", "gdc_wait()  # until the kernel before has set dQ, and the numbers of who has added, to zero"
-)
 
 EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
@@ -284,18 +283,6 @@ EXPLAINED: tuple[Explanation, ...] = (
         rf"{IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
         rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d$)",
         "in order each program has one key block: the slot of K and V is filled once, and nobody waits for its end",
-    ),
-    Explanation(
-        rf"{GRADIENTS} \| delete: fence_async_shared .* {SECOND_STORE}",
-        "the fence before the store of dK covers dV too, which has been written by then",
-    ),
-    Explanation(
-        rf"{GRADIENTS} \| delete: grid_dependency_wait .* {REDUCE_WAIT}",
-        "what this role adds is made of rows that the load role has loaded after its own wait",
-    ),
-    Explanation(
-        rf"{IN_ORDER} \| (acquire|release) -> relaxed: atomic_(poll|rmw) ",
-        "sums by TMA are atomic, so no order is a race; and that weak memory reorders the polls is not played",
     ),
     Explanation(
         rf"one CTA, turns \| delete: wait_barrier .* partition1 at .* < ({SKIPS})",

@@ -236,6 +236,19 @@ CASES = {
         lines=("product reads its operand", "operand overwritten"),
         words=("b",),
     ),
+    "a result used before the wait that is inline assembly": Case(
+        kernel=hopper.result_before_its_inline_wait,
+        arguments=lambda: product(results=2),
+        finding=RACE,
+        lines=("product in flight past an inline wait", "result used after an inline wait"),
+    ),
+    "an operand overwritten before the wait that is inline assembly": Case(
+        kernel=hopper.operand_overwritten_past_an_inline_wait,
+        arguments=product,
+        finding=RACE,
+        lines=("product reads past an inline wait", "operand overwritten after an inline wait"),
+        words=("b",),
+    ),
     "a slot freed before the product is done": Case(
         kernel=hopper.slot_freed_before_the_product,
         arguments=product,

@@ -1,5 +1,6 @@
 """Kernels for Hopper with one bug each, switched on by BUG. A line that a report must name ends in a marker comment."""
 
+from gluon_attn.kernels.hopper.inline_asm import wait_apart
 from tests.compat import (
     async_copy,
     async_store,
@@ -367,6 +368,29 @@ def operand_overwritten(a_desc, b_desc, out_ptr, BUG: gl.constexpr):
     b.store(gl.full([32, 64], 0.0, gl.bfloat16, MATRIX))  # <- operand overwritten
     acc = warpgroup_mma_wait(0, deps=[acc])
     store_matrix(out_ptr, acc)
+
+
+@jit
+def result_before_its_inline_wait(a_desc, b_desc, out_ptr, BUG: gl.constexpr):
+    """The wait is inline assembly, `wgmma.wait_group`, and with BUG lets the newest product go on."""
+    a, b = operands(a_desc, b_desc)
+    zero = gl.zeros([64, 32], gl.float32, ACC)
+    first = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    second = warpgroup_mma(a, b.permute((1, 0)), zero + 1.0, is_async=True)  # <- product in flight past an inline wait
+    first = wait_apart(first, 1)
+    store_matrix(out_ptr, first)  # of the first the wait does
+    second = wait_apart(second, 1 if BUG else 0)
+    store_matrix(out_ptr + 64 * 32, first + second)  # <- result used after an inline wait
+
+
+@jit
+def operand_overwritten_past_an_inline_wait(a_desc, b_desc, out_ptr, BUG: gl.constexpr):
+    a, b = operands(a_desc, b_desc)
+    acc = gl.zeros([64, 32], gl.float32, ACC)
+    acc = warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)  # <- product reads past an inline wait
+    wait_apart(acc, 1 if BUG else 0)
+    b.store(gl.full([32, 64], 0.0, gl.bfloat16, MATRIX))  # <- operand overwritten after an inline wait
+    store_matrix(out_ptr, warpgroup_mma_wait(0, deps=[acc]))
 
 
 @jit

@@ -67,9 +67,13 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
     """(what is changed, the lines in place of this one)."""
     op = op_of(line)
     indent = line[: len(line) - len(line.lstrip())]
-    atomic = op in ("tt.atomic_poll", "tt.atomic_rmw")
-    if op in SYNCHRONISATION and (atomic or not re.match(r"\s*%", line)):
+    where = (re.search(r" loc\(.*\)\s*$", line) or [""])[0]
+    unused = op in ("tt.atomic_poll", "tt.atomic_rmw")  # what it returns
+    if op in SYNCHRONISATION and (unused or not re.match(r"\s*%", line)):
         yield "delete", []
+    if op == "tt.atomic_cas" and (found := re.match(r"\s*(%[\w.#]+) = ", line)):
+        yield "always succeeds", [f"{indent}{found[1]} = arith.constant 0 : i32{where}"]
+    atomic = unused or op in ("tt.atomic_cas", "tt.atomic_load")
     if atomic and (found := re.search(r"\b(acquire|release|acq_rel), (gpu|sys)\b", line)):
         for group, word in ((1, "relaxed"), (2, "cta")):
             at = found.span(group)
@@ -86,7 +90,6 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
     if op == "ttng.wait_barrier" and (found := re.search(r"wait_barrier [^,]+, (%[\w.#]+)", line)):
         at = found.span(1)
         flipped = line[: at[0]] + "%flipped_by_mutant" + line[at[1] :]
-        where = (re.search(r" loc\(.*\)\s*$", line) or [""])[0]
         yield (
             "phase flipped",
             [
@@ -96,7 +99,6 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
             ],
         )
     if op == "ttng.tc_gen5_mma":
-        where = (re.search(r" loc\(.*\)\s*$", line) or [""])[0]
         # The barriers come before the colon, each with its predicate: `%barrier[%true]`; an accumulator has `[]`.
         for barrier in re.finditer(r"(%[\w.#]+)\[(%[\w.#]+)\]", line.partition(" : ")[0]):
             at = barrier.span(2)
@@ -107,8 +109,9 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
                     line[: at[0]] + "%false_of_mutant" + line[at[1] :],
                 ],
             )
-    if op in ("ttng.warp_group_dot_wait", "ttng.async_tma_store_wait"):
-        found = re.search(r"pendings = (\d+)", line)
+    if op in ("ttng.warp_group_dot_wait", "ttng.async_tma_store_wait", "tt.elementwise_inline_asm"):
+        # A wait may be inline assembly, as `wgmma.wait_group.sync.aligned 1;`.
+        found = re.search(r"(?:pendings = |wait_group\.sync\.aligned )(\d+)", line)
         if found:
             at = found.span(1)
             yield (

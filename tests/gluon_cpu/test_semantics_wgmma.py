@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gluon_attn.kernels.hopper.inline_asm import wait_apart
 from tests.compat import (
     cluster,
     fence_async_shared,
@@ -143,6 +144,30 @@ def test_queue_completes_in_order(launch):
     a, b = exact_case(torch.bfloat16)
     out = poisoned(3, 64, 32)
     launch(queue, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out)
+    product = a.float() @ b.float().T
+    same(out, torch.stack([product, product + 1, product + 2]))
+
+
+@jit
+def queue_by_inline_waits(a_desc, b_desc, out_ptr):
+    """The same, in which each wait is inline assembly."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
+    first = warpgroup_mma(a, b, gl.zeros([64, 32], gl.float32, ACC), use_acc=False, is_async=True)
+    second = warpgroup_mma(a, b, gl.full([64, 32], 1.0, gl.float32, ACC), is_async=True)
+    third = warpgroup_mma(a, b, gl.full([64, 32], 2.0, gl.float32, ACC), is_async=True)
+    first = wait_apart(first, 2)
+    store_matrix(out_ptr, first)
+    second = wait_apart(second, 1)
+    third = wait_apart(third, 0)
+    store_matrix(out_ptr + 2048, second)
+    store_matrix(out_ptr + 4096, third)
+
+
+def test_inline_waits_complete_in_order(launch):
+    a, b = exact_case(torch.bfloat16)
+    out = poisoned(3, 64, 32)
+    launch(queue_by_inline_waits, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out)
     product = a.float() @ b.float().T
     same(out, torch.stack([product, product + 1, product + 2]))
 

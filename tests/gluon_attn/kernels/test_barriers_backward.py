@@ -1,0 +1,143 @@
+"""The gradient role's two warpgroups wait for their products apart: has the machine's code a barrier of both wherever
+memory goes from one to the other? gluon_cpu runs a role as one agent and cannot tell. No card is needed."""
+
+import functools
+import re
+
+import pytest
+import torch
+
+from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.table import HOPPER
+from gluon_attn.kernels.common.mask import Mask
+
+EVENTS = {
+    "write": r"stmatrix\.|st\.shared\.v4",  # of dS, P, dQ, dK, dV
+    "read": r"ld\.shared\.v2",  # of the statistics
+    "commit": r"wgmma\.commit_group",
+    "wait": r"wgmma\.wait_group\.sync\.aligned\s+(\d+)",
+    "fence": r"fence\.proxy\.async",
+    "barrier": r"bar\.sync\s+0, 256;",
+    "arrive": r"mbarrier\.arrive\.shared",
+    "store": r"cp\.async\.bulk\.tensor\S*\.global\.shared",
+    "store read": r"cp\.async\.bulk\.wait_group\.read",
+    "branch": r"bra(\.uni)?\s",
+}
+S, DP, DV, DQ, DK, DQ_HIGH = range(6)  # a step's products; the last one where dQ comes in halves
+# What the role tells others in a step, and which products that slot's memory needs to be done with.
+TELLS = [("dQ", set()), ("dO", {DP, DV}), ("Q", {S, DK})]
+TELLS_WITH_P = [("dO", {DP, DV}), ("dQ", set()), ("Q", {S, DK}), ("dQ", set())]
+
+
+def events_of(ptx: str) -> list[tuple[str, int]]:
+    """Of the gradient role, which comes first and is the only one that has products: (kind, number waited for). The
+    roles of one warp have no barrier of 256 threads."""
+    found = []
+    for line in ptx.splitlines():
+        for kind, pattern in EVENTS.items():
+            if match := re.match(rf"\s*(?:@!?%p\d+\s+)?(?:{pattern})", line):
+                found.append((kind, int(match[1]) if kind == "wait" else 0))
+    start = next(i for i, (kind, _) in enumerate(found) if kind == "barrier")  # after the barriers' init
+    last = max(i for i, (kind, _) in enumerate(found) if kind == "commit")
+    end = next(i for i in range(last, len(found)) if found[i][0] == "branch")
+    return found[start + 1 : end]
+
+
+def steps_of(events: list[tuple[str, int]], products: int) -> list[list[tuple[str, int]]]:
+    """From the first product of a row block to the end of its loop: one without and one with a mask."""
+    commits = [i for i, (kind, _) in enumerate(events) if kind == "commit"]
+    assert len(commits) == 2 * products
+    steps = []
+    for first, last in ((commits[0], commits[products - 1]), (commits[products], commits[-1])):
+        end = next((i for i in range(last, len(events)) if events[i][0] == "branch"), len(events))
+        steps.append(events[first:end])
+    return steps
+
+
+def wrong_in_step(step: list[tuple[str, int]], exchanges_p: bool) -> list[str]:
+    exchanged = {DV, DQ, DK, DQ_HIGH} if exchanges_p else {DQ}  # read what both warpgroups have written
+    tells = list(TELLS_WITH_P if exchanges_p else TELLS)
+    found = []
+    products = 0
+    fenced = met = False  # since the last write: fenced, and then met at a barrier
+    done: set[int] = set()  # waited for by each warpgroup
+    done_by_both: set[int] = set()  # and met since
+    for kind, number in step:
+        if kind == "write":
+            fenced = met = False
+        elif kind == "fence":
+            fenced = True
+        elif kind == "barrier":
+            met, done_by_both = fenced, set(done)
+        elif kind == "commit":
+            if products in exchanged and not met:
+                found.append(f"product {products} reads what the other warpgroup may not have written")
+            products += 1
+        elif kind == "wait":
+            done = set(range(products - number))
+        elif kind == "arrive":
+            what, used_by = tells.pop(0)
+            if what == "dQ" and not met:
+                found.append("dQ is handed over before both warpgroups have written it")
+            if not used_by <= done_by_both:
+                found.append(f"the slot of {what} is released before both warpgroups have multiplied")
+    if tells:
+        found.append(f"nobody is told of {tells[0][0]}")
+    if not exchanged <= done_by_both:
+        found.append("the next step overwrites what the other warpgroup may not have multiplied")
+    return found
+
+
+def wrong_in_staging(events: list[tuple[str, int]]) -> list[str]:
+    """dK and dV: written, fenced, met, stored; and no write after before the store has read."""
+    found = []
+    for store in (i for i, (kind, _) in enumerate(events) if kind == "store"):
+        before = [kind for kind, _ in events[:store]]
+        since = before[max(i for i, kind in enumerate(before) if kind == "write") :]
+        if since != ["write", "fence", "barrier"]:
+            found.append(f"dK or dV is stored after {since}")
+    for read in (i for i, (kind, _) in enumerate(events) if kind == "store read"):
+        if events[read + 1][0] != "barrier":
+            found.append("one warp alone has waited until dK and dV are read")
+    first = next(i for i, (kind, _) in enumerate(events) if kind == "store")
+    writes = max(i for i in range(first) if events[i][0] == "write")
+    arrivals = [i for i in range(writes) if events[i][0] == "arrive"]
+    if not arrivals or events[arrivals[-1] - 1][0] != "barrier":
+        found.append("K and V are released before both warpgroups have multiplied")
+    return found
+
+
+def wrong(ptx: str, exchanges_p: bool) -> list[str]:
+    events = events_of(ptx)
+    return [
+        w for step in steps_of(events, 6 if exchanges_p else 5) for w in wrong_in_step(step, exchanges_p)
+    ] + wrong_in_staging(events)
+
+
+@functools.cache
+def ptx_of(head_dim: int, causal: bool, deterministic: bool) -> str:
+    config = HOPPER[head_dim]
+    kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=causal), config, deterministic=deterministic)
+    return str(kernels[1].asm["ptx"])
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", HOPPER)
+def test_the_warpgroups_meet_where_memory_goes_from_one_to_the_other(head_dim, causal, deterministic):
+    assert wrong(ptx_of(head_dim, causal, deterministic), HOPPER[head_dim].exchanges_p) == []
+
+
+@pytest.mark.parametrize("head_dim", HOPPER)
+def test_each_of_these_barriers_is_needed(head_dim):
+    """Without any one of them the test above would fail, but for those that the compiler adds near another:
+    after the wait for the last product, and at D <= 128 between two releases."""
+    ptx, exchanges_p = ptx_of(head_dim, False, False), HOPPER[head_dim].exchanges_p
+    lines = ptx.splitlines()
+    barriers = [i for i, line in enumerate(lines) if re.match(r"\s*bar\.sync\s+0, 256;", line)]
+    silent = []
+    for place in barriers[1:-1]:  # the first one and the last are the kernel's
+        broken = "\n".join(lines[:place] + lines[place + 1 :])
+        silent += [] if wrong(broken, exchanges_p) else [place]
+    assert len(barriers) == (2 + 5 + 2 * 6 if exchanges_p else 2 + 4 + 2 * 4)
+    assert len(silent) == (2 if exchanges_p else 4)

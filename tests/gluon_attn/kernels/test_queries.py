@@ -1,0 +1,150 @@
+"""Keys and QueryRange: which row blocks a block of keys walks, in which order, and which of them it masks, executed
+against brute force."""
+
+import itertools
+
+import pytest
+import torch
+
+import gluon_cpu
+from channels.compat import gl, jit
+from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.kernels.common.queries import Keys
+from gluon_attn.kernels.common.sequence import Sequence
+
+NUMBERS = 7  # before those of the steps
+
+
+@jit(do_not_specialize=["first", "q_len", "kv_len", "group", "part", "parts"])
+def describe(
+    found,
+    first,
+    q_len,
+    kv_len,
+    group,
+    part,
+    parts,
+    KEYS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    MASK: gl.constexpr,
+    ROTATED: gl.constexpr,
+):
+    """first, end, unmasked_first and the three counts of steps of some keys' row blocks; then the head of each step,
+    and its row block; then each masked step of a head once more, as the gradient role counts them."""
+    sequence = Sequence(gl.to_tensor(0), q_len, gl.to_tensor(0), kv_len)
+    keys = Keys(gl.to_tensor(0), gl.to_tensor(5), first, sequence, KEYS, BLOCK_M, group, part, parts, MASK, ROTATED)
+    walked = keys.queries()
+    steps = walked.steps()
+    gl.store(found, walked.first)
+    gl.store(found + 1, walked.end)
+    gl.store(found + 2, walked.unmasked_first)
+    gl.store(found + 3, walked.rotation)
+    gl.store(found + 4, steps)
+    gl.store(found + 5, walked.unmasked_steps())
+    gl.store(found + 6, walked.masked_steps())
+    for step in range(steps):
+        member, block = walked.visit(step)
+        gl.store(found + 7 + 2 * step, keys.head(member))
+        gl.store(found + 8 + 2 * step, block)
+    for step in range(walked.masked_steps()):
+        gl.store(found + 7 + 2 * steps + step, walked.masked_block(step))
+
+
+def seen(first: int, keys: int, q_len: int, kv_len: int, causal: bool) -> torch.Tensor:
+    """[q_len, keys]: whether a query sees a key; no key at or past kv_len is one."""
+    key = first + torch.arange(keys)[None, :]
+    query = torch.arange(q_len)[:, None]
+    return (key < kv_len) & ((key <= query + kv_len - q_len) if causal else (query >= 0))
+
+
+def check(
+    found: list[int], first: int, keys: int, block_m: int, q_len: int, kv_len: int, group: int, causal: bool
+) -> list[int]:
+    """Of one block of keys. Returns the row blocks that it walks."""
+    blocks = seen(first, keys, q_len, kv_len, causal).split(block_m)
+    some = [i for i, block in enumerate(blocks) if block.any()]
+    partly = [i for i in some if not blocks[i].all()]
+    whole = [i for i in some if blocks[i].all()]
+    steps, unmasked_steps, masked_steps = found[4:NUMBERS]
+    assert (found[0], found[1]) == (some[0], some[-1] + 1)
+    assert (steps, unmasked_steps, masked_steps) == (len(some) * group, len(whole) * group, len(partly))
+    visits = list(zip(*[iter(found[NUMBERS : NUMBERS + 2 * steps])] * 2, strict=True))
+    assert sorted(visits) == [(5 * group + member, block) for member in range(group) for block in some], "each one once"
+    # Those without a mask first, of one head after the other, from the last one on, or from another on and around.
+    assert found[2] == (whole[0] if whole else found[1])
+    assert found[3] == 0 or 0 < found[3] < len(whole)
+    around = whole[::-1]
+    around = around[found[3] :] + around[: found[3]]
+    heads = range(5 * group, 6 * group)
+    assert visits[:unmasked_steps] == [(head, block) for head in heads for block in around]
+    assert visits[unmasked_steps:] == [(head, block) for head in heads for block in reversed(partly)]
+    assert found[NUMBERS + 2 * steps :][:masked_steps] == partly[::-1], "what the gradient role masks"
+    return some
+
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 200, 700)
+SHAPES = {"keys as rows": (128, 128), "more keys": (128, 64), "as D=256": (64, 64), "more rows": (64, 128)}
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["fixed", "rotated"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("keys", "block_m"), SHAPES.values(), ids=SHAPES.keys())
+def test_against_every_pair_of_query_and_key(keys, block_m, causal, rotated):
+    turned = both = 0
+    with gluon_cpu.machine():
+        for q_len, kv_len in itertools.product(LENGTHS, LENGTHS):
+            group = 1 + (q_len + kv_len) % 3
+            before: list[int] = list(range(-(-q_len // block_m)))
+            for first in range(0, kv_len, keys):
+                found = torch.full((NUMBERS + 3 * group * (-(-q_len // block_m)),), -(10**6), dtype=torch.int32)
+                describe[(1,)](
+                    found, first, q_len, kv_len, group, 0, 1, keys, block_m, Mask(causal=causal), rotated, num_warps=1
+                )
+                numbers = found.tolist()
+                try:
+                    walked = check(numbers, first, keys, block_m, q_len, kv_len, group, causal)
+                except AssertionError as error:
+                    raise AssertionError(f"{q_len=} {kv_len=} {first=} {group=}: {numbers}") from error
+                assert set(walked) <= set(before), "who adds in order waits for the keys before: they see all of these"
+                before = walked
+                turned += numbers[3] > 0
+                both += numbers[5] > 0 and numbers[6] > 0
+    assert (turned > 0) == rotated
+    assert (both > 0) == causal
+
+
+def test_neighbours_begin_apart():
+    """With 16 row blocks and no mask, each of the first eight blocks of keys begins at one of its own."""
+    starts = []
+    with gluon_cpu.machine():
+        for index in range(8):
+            found = torch.full((NUMBERS + 32,), -1, dtype=torch.int32)
+            describe[(1,)](found, 128 * index, 1024, 1024, 1, 0, 1, 128, 64, Mask(causal=False), True, num_warps=1)
+            starts.append(int(found[NUMBERS + 1]))
+    assert starts == [15, 13, 11, 9, 7, 5, 3, 1]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_parts_share_out_the_row_blocks(parts, causal):
+    """Each step of the whole is one of a part, with a mask or without as there; parts differ by a row block at most."""
+    q_len, kv_len, group = 700, 300, 2
+
+    def visits(first: int, part: int, of: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        found = torch.full((NUMBERS + 3 * group * 11,), -1, dtype=torch.int32)
+        with gluon_cpu.machine():
+            describe[(1,)](
+                found, first, q_len, kv_len, group, part, of, 128, 64, Mask(causal=causal), True, num_warps=1
+            )
+        numbers = found.tolist()
+        steps, unmasked = numbers[4:6]
+        pairs = list(zip(*[iter(numbers[NUMBERS : NUMBERS + 2 * steps])] * 2, strict=True))
+        return pairs[:unmasked], pairs[unmasked:]
+
+    for first in range(0, kv_len, 128):
+        whole = visits(first, 0, 1)
+        each = [visits(first, part, parts) for part in range(parts)]
+        for kind in range(2):
+            assert sorted(whole[kind]) == sorted(step for part in each for step in part[kind])
+        sizes = [(len(unmasked) + len(masked)) // group for unmasked, masked in each]
+        assert max(sizes) - min(sizes) <= 1

@@ -1,0 +1,164 @@
+"""The key blocks that a program of the Hopper backward computes, and in which order: executed, against brute force."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import gluon_cpu
+from channels.compat import gl, jit
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import pick_config
+from gluon_attn.device import Device
+from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.kernels.hopper.backward.work import first_work, order_of
+from gluon_attn.problem import Problem
+from tests.gluon_cpu.support import descriptor
+
+BATCH, KV_HEADS, GROUP, KEYS, BLOCK_M = 2, 3, 2, 64, 64
+HEADS = BATCH * KV_HEADS
+CAUSAL = Mask(causal=True)
+
+
+@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_at_once"])
+def note_work(
+    visits,
+    places,
+    wrong,
+    q_desc,
+    k_desc,
+    blocks_per_item,
+    last_heads,
+    heads_at_once,
+    MASK: gl.constexpr,
+    ROTATED: gl.constexpr,
+):
+    """At [batch, KV head, key block]: add 1 to visits, and to places 10000 * the program + how many it has done before.
+    In wrong: how many key blocks do not know their sequence, or their heads."""
+    order = order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, gl.to_tensor(1), MASK, ROTATED)
+    work, step = first_work(order), 0
+    while work.is_left():
+        keys = work.keys()
+        at = (keys.batch * order.kv_heads + keys.kv_head) * order.key_blocks + keys.first // order.KEYS
+        gl.atomic_add(visits + at, 1)
+        gl.atomic_add(places + at, 10000 * gl.program_id(0) + step)
+        right = (keys.first % order.KEYS == 0) & (keys.head(1) == order.group * keys.kv_head + 1)
+        right = right & (keys.sequence.k_len == k_desc.shape[2]) & (keys.sequence.q_len == q_desc.shape[2])
+        gl.atomic_add(wrong, gl.where(right, 0, 1))
+        work, step = work.next(), step + 1
+
+
+def walk(
+    *, programs: int, key_blocks: int, blocks_per_item: int, last_heads: int, heads_at_once: int, rotated: bool
+) -> list[list[tuple[int, int]]]:
+    """For each program its key blocks, (head of all batches, index), in order. Fails unless each comes once."""
+    visits, places = (torch.zeros(HEADS, key_blocks, dtype=torch.int32) for _ in range(2))
+    wrong = torch.zeros(1, dtype=torch.int32)
+    q = torch.zeros(BATCH, KV_HEADS * GROUP, 100, 16, dtype=torch.bfloat16)
+    k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)
+    descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, KEYS, 16])
+    numbers = (blocks_per_item, last_heads, heads_at_once)
+    with gluon_cpu.machine():
+        note_work[(programs,)](visits, places, wrong, *descriptors, *numbers, CAUSAL, rotated, num_warps=1)
+    assert visits.eq(1).all(), visits
+    assert not wrong.any()
+    found: list[list[tuple[int, int]]] = [[] for _ in range(programs)]
+    for step, head, index in sorted(
+        (int(places[at]), *at) for at in itertools.product(range(HEADS), range(key_blocks))
+    ):
+        assert step % 10000 == len(found[step // 10000])
+        found[step // 10000].append((head, index))
+    return found
+
+
+def items_of(key_blocks: int, blocks_per_item: int, last_heads: int, heads_at_once: int) -> list[list[tuple[int, int]]]:
+    """All items in order, and which key blocks each is."""
+    items = []
+    for head in range(HEADS - last_heads):
+        left = list(range(key_blocks))
+        while left:
+            mine = [left.pop(0)]
+            if blocks_per_item == 2 and left:
+                mine.append(left.pop())
+            items.append([(head, index) for index in mine])
+    last = list(range(HEADS - last_heads, HEADS))
+    while last:
+        at_once, last = last[:heads_at_once], last[heads_at_once:]
+        items += [[(head, index)] for index in range(key_blocks) for head in at_once]
+    return items
+
+
+def expected(programs: int, rotated: bool, items: list[list[tuple[int, int]]], before: int) -> list:
+    """Rounds of one item for each program; of those without an item before number `before`, if rotated, the first,
+    third ... the other way round."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(programs)]
+    back = True
+    for start in range(0, len(items) + programs, programs):
+        numbers = list(range(start, start + programs))
+        if rotated and start >= before:
+            numbers = numbers[::-1] if back else numbers
+            back = not back
+        for program, number in enumerate(numbers):
+            found[program] += items[number] if number < len(items) else []
+    return found
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["fixed", "rotated"])
+@pytest.mark.parametrize("blocks_per_item", [1, 2])
+@pytest.mark.parametrize("programs", [1, 3, 5, 50])
+def test_every_key_block_is_visited_once_and_in_order(programs, blocks_per_item, rotated):
+    for key_blocks, last_heads, heads_at_once in itertools.product((1, 2, 3, 4, 7), (0, 2, HEADS), (1, 2, 4, 9)):
+        if last_heads == 0 and heads_at_once > 1:
+            continue
+        split = {"blocks_per_item": blocks_per_item, "last_heads": last_heads, "heads_at_once": heads_at_once}
+        found = walk(programs=programs, key_blocks=key_blocks, rotated=rotated, **split)
+        items = items_of(key_blocks, **split)
+        before = (HEADS - last_heads) * -(-key_blocks // blocks_per_item)
+        assert found == expected(programs, rotated, items, before), (key_blocks, split)
+
+
+def plan_of(key_blocks: int, processors: int, *, deterministic: bool, causal: bool = True) -> BackwardPlan:
+    """Of a problem with that many key blocks to a head, whatever the size of one."""
+    problem = Problem(
+        dtype=torch.bfloat16, batch=BATCH, heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, q_len=128 * key_blocks,
+        kv_len=128 * key_blocks - 5, head_dim=128, causal=causal, scale=1.0, layout="bhsd",
+    )  # fmt: skip
+    device = dataclasses.replace(Device.hopper(), sm_count=processors)
+    return BackwardPlan.of(problem, pick_config(problem), device, deterministic=deterministic)
+
+
+def walk_of(plan: BackwardPlan, key_blocks: int) -> list[list[tuple[int, int]]]:
+    return walk(
+        programs=plan.programs // plan.parts,  # programs that share a key block come one after the other
+        key_blocks=key_blocks,
+        blocks_per_item=plan.blocks_per_item,
+        last_heads=plan.last_heads,
+        heads_at_once=plan.heads_at_once,
+        rotated=not plan.deterministic,
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("processors", [1, 5, 12, 40, 132])
+def test_in_order_who_waits_waits_for_programs_of_lower_numbers(processors, causal):
+    """A program adds to a row block once the one with the keys before has: that one has begun, if its number is lower,
+    and has one key block only, so that it waits for nobody after it."""
+    for key_blocks in (1, 2, 3, 7):
+        found = walk_of(plan_of(key_blocks, processors, deterministic=True, causal=causal), key_blocks)
+        program_of = {block: program for program, blocks in enumerate(found) for block in blocks}
+        assert all(len(blocks) == 1 for blocks in found)
+        for head, index in itertools.product(range(HEADS), range(1, key_blocks)):
+            assert program_of[head, index - 1] < program_of[head, index]
+
+
+@pytest.mark.parametrize("processors", [1, 5, 7, 12, 20])
+@pytest.mark.parametrize("key_blocks", [8, 15, 16, 31])
+def test_under_a_causal_mask_all_end_within_half_a_key_block(processors, key_blocks):
+    """Key block i costs as many row blocks as see it. No program has more than half of the heaviest above the mean; by
+    items of two alone, five of these cases would."""
+    plan = plan_of(key_blocks, processors, deterministic=False)
+    assert plan.blocks_per_item == 2
+    loads = [sum(key_blocks - index for _, index in blocks) for blocks in walk_of(plan, key_blocks)]
+    assert sum(loads) == HEADS * key_blocks * (key_blocks + 1) // 2
+    assert max(loads) - sum(loads) / len(loads) <= key_blocks / 2

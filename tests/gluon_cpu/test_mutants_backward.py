@@ -1,0 +1,29 @@
+"""Who has added to dQ is told by atomics: each of them weakened is among the mutants of the campaign, and is found."""
+
+import pytest
+
+from tests.gluon_cpu.campaign_mutants import KERNELS, text_of, verdict
+from tests.gluon_cpu.mutants import mutants
+
+RELAXED = {("acquire -> relaxed", "atomic_poll"), ("release -> relaxed", "atomic_rmw")}
+WITHIN_A_CTA = {("gpu -> cta", "atomic_poll"), ("gpu -> cta", "atomic_rmw")}
+DELETED = {("delete", "atomic_poll"), ("delete", "atomic_rmw")}
+CLAIM = {(change, "atomic_cas") for change in ("always succeeds", "acquire -> relaxed", "gpu -> cta")}
+LOAD = {(change, "atomic_load") for change in ("acquire -> relaxed", "gpu -> cta")}
+
+
+@pytest.mark.parametrize(("order", "first_asked"), [("", CLAIM), (", in order", LOAD)], ids=["any order", "in order"])
+def test_every_weakened_atomic_is_found(order, first_asked):
+    runs = KERNELS[f"gradients, D=64, full{order}"].runs()
+    weakened = [mutant for mutant in mutants(text_of(runs[0])) if mutant.op.startswith("atomic")]
+    assert {(m.change, m.op) for m in weakened} == RELAXED | WITHIN_A_CTA | DELETED | first_asked
+    said = {mutant.name: verdict(runs, mutant, range(2)) for mutant in weakened}
+    assert all(said.values()), said
+    assert not [name for name, words in said.items() if words.startswith("WRONG")]
+
+
+def test_every_wait_by_inline_assembly_is_among_them():
+    """Of a step without a mask and one with: for S, dP, dV and dQ."""
+    (run, *_) = KERNELS["gradients, D=64, full"].runs()
+    waits = [mutant for mutant in mutants(text_of(run)) if mutant.op == "elementwise_inline_asm"]
+    assert [mutant.change for mutant in waits] == 2 * [f"pendings {n} -> {n + 1}" for n in (1, 0, 1, 1)]
