@@ -76,6 +76,21 @@ def programs_with_several_key_blocks() -> None:
 
 
 @gradients_test
+def key_blocks_in_parts() -> None:
+    """Fewer key blocks than processors, so that several programs share one; dK and dV have the same bits each time."""
+    for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True)):
+        for heads, kv_heads, q_len, kv_len in ((2, 1, 4000, 200), (8, 8, 1500, 700), (1, 1, 16384, 1)):
+            q, k, v = normal_qkv(heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+            dout = normal(*q.shape, seed=7)
+            got = gradients(q, k, v, dout, causal=causal, deterministic=deterministic)
+            what = f"{tuple(q.shape)} {tuple(k.shape)} {causal=} {deterministic=}"
+            check_gradients(q, k, v, dout, got, causal=causal, what=what)
+            for _ in range(50):
+                again = gradients(q, k, v, dout, causal=causal, deterministic=deterministic)
+                assert all(map(torch.equal, again[1:], got[1:])), what
+
+
+@gradients_test
 def both_layouts_and_lse() -> None:
     for layout, causal in itertools.product(("bhsd", "bshd"), (False, True)):
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=300, kv_len=400, layout=layout)
