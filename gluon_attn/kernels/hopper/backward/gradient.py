@@ -126,14 +126,13 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
     D: gl.constexpr = k.shape[1]
     SCORES: gl.constexpr = accumulator_layout(keys.KEYS, BLOCK_M)
     ends = state.ends
+    douts = ends.douts
+    if wires.CONFIG.rings_in_step:
+        douts = douts.in_step_with(ends.queries)
     q_slot, queries = ends.queries.acquire()
     q = q_slot.view([BLOCK_M, D], part=0)
     s = multiply(k, q.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
-    douts = ends.douts
-    if wires.CONFIG.rings_in_step:
-        do_slot, _ = douts.in_step_with(ends.queries).acquire()
-    else:
-        do_slot, douts = douts.acquire()
+    do_slot, douts = douts.acquire()
     do = do_slot.view([BLOCK_M, D], part=0)
     dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
     s = wait_apart(s, 1)  # dP goes on
