@@ -213,8 +213,12 @@ def test_compiled_for_hopper(causal):
 
 @pytest.mark.slow
 def test_compiled_for_blackwell():
-    """Two softmax roles, each with a loop more."""
+    """Two softmax roles, each with a loop more, of masked steps, which spills a little. The unmasked ones hardly do."""
     config = blackwell_config(3, 192)
     plain, window = (resources(compiled(torch.bfloat16, 64, Mask(left=n), config)) for n in (None, 1000))
-    assert len(window.loops) == len(plain.loops) + 2
-    assert sum(loop.spills for loop in window.loops) == 0
+    softmax = [[loop for loop in found.loops if loop.exp2 > 0] for found in (plain, window)]
+    assert [len(loops) for loops in softmax] == [2, 4]
+    unmasked = [loop for loop in softmax[1] if loop.instructions < 1.1 * softmax[0][0].instructions]
+    assert len(unmasked) == 2
+    assert all(loop.spills <= 4 for loop in unmasked), unmasked
+    assert all(loop.spills <= 24 for loop in softmax[1]), softmax[1]
