@@ -271,6 +271,7 @@ KEYS_DRAIN = line_of(BLACKWELL, "copies.py", "keys_values.drain()")
 GRADIENTS, IN_ORDER = r"gradients, D=[^|]*", r"gradients, D=[^|]*, in order"
 LOADED_BEFORE = line_of(BACKWARD, "preprocess.py", "slot, _ = loaded.producer().acquire()")
 KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
+DOUT_LOADED = line_of(BACKWARD, "load.py", "dout, douts = douts.acquire()")
 KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
 
 EXPLAINED: tuple[Explanation, ...] = (
@@ -283,6 +284,10 @@ EXPLAINED: tuple[Explanation, ...] = (
         rf"{IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
         rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d$)",
         "in order each program has one key block: the slot of K and V is filled once, and nobody waits for its end",
+    ),
+    Explanation(
+        rf"gradients, D=(64|128)[^|]* \| delete: wait_barrier .* {DOUT_LOADED}",
+        "dO is released before Q of the same step, whose slot has been acquired before",
     ),
     Explanation(
         rf"one CTA, turns \| delete: wait_barrier .* partition1 at .* < ({SKIPS})",
