@@ -115,16 +115,19 @@ def test_a_config_fits_a_card(head_dim):
     assert HOPPER[head_dim].gradient_registers == 240
 
 
-@pytest.mark.parametrize(("head_dim", "spills"), [(64, 1), (128, 0), pytest.param(256, 2, marks=pytest.mark.slow)])
-def test_products_overlap_and_loops_hardly_spill(head_dim, spills):
-    """The assembler makes a kernel wait after each product if it has too few registers."""
+@pytest.mark.parametrize(
+    ("head_dim", "waits", "spills"), [(64, 5, 1), (128, 5, 0), pytest.param(256, 6, 2, marks=pytest.mark.slow)]
+)
+def test_products_overlap_and_loops_hardly_spill(head_dim, waits, spills):
+    """The assembler makes a kernel wait after each product if it has too few registers. At D=256 dQ comes in halves,
+    and so has a wait more."""
     for causal in (False, True):
         main = compiled_backward(torch.bfloat16, head_dim, Mask(causal=causal), HOPPER[head_dim])[1]
         found = resources(main)
         assert found.smem_bytes <= HOPPER[head_dim].smem_bytes(head_dim)
         loops = [loop for loop in found.loops if loop.products > 4]
         assert len(loops) == 2  # masked and not
-        assert all(loop.waits <= 6 and loop.spills <= spills for loop in loops), loops
+        assert all(loop.waits <= waits and loop.spills <= spills for loop in loops), loops
 
 
 def test_the_order_of_sums_is_a_choice_at_compile_time():

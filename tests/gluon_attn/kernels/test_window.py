@@ -221,4 +221,4 @@ def test_compiled_for_blackwell():
     unmasked = [loop for loop in softmax[1] if loop.instructions < 1.1 * softmax[0][0].instructions]
     assert len(unmasked) == 2
     assert all(loop.spills <= 4 for loop in unmasked), unmasked
-    assert all(loop.spills <= 24 for loop in softmax[1]), softmax[1]
+    assert all(loop.spills <= 17 for loop in softmax[1]), softmax[1]
