@@ -1,12 +1,14 @@
 """Times the backward pass against cuDNN's, and deterministic against what torch runs when it is asked for that.
 
     python -m bench.gradients --out FILE          # on a Hopper card, some minutes
+    python -m bench.gradients --with-forward      # a forward and a backward pass together
+    python -m bench.gradients --sustained         # back to back for a while, with the energy that it takes
     python -m bench.gradients --show FILE         # anywhere
     python -m bench.gradients --host              # time of the host for one call, of little work
     python -m bench.gradients --candidates --out FILE    # every config of the backward that can be, interleaved
 
 A backward pass is all of its kernels, called through autograd. Its FLOPs count as two and a half times those of the
-forward pass: five products for two.
+forward pass: five products for two. They count the same whatever is computed again.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import sustained
 from bench.points import DTYPES, LENGTHS, Point
 from bench.provenance import provenance
 from bench.sweep import measure_by_rounds
@@ -55,8 +58,13 @@ def points(head_dims: list[int], lengths: list[int], kv_heads: int | None) -> li
     ]
 
 
-def backward_of(out: Tensor, inputs: list[Tensor], dout: Tensor) -> Callable[[], object]:
-    return partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+def pass_of(
+    forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, with_forward: bool
+) -> Callable[[], object]:
+    """The backward pass, or both."""
+    if with_forward:
+        return lambda: torch.autograd.grad(forward(), inputs, dout)
+    return partial(torch.autograd.grad, forward(), inputs, dout, retain_graph=True)
 
 
 def deterministic(call: Callable[[], object]) -> object:
@@ -69,7 +77,7 @@ def deterministic(call: Callable[[], object]) -> object:
         torch.use_deterministic_algorithms(False)
 
 
-def calls_of(point: Point, with_deterministic: bool) -> dict[str, Callable[[], object]]:
+def calls_of(point: Point, with_deterministic: bool, with_forward: bool = False) -> dict[str, Callable[[], object]]:
     """cuDNN's backward pass and ours; and, if asked for, FlashAttention-2's and ours with a fixed order of sums."""
     dout = torch.randn_like(point.tensors()[0])
 
@@ -77,18 +85,27 @@ def calls_of(point: Point, with_deterministic: bool) -> dict[str, Callable[[], o
         return [t.detach().requires_grad_() for t in point.tensors()]
 
     def by_torch(backend: SDPBackend) -> Callable[[], object]:
-        q, k, v = tensors = inputs()
-        with sdpa_kernel(backend):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=point.causal, enable_gqa=point.heads_per_kv_head > 1
-            )
-        return backward_of(out, tensors, dout)
+        tensors = inputs()
+
+        def forward() -> Tensor:
+            q, k, v = tensors
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=point.causal, enable_gqa=point.heads_per_kv_head > 1
+                )
+
+        return pass_of(forward, tensors, dout, with_forward)
 
     def ours(**options: Any) -> Callable[[], object]:
-        q, k, v = tensors = inputs()
-        out = attention(q, k, v, causal=point.causal, **options)
-        assert isinstance(out, Tensor)
-        return backward_of(out, tensors, dout)
+        tensors = inputs()
+
+        def forward() -> Tensor:
+            q, k, v = tensors
+            out = attention(q, k, v, causal=point.causal, **options)
+            assert isinstance(out, Tensor)
+            return out
+
+        return pass_of(forward, tensors, dout, with_forward)
 
     calls = {"cudnn": by_torch(SDPBackend.CUDNN_ATTENTION), "ours": ours()}
     if with_deterministic:
@@ -97,9 +114,28 @@ def calls_of(point: Point, with_deterministic: bool) -> dict[str, Callable[[], o
     return calls
 
 
-def measure(point: Point, rounds: int, with_deterministic: bool) -> dict[str, Any]:
-    timings = time_interleaved(calls_of(point, with_deterministic), rounds=rounds)
-    flops = GRAD_FLOPS * point.flops
+def measure_sustained(point: Point, with_deterministic: bool, with_forward: bool) -> dict[str, Any]:
+    flops = (GRAD_FLOPS + with_forward) * point.flops
+    kept_up = {
+        name: sustained.measure(call, flops) for name, call in calls_of(point, with_deterministic, with_forward).items()
+    }
+    return {
+        "point": asdict(point),
+        "name": point.name,
+        "results": {
+            name: asdict(rate)
+            | {
+                "joules_per_tflop": rate.joules_per_tflop,
+                "ratio_to_cudnn": rate.tflops / kept_up["cudnn"].tflops,
+            }
+            for name, rate in kept_up.items()
+        },
+    }
+
+
+def measure(point: Point, rounds: int, with_deterministic: bool, with_forward: bool) -> dict[str, Any]:
+    timings = time_interleaved(calls_of(point, with_deterministic, with_forward), rounds=rounds)
+    flops = (GRAD_FLOPS + with_forward) * point.flops
     return {
         "point": asdict(point),
         "name": point.name,
@@ -240,6 +276,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--kv-heads", type=int, help="64 query heads, and so many KV heads")
     parser.add_argument("--deterministic", action="store_true", help="time that too")
+    parser.add_argument("--with-forward", action="store_true", help="time forward and backward pass together")
+    parser.add_argument("--sustained", action="store_true", help="run each for a while; read power and clock")
     parser.add_argument("--host", action="store_true", help="time the host instead, in one small problem")
     parser.add_argument("--candidates", action="store_true", help="time every config of our kernels instead")
     parser.add_argument("--rounds", type=int, default=9)
@@ -250,7 +288,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("bench.gradients: expected a Hopper card, got none; use --show FILE to see a result file")
-    found: dict[str, Any] = {"provenance": provenance(args.commit), "points": []}
+    found: dict[str, Any] = {"provenance": provenance(args.commit), "with_forward": args.with_forward, "points": []}
     if args.host:
         found |= {"point": asdict(HOST_POINT), "host_us": host_microseconds()}
         for name, us in found["host_us"].items():
@@ -260,8 +298,10 @@ def main() -> None:
     for point in points(args.head_dims, args.lengths, args.kv_heads):
         if args.candidates:
             found["points"].append(measure_candidates(point, args.rounds))
+        elif args.sustained:
+            found["points"].append(measure_sustained(point, args.deterministic, args.with_forward))
         else:
-            found["points"].append(measure(point, args.rounds, args.deterministic))
+            found["points"].append(measure(point, args.rounds, args.deterministic, args.with_forward))
         save(found, args.out)
     if not args.candidates:
         show(found)

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .backward.launch import NOT_PARTED, backward_on_card
+from .backward.launch import NOT_SHARED, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .device import Device
@@ -75,7 +75,7 @@ def attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     launch({
         "q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv,
-        **NOT_PARTED,
+        **NOT_SHARED,
     })  # fmt: skip
     return dq, dk, dv
 

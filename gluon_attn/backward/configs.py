@@ -59,13 +59,8 @@ class HopperBackward:
         return 2 if self.exchanges_p else 1
 
     @property
-    def dq_stages(self) -> int:
-        """How many of dK and dV, in 16 bits, have room where dQ is staged in fp32."""
-        return min(2, 2 * self.block_m // self.dq_parts // self.keys)
-
-    @property
     def ds_stages(self) -> bool:
-        """Whether one of them has room where dS is."""
+        """Whether dV, in 16 bits, has room where dS is."""
         return self.ds_slots * self.block_m >= 128
 
     def smem_bytes(self, head_dim: int) -> int:

@@ -15,7 +15,7 @@ from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
 from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
 from .configs import HopperBackward
-from .plan import MOST_PARTED, BackwardPlan
+from .plan import MOST_SHARERS, BackwardPlan
 
 PREPARE = Kernel(
     prepare_backward,
@@ -27,7 +27,7 @@ PREPARE = Kernel(
     Pointer("delta_ptr", "delta"),
     Pointer("dq_ptr", "dq_sums"),
     Pointer("added_ptr", "added", "i32"),
-    Pointer("parts_done_ptr", "parts_done", "i32"),
+    Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
     Scalar("sets_zero"),
 )
 MAIN = Kernel(
@@ -42,28 +42,29 @@ MAIN = Kernel(
     Tma("delta_desc", "delta"),
     Tma("dq_desc", "dq_sums"),
     Pointer("added_ptr", "added", "i32"),
-    Pointer("part_sums_ptr", "part_sums"),
-    Pointer("parts_done_ptr", "parts_done", "i32"),
+    Pointer("handed_in_ptr", "handed_in"),
+    Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
     Scalar("scale_log2", "fp32"),
     Scalar("scale", "fp32"),
     Scalar("blocks_per_item"),
     Scalar("last_heads"),
     Scalar("heads_at_once"),
-    Scalar("parts"),
+    Scalar("shared"),
+    Scalar("sharers"),
 )
 FINISH = Kernel(finish_backward, Tma("out_desc", "dq"), Pointer("dq_ptr", "dq_sums"), Scalar("scale", "fp32"))
 
-NOT_PARTED = dict.fromkeys(("part_sums", "parts_done"))  # what a call gives for the workspaces that it may not need
+NOT_SHARED = dict.fromkeys(("handed_in", "has_handed_in"))  # what a call gives for the workspaces that it may not need
 
 SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
 
 
 def builds_of(
-    dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: HopperBackward, deterministic: bool, parted: bool
+    dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: HopperBackward, deterministic: bool, shared: bool
 ) -> tuple[Build, ...]:
     """The kernel before, the main one and the one after, for these compile-time choices. dtype: float16 or bfloat16.
-    parted: several programs share a key block."""
-    absent = {} if parted else {"parts_done_ptr": None}
+    shared: programs share key blocks."""
+    absent = {} if shared else {"has_handed_in_ptr": None}
     rows = Block.of(dtype, config.block_m, padded_head_dim)
     keys = Block.of(dtype, config.keys, padded_head_dim)
     statistics = Block.of(torch.float32, 1, config.block_m)
@@ -76,7 +77,7 @@ def builds_of(
             kernel=MAIN,
             blocks=blocks,
             constants={"MASK": mask, "CONFIG": config, "DETERMINISTIC": deterministic}
-            | (absent and absent | {"part_sums_ptr": None}),
+            | (absent and absent | {"handed_in_ptr": None}),
             num_warps=config.WARPS,
             starts_early=True,
         ),
@@ -98,20 +99,20 @@ def compiled_backward(
     config: HopperBackward,
     *,
     deterministic: bool = False,
-    parted: bool = False,
+    shared: bool = False,
     arch: int = 90,
     device_index: int | None = None,
 ) -> tuple[CompiledKernel, ...]:
     """The three kernels. device_index: the card to launch them on; None: to look at only."""
-    builds = builds_of(dtype, padded_head_dim, mask, config, deterministic, parted)
+    builds = builds_of(dtype, padded_head_dim, mask, config, deterministic, shared)
     return tuple(build.compile(arch) for build in builds)
 
 
 def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R), and
     the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded; how many key
-    blocks have added to each row block, int32. If several programs share a key block: dK and dV of each but the last,
-    (key blocks, parts - 1, 2, KEYS, D) fp32, and how many of these are there, int32."""
+    blocks have added to each row block, int32. If programs share key blocks: dK and dV that each hands in, (sharers, 2,
+    KEYS, D) fp32, and who has, int32."""
     problem, config = plan.problem, plan.config
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
     sums = (plan.rows * problem.padded_head_dim // SUM_COLUMNS, SUM_COLUMNS)
@@ -121,10 +122,9 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
         "dq_sums": ((*heads, *sums), torch.float32),
         "added": ((*heads, plan.row_blocks), torch.int32),
     }
-    if plan.parts > 1:
-        of_a_part = (2, config.keys, problem.padded_head_dim)
-        found["part_sums"] = ((plan.key_blocks, plan.parts - 1, *of_a_part), torch.float32)
-        found["parts_done"] = ((MOST_PARTED,), torch.int32)
+    if plan.shared:
+        found["handed_in"] = ((plan.sharers, 2, config.keys, problem.padded_head_dim), torch.float32)
+        found["has_handed_in"] = ((MOST_SHARERS,), torch.int32)
     return found
 
 
@@ -135,10 +135,10 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     views = {name: View.of(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
     views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
     before, main, after = builds_of(
-        problem.dtype, problem.padded_head_dim, problem.mask, config, plan.deterministic, plan.parts > 1
+        problem.dtype, problem.padded_head_dim, problem.mask, config, plan.deterministic, plan.shared > 0
     )
     scale = {"scale": problem.scale}
-    order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "parts")}
+    order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers")}
     numbers = scale | order | {"scale_log2": plan.scale_log2}
     return [
         Launch(build=before, programs=plan.row_programs, views=views, scalars={"sets_zero": plan.sets_zero}),
@@ -165,7 +165,7 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
         problem.mask,
         plan.config,
         deterministic=plan.deterministic,
-        parted=plan.parts > 1,
+        shared=plan.shared > 0,
         arch=plan.arch,
         device_index=index,
     )

@@ -12,10 +12,13 @@ from .configs import HopperBackward
 # other. Fewer need more of Q and dO at once. By whether the mask is causal.
 PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
-# Of a key block that several programs share, each has at least so many.
-ROW_BLOCKS_OF_A_PART = 4
+# Of a key block that programs share, each has at least about so many.
+ROW_BLOCKS_OF_A_SHARE = 4
 
-MOST_PARTED = 128  # key blocks that are shared; the kernel before counts with as many
+# Steps that sharing must save: it takes as long as a few.
+LEAST_SAVED = 4
+
+MOST_SHARERS = 256  # the kernel before sets so many flags to 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,9 @@ class BackwardPlan:
     blocks_per_item: 1, or 2 for a key block that many queries see with one that few do.
     last_heads: of how many KV heads, the last ones, an item is one key block, so that all programs end together.
     heads_at_once: of how many of those one key block follows the other.
-    parts: of a key block's queries, each for a program of its own, where there are fewer key blocks than processors.
+    shared: key blocks, the last ones, that programs share: those that are left where the others go into the number of
+        processors; or all, where there are fewer than processors.
+    sharers: programs that share them.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     """
 
@@ -38,7 +43,8 @@ class BackwardPlan:
     blocks_per_item: int
     last_heads: int
     heads_at_once: int
-    parts: int
+    shared: int
+    sharers: int
     row_programs: int
     deterministic: bool
     arch: int
@@ -86,12 +92,12 @@ class BackwardPlan:
         blocks_per_item = 2 if problem.causal and not deterministic and key_blocks > device.sm_count else 1
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
-        # Parts of a few row blocks take longer to add up than to compute.
-        fewest_blocks = -(-problem.q_len // config.block_m)
-        parts = max(1, min(device.sm_count // key_blocks, fewest_blocks // ROW_BLOCKS_OF_A_PART))
-        if key_blocks > MOST_PARTED:
-            parts = 1
-        if deterministic:
+        shared, sharers = shares_of(problem, config, device, key_blocks, deterministic)
+        programs = key_blocks if deterministic else min(device.sm_count, items)
+        if shared:
+            programs = max(sharers, min(programs, device.sm_count))
+            last_heads = heads_at_once = 0
+        elif deterministic:
             last_heads, heads_at_once = (
                 problem.batch * problem.kv_heads,
                 -(-device.sm_count // PROGRAMS_OF_A_HEAD[problem.causal]),
@@ -102,12 +108,31 @@ class BackwardPlan:
         return BackwardPlan(
             problem=problem,
             config=config,
-            programs=parts * (key_blocks if deterministic else min(device.sm_count, items)),
+            programs=programs,
             blocks_per_item=blocks_per_item,
             last_heads=last_heads,
             heads_at_once=max(1, heads_at_once),
-            parts=parts,
+            shared=shared,
+            sharers=sharers,
             row_programs=row_programs,
             deterministic=deterministic,
             arch=device.arch,
         )
+
+
+def shares_of(
+    problem: Problem, config: HopperBackward, device: Device, key_blocks: int, deterministic: bool
+) -> tuple[int, int]:
+    """(how many key blocks are shared, by how many programs), or twice 0: see `BackwardPlan`."""
+    if key_blocks < device.sm_count:
+        shared = key_blocks
+    else:  # pairs under a causal mask, and programs in a fixed order, end together well enough
+        shared = 0 if problem.causal or deterministic else key_blocks % device.sm_count
+    row_blocks = -(-problem.q_len // config.block_m)
+    sharers = min(device.sm_count, MOST_SHARERS, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
+    if deterministic and shared:  # each program has shares of one key block, or it could wait for itself
+        sharers -= sharers % shared
+    steps = row_blocks * (problem.heads // problem.kv_heads)
+    if steps * (sharers - shared) < LEAST_SAVED * sharers:
+        return 0, 0
+    return shared, sharers

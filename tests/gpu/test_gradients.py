@@ -75,11 +75,14 @@ def programs_with_several_key_blocks() -> None:
         check_gradients(q, k, v, dout, got, causal=causal, what=f"D={head_dim} {causal=} {deterministic=}")
 
 
+SHARED = ((2, 1, 4000, 200), (8, 8, 1500, 700), (1, 1, 16384, 1), (30, 30, 1400, 700))
+
+
 @gradients_test
-def key_blocks_in_parts() -> None:
-    """Fewer key blocks than processors, so that several programs share one; dK and dV have the same bits each time."""
+def shared_key_blocks() -> None:
+    """By several programs: all of fewer than processors, or the last ones; dK and dV have the same bits each time."""
     for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True)):
-        for heads, kv_heads, q_len, kv_len in ((2, 1, 4000, 200), (8, 8, 1500, 700), (1, 1, 16384, 1)):
+        for heads, kv_heads, q_len, kv_len in SHARED:
             q, k, v = normal_qkv(heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
             dout = normal(*q.shape, seed=7)
             got = gradients(q, k, v, dout, causal=causal, deterministic=deterministic)
@@ -325,7 +328,7 @@ def run_test(name: str) -> None:
 
 
 APART = Apart(
-    function="tests.gpu.test_gradients:run_test", item_seconds=240, group=lambda name: name.split(",")[0], processes=4
+    function="tests.gpu.test_gradients:run_test", item_seconds=240, group=lambda name: name.split(",")[0], processes=8
 )
 
 

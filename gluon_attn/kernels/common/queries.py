@@ -66,8 +66,9 @@ class Keys:
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     group: gl.tensor  # query heads of the KV head
-    part: gl.tensor  # which of `parts` of their row blocks
-    parts: gl.tensor
+    shares: gl.tensor  # of their row blocks, in as many equal shares: those from share_first to share_end
+    share_first: gl.tensor
+    share_end: gl.tensor
     MASK: gl.constexpr  # a Mask
     ROTATED: gl.constexpr  # every block of keys begins two row blocks after the one before
 
@@ -83,8 +84,8 @@ class Keys:
 
     @jit
     def queries(self):
-        """The QueryRange that they walk: a part of the row blocks that see them. The last block of keys alone may have
-        fewer than KEYS, and is masked throughout."""
+        """The QueryRange that they walk: their shares of the row blocks that see them. The last block of keys alone
+        may have fewer than KEYS, and is masked throughout."""
         sequence = self.sequence
         end = self.row_blocks()
         first = gl.to_tensor(0)
@@ -97,10 +98,10 @@ class Keys:
             unmasked_first = gl.maximum(unmasked_first, first)
         whole = self.first + self.KEYS <= sequence.k_len
         unmasked_first = gl.where(whole, unmasked_first, end)
-        if self.parts > 1:
+        if self.shares > 1:
             seen = end - first
-            end = first + seen * (self.part + 1) // self.parts
-            first += seen * self.part // self.parts
+            end = first + seen * self.share_end // self.shares
+            first += seen * self.share_first // self.shares
             unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), end)
         rotation = gl.to_tensor(0)
         if self.ROTATED:

@@ -9,8 +9,11 @@ from torch import Tensor
 
 import gluon_cpu
 from gluon_attn import attention, reference_attention
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import pick_config
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
+from gluon_attn.problem import Problem
 from gluon_attn.testing import check_gradients
 from tests.slow import slow_if
 
@@ -99,12 +102,24 @@ def test_programs_with_several_key_blocks(sm_count, kv_len, causal, deterministi
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("head_dim", "q_len", "causal"), [(64, 1100, True), (128, 600, False), (256, 600, True)])
-def test_key_blocks_in_parts(head_dim, q_len, causal, deterministic):
-    """Two parts of each, and under a causal mask row blocks that nobody sees."""
+@pytest.mark.parametrize(
+    ("head_dim", "q_len", "kv_len", "causal", "sm_count"),
+    [
+        (64, 1100, 200, True, 4),  # row blocks that nobody sees
+        (64, 1600, 200, True, 3),
+        (128, 600, 200, False, 4),
+        (128, 900, 330, False, 2),  # the last of three key blocks
+        (256, 600, 200, True, 8),
+        (256, 900, 130, False, 5),
+    ],
+)
+def test_shared_key_blocks(head_dim, q_len, kv_len, causal, sm_count, deterministic):
     q, dout = torch.randn(2, 1, 2, q_len, head_dim).to(BF16)
-    k, v = torch.randn(2, 1, 1, 200, head_dim).to(BF16)
-    device = small(4 if head_dim < 256 else 8)
+    k, v = torch.randn(2, 1, 1, kv_len, head_dim).to(BF16)
+    device = small(sm_count)
+    problem = Problem.of(q, k, v, causal=causal)
+    plan = BackwardPlan.of(problem, pick_config(problem), device, deterministic=deterministic)
+    assert (plan.shared > 0) == (not deterministic or plan.key_blocks * 2 <= sm_count)
     got = gradients(q, k, v, dout, device=device, causal=causal, deterministic=deterministic)
     check_gradients(q, k, v, dout, got, causal=causal)
 

@@ -51,20 +51,28 @@ def test_programs(fields, programs, blocks_per_item):
 
 
 @pytest.mark.parametrize(
-    ("fields", "parts"),
+    ("fields", "shared", "sharers"),
     [
-        ({}, 1),  # 256 key blocks
-        ({"batch": 1, "kv_len": 100}, 4),  # 16 row blocks, of which each part has four
-        ({"batch": 1, "kv_len": 100, "q_len": 2**14}, 8),
-        ({"batch": 1, "kv_len": 100, "q_len": 2**14, "deterministic": True}, 8),
-        ({"batch": 1, "kv_len": 100, "q_len": 400}, 1),
-        ({"batch": 1, "heads": 1, "kv_heads": 1, "kv_len": 100, "q_len": 2**14}, 64),
+        ({"batch": 1}, 0, 0),  # 128 key blocks: a processor for each, and 4 are too few to help
+        ({}, 0, 0),  # 256: two rounds, but for 8
+        ({"batch": 5}, 0, 0),  # 640: four rounds and 112, which 20 more are too few to help
+        ({"batch": 5, "q_len": 4000}, 112, 132),
+        ({"batch": 5, "causal": True, "q_len": 4000}, 0, 0),  # pairs end together
+        ({"batch": 5, "deterministic": True, "q_len": 4000}, 0, 0),
+        ({"batch": 1, "kv_len": 100}, 16, 64),  # 16 row blocks, of which each share has four
+        ({"batch": 1, "kv_len": 100, "q_len": 2**14}, 16, 132),
+        ({"batch": 1, "kv_len": 100, "q_len": 2**14, "deterministic": True}, 16, 128),
+        ({"batch": 1, "kv_len": 100, "q_len": 400}, 0, 0),
+        ({"batch": 1, "heads": 1, "kv_heads": 1, "kv_len": 100, "q_len": 2**14}, 1, 64),
     ],
 )
-def test_parts_fill_the_card_where_there_are_few_key_blocks(fields, parts):
+def test_shares_fill_the_card(fields, shared, sharers):
     plan = plan_of(**fields)
-    assert (plan.parts, plan.programs % plan.parts) == (parts, 0)
-    assert ("part_sums" in workspaces(plan)) == (parts > 1)
+    assert (plan.shared, plan.sharers) == (shared, sharers)
+    assert ("handed_in" in workspaces(plan)) == (shared > 0)
+    if shared == plan.key_blocks:
+        assert plan.programs == sharers
+    assert shared == 0 or (plan.last_heads, plan.blocks_per_item) == (0, 1)
 
 
 @pytest.mark.parametrize("sm_count", [132, 7])
@@ -131,7 +139,7 @@ def test_products_overlap_and_loops_hardly_spill(head_dim, waits, spills):
 
 
 def test_the_order_of_sums_is_a_choice_at_compile_time():
-    in_any = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=False, parted=False)
-    in_one = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=True, parted=False)
+    in_any = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=False, shared=False)
+    in_one = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=True, shared=False)
     assert in_any[1].constants["DETERMINISTIC"] is False
     assert in_one[1].constants["DETERMINISTIC"] is True

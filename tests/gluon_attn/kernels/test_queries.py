@@ -13,17 +13,19 @@ from gluon_attn.kernels.common.queries import Keys
 from gluon_attn.kernels.common.sequence import Sequence
 
 NUMBERS = 7  # before those of the steps
+WHOLE = (1, 0, 1)  # one share, from 0 to 1
 
 
-@jit(do_not_specialize=["first", "q_len", "kv_len", "group", "part", "parts"])
+@jit(do_not_specialize=["first", "q_len", "kv_len", "group", "shares", "share_first", "share_end"])
 def describe(
     found,
     first,
     q_len,
     kv_len,
     group,
-    part,
-    parts,
+    shares,
+    share_first,
+    share_end,
     KEYS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     MASK: gl.constexpr,
@@ -32,7 +34,8 @@ def describe(
     """first, end, unmasked_first and the three counts of steps of some keys' row blocks; then the head of each step,
     and its row block; then each masked step of a head once more, as the gradient role counts them."""
     sequence = Sequence(gl.to_tensor(0), q_len, gl.to_tensor(0), kv_len)
-    keys = Keys(gl.to_tensor(0), gl.to_tensor(5), first, sequence, KEYS, BLOCK_M, group, part, parts, MASK, ROTATED)
+    zero, five = gl.to_tensor(0), gl.to_tensor(5)
+    keys = Keys(zero, five, first, sequence, KEYS, BLOCK_M, group, shares, share_first, share_end, MASK, ROTATED)
     walked = keys.queries()
     steps = walked.steps()
     gl.store(found, walked.first)
@@ -97,9 +100,8 @@ def test_against_every_pair_of_query_and_key(keys, block_m, causal, rotated):
             before: list[int] = list(range(-(-q_len // block_m)))
             for first in range(0, kv_len, keys):
                 found = torch.full((NUMBERS + 3 * group * (-(-q_len // block_m)),), -(10**6), dtype=torch.int32)
-                describe[(1,)](
-                    found, first, q_len, kv_len, group, 0, 1, keys, block_m, Mask(causal=causal), rotated, num_warps=1
-                )
+                at = (found, first, q_len, kv_len, group, *WHOLE)
+                describe[(1,)](*at, keys, block_m, Mask(causal=causal), rotated, num_warps=1)
                 numbers = found.tolist()
                 try:
                     walked = check(numbers, first, keys, block_m, q_len, kv_len, group, causal)
@@ -119,32 +121,33 @@ def test_neighbours_begin_apart():
     with gluon_cpu.machine():
         for index in range(8):
             found = torch.full((NUMBERS + 32,), -1, dtype=torch.int32)
-            describe[(1,)](found, 128 * index, 1024, 1024, 1, 0, 1, 128, 64, Mask(causal=False), True, num_warps=1)
+            describe[(1,)](found, 128 * index, 1024, 1024, 1, *WHOLE, 128, 64, Mask(causal=False), True, num_warps=1)
             starts.append(int(found[NUMBERS + 1]))
     assert starts == [15, 13, 11, 9, 7, 5, 3, 1]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("parts", [2, 3, 7])
-def test_parts_share_out_the_row_blocks(parts, causal):
-    """Each step of the whole is one of a part, with a mask or without as there; parts differ by a row block at most."""
+@pytest.mark.parametrize("bounds", [(0, 1, 2), (0, 1, 3, 4), (0, 4, 7), (0, 50, 101, 132)], ids=str)
+def test_shares_divide_the_row_blocks(bounds, causal):
+    """Each step of the whole is one of a share, with a mask or without as there; each has as many row blocks as it has
+    of all shares, but for one at most."""
     q_len, kv_len, group = 700, 300, 2
 
-    def visits(first: int, part: int, of: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def visits(first: int, *share: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         found = torch.full((NUMBERS + 3 * group * 11,), -1, dtype=torch.int32)
         with gluon_cpu.machine():
-            describe[(1,)](
-                found, first, q_len, kv_len, group, part, of, 128, 64, Mask(causal=causal), True, num_warps=1
-            )
+            describe[(1,)](found, first, q_len, kv_len, group, *share, 128, 64, Mask(causal=causal), True, num_warps=1)
         numbers = found.tolist()
         steps, unmasked = numbers[4:6]
         pairs = list(zip(*[iter(numbers[NUMBERS : NUMBERS + 2 * steps])] * 2, strict=True))
         return pairs[:unmasked], pairs[unmasked:]
 
     for first in range(0, kv_len, 128):
-        whole = visits(first, 0, 1)
-        each = [visits(first, part, parts) for part in range(parts)]
+        whole = visits(first, *WHOLE)
+        shares = list(itertools.pairwise(bounds))
+        each = [visits(first, bounds[-1], *share) for share in shares]
         for kind in range(2):
-            assert sorted(whole[kind]) == sorted(step for part in each for step in part[kind])
-        sizes = [(len(unmasked) + len(masked)) // group for unmasked, masked in each]
-        assert max(sizes) - min(sizes) <= 1
+            assert sorted(whole[kind]) == sorted(step for steps in each for step in steps[kind])
+        row_blocks = (len(whole[0]) + len(whole[1])) // group
+        for (begin, end), (unmasked, masked) in zip(shares, each, strict=True):
+            assert abs((len(unmasked) + len(masked)) // group - row_blocks * (end - begin) / bounds[-1]) < 1

@@ -36,7 +36,8 @@ def note_work(
 ):
     """At [batch, KV head, key block]: add 1 to visits, and to places 10000 * the program + how many it has done before.
     In wrong: how many key blocks do not know their sequence, or their heads."""
-    order = order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, gl.to_tensor(1), MASK, ROTATED)
+    none = gl.to_tensor(0)
+    order = order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, none, none, MASK, ROTATED)
     work, step = first_work(order), 0
     while work.is_left():
         keys = work.keys()
@@ -118,10 +119,12 @@ def test_every_key_block_is_visited_once_and_in_order(programs, blocks_per_item,
         assert found == expected(programs, rotated, items, before), (key_blocks, split)
 
 
-def plan_of(key_blocks: int, processors: int, *, deterministic: bool, causal: bool = True) -> BackwardPlan:
-    """Of a problem with that many key blocks to a head, whatever the size of one."""
+def plan_of(
+    key_blocks: int, processors: int, *, deterministic: bool, causal: bool = True, q_len: int = 100
+) -> BackwardPlan:
+    """Of a problem with that many key blocks to a head, whatever the size of one. Of 100 queries none is shared."""
     problem = Problem(
-        dtype=torch.bfloat16, batch=BATCH, heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, q_len=128 * key_blocks,
+        dtype=torch.bfloat16, batch=BATCH, heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, q_len=q_len,
         kv_len=128 * key_blocks - 5, head_dim=128, causal=causal, scale=1.0, layout="bhsd",
     )  # fmt: skip
     device = dataclasses.replace(Device.hopper(), sm_count=processors)
@@ -130,7 +133,7 @@ def plan_of(key_blocks: int, processors: int, *, deterministic: bool, causal: bo
 
 def walk_of(plan: BackwardPlan, key_blocks: int) -> list[list[tuple[int, int]]]:
     return walk(
-        programs=plan.programs // plan.parts,  # programs that share a key block come one after the other
+        programs=plan.programs,
         key_blocks=key_blocks,
         blocks_per_item=plan.blocks_per_item,
         last_heads=plan.last_heads,
@@ -162,3 +165,111 @@ def test_under_a_causal_mask_all_end_within_half_a_key_block(processors, key_blo
     loads = [sum(key_blocks - index for _, index in blocks) for blocks in walk_of(plan, key_blocks)]
     assert sum(loads) == HEADS * key_blocks * (key_blocks + 1) // 2
     assert max(loads) - sum(loads) / len(loads) <= key_blocks / 2
+
+
+@jit(do_not_specialize=["shared", "sharers"])
+def note_shares(steps, tasks, q_desc, k_desc, shared, sharers, MASK: gl.constexpr, ROTATED: gl.constexpr):
+    """At [batch, query head, key block, row block]: add to steps 10000 * the program + 1000 + how many tasks it has
+    done before. At [program, task] of tasks, three to each: the key block, if it is shared, and from which share to
+    which the program has."""
+    one, none = gl.to_tensor(1), gl.to_tensor(0)
+    order = order_of(q_desc, k_desc, one, none, one, shared, sharers, MASK, ROTATED)
+    work, task = first_work(order), 0
+    while work.is_left():
+        keys = work.keys()
+        index = keys.first // order.KEYS
+        block = (keys.batch * order.kv_heads + keys.kv_head) * order.key_blocks + index
+        if keys.shares > 1:
+            at = tasks + (gl.program_id(0) * 2 + task) * 3
+            gl.store(at, block)
+            gl.store(at + 1, keys.share_first)
+            gl.store(at + 2, keys.share_end)
+        walked = keys.queries()
+        for step in range(walked.steps()):
+            member, row_block = walked.visit(step)
+            head = keys.batch * order.kv_heads * order.group + keys.head(member)
+            at = steps + (head * order.key_blocks + index) * keys.row_blocks() + row_block
+            gl.atomic_add(at, 10000 * gl.program_id(0) + 1000 + task)
+        work, task = work.next(), task + gl.where(keys.shares > 1, 1, 0)
+
+
+ROW_BLOCKS = 11
+
+
+def shares_walked(
+    programs: int, key_blocks: int, shared: int, sharers: int, mask: Mask, rotated: bool
+) -> tuple[torch.Tensor, list[list[tuple[int, int, int]]]]:
+    """At [query head of all batches, key block, row block]: what `note_shares` adds there; and of each program its
+    tasks."""
+    steps = torch.zeros(HEADS * GROUP, key_blocks, ROW_BLOCKS, dtype=torch.int32)
+    tasks = torch.full((programs, 2, 3), -1, dtype=torch.int32)
+    q = torch.zeros(BATCH, KV_HEADS * GROUP, ROW_BLOCKS * BLOCK_M - 3, 16, dtype=torch.bfloat16)
+    k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)
+    descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, KEYS, 16])
+    with gluon_cpu.machine():
+        note_shares[(programs,)](steps, tasks, *descriptors, shared, sharers, mask, rotated, num_warps=1)
+    return steps, [[(b, i, j) for b, i, j in of_one if b >= 0] for of_one in tasks.tolist()]
+
+
+SHARED = {  # programs, key blocks of a head, shared, sharers
+    "three of six, in halves": (6, 1, 6, 12),
+    "all, by a few more": (7, 1, 6, 7),
+    "all, each by many": (20, 1, 6, 20),
+    "the last one": (5, 1, 1, 5),
+    "by fewer than there are": (5, 1, 1, 3),
+    "after two rounds": (7, 3, 4, 7),
+    "after two rounds, nearly all": (8, 4, 8 - 1, 8),
+    "after a round, across heads": (25, 7, 17, 25),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("case", SHARED)
+def test_shares_are_even_and_whoever_ends_a_key_block_knows_who_began_it(case, causal):
+    programs, key_blocks, shared, sharers = SHARED[case]
+    programs = max(programs, sharers)
+    steps, tasks = shares_walked(programs, key_blocks, shared, sharers, Mask(causal=causal), rotated=True)
+    first_row = [0] * key_blocks
+    if causal:
+        shift = key_blocks * KEYS - 5 - (ROW_BLOCKS * BLOCK_M - 3)
+        first_row = [max(0, index * KEYS - shift) // BLOCK_M for index in range(key_blocks)]
+    for index, first in enumerate(first_row):
+        assert steps[:, index, :first].eq(0).all()
+        seen = steps[:, index, first:]
+        assert ((seen % 10000 == 1000) | (seen % 10000 == 1001)).all(), "each step is walked once"
+
+    assert all(len(mine) == (1 if program < sharers else 0) for program, mine in enumerate(tasks) if len(mine) != 2)
+    handed_in: dict[int, list[int]] = {}
+    for program, mine in enumerate(tasks):
+        assert sum(end - first for _, first, end in mine) == (shared if program < sharers else 0)
+        for block, _, end in mine:
+            if end < sharers:
+                handed_in.setdefault(block, []).append(program)
+    assert all(sum(end < sharers for *_, end in mine) <= 1 for mine in tasks), "a program has room to hand in once"
+    for program, mine in enumerate(tasks):
+        for nth, (block, first, end) in enumerate(mine):
+            if end == sharers:
+                assert nth == len(mine) - 1, "it has handed in before it waits"
+                number = block - (HEADS * key_blocks - shared)
+                begun = number * sharers // shared
+                assert handed_in.get(block, []) == list(range(begun, program)), "all of a lower number"
+                assert (first == 0) == (begun == program)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("processors", [13, 26, 45, 132])
+def test_in_order_who_shares_has_one_task_and_waits_for_lower_numbers(processors, causal):
+    """As a program that began the next key block first would wait for what it does second."""
+    sharing = 0
+    for key_blocks in (1, 2, 7):
+        plan = plan_of(key_blocks, processors, deterministic=True, causal=causal, q_len=ROW_BLOCKS * BLOCK_M)
+        if plan.shared == 0:
+            continue
+        sharing += 1
+        mask = Mask(causal=causal)
+        steps, tasks = shares_walked(plan.programs, key_blocks, plan.shared, plan.sharers, mask, rotated=False)
+        assert all(len(mine) == 1 for mine in tasks)
+        for index in range(1, key_blocks):
+            walked = steps[:, index] > 0
+            assert (steps[:, index] // 10000 > steps[:, index - 1] // 10000)[walked].all()
+    assert sharing

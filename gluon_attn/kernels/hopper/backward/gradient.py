@@ -17,7 +17,7 @@ from gluon_attn.runtime.compat import aggregate, fence_async_shared, gl, jit, wa
 from ...common.sequence import key_coords
 from ..inline_asm import wait_apart
 from .layouts import accumulator_layout, in_register_order, left_operand_layout
-from .parts import collect, hand_in
+from .shares import collect, hand_in
 from .work import first_work
 
 
@@ -180,25 +180,19 @@ def store_staged(grad, desc, coords, tile):
 
 @jit
 def store_grads(dk, dv, ends, wires, operands, keys):
-    """Store dK and dV through memory that nobody uses between two key blocks: that of dQ, and where it is too small for
-    both, that of dS; or one after the other. K and V have their own, so that the next ones are loaded meanwhile."""
+    """Store dK and dV through memory that nobody uses between two key blocks: dV through that of dS, while the last dQ
+    is added, and dK through that of dQ; or both through that, one after the other. K and V have their own, so that the
+    next ones are loaded meanwhile."""
     desc = operands.dk
-    TWO: gl.constexpr = [2] + desc.block_shape
     ONE: gl.constexpr = [1] + desc.block_shape
     coords = key_coords(keys, keys.kv_head, keys.first)
-    slot = ends.dqs.borrow()
-    if wires.CONFIG.dq_stages == 2:
-        both = slot.part(0).reinterpret(desc.dtype, TWO, desc.layout)
-        store_staged(dk * operands.scale, operands.dk, coords, both.index(0))
-        store_staged(dv, operands.dv, coords, both.index(1))
-    else:
-        first = slot.part(0).reinterpret(desc.dtype, ONE, desc.layout).index(0)
-        store_staged(dk * operands.scale, operands.dk, coords, first)
-        if wires.CONFIG.ds_stages:
-            store_staged(dv, operands.dv, coords, wires.ds.reinterpret(desc.dtype, ONE, desc.layout).index(0))
-        else:
-            tma.wait_stores_read()
-            store_staged(dv, operands.dv, coords, first)
+    if wires.CONFIG.ds_stages:
+        store_staged(dv, operands.dv, coords, wires.ds.reinterpret(desc.dtype, ONE, desc.layout).index(0))
+    tile = ends.dqs.borrow().part(0).reinterpret(desc.dtype, ONE, desc.layout).index(0)
+    if not wires.CONFIG.ds_stages:
+        store_staged(dv, operands.dv, coords, tile)
+        tma.wait_stores_read()
+    store_staged(dk * operands.scale, operands.dk, coords, tile)
     tma.wait_stores_read()
 
 
@@ -223,11 +217,13 @@ def gradient(wires, order, operands):
             state = walk(state, k, v, keys, walked.masked_steps(), wires, operands.scale_log2, MASKED=True)
         kv_slot.release()
         ends = state.ends
-        if operands.parts[0] is None:
+        if operands.handed_in[0] is None:
             store_grads(state.dk, state.dv, ends, wires, operands, keys)
-        elif keys.part < keys.parts - 1:
-            hand_in(state.dk, state.dv, keys, work.number(keys), operands.parts)
+        elif keys.share_end < keys.shares:
+            hand_in(state.dk, state.dv, operands.handed_in)
         else:
-            dk, dv = collect(state.dk, state.dv, keys, work.number(keys), operands.parts)
+            dk, dv = state.dk, state.dv
+            if keys.share_first > 0:
+                dk, dv = collect(dk, dv, order, operands.handed_in)
             store_grads(dk, dv, ends, wires, operands, keys)
         work = work.next()

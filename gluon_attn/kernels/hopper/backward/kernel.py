@@ -11,7 +11,7 @@ from .wires import alloc_wires
 from .work import order_of
 
 
-@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_at_once", "parts"])  # one kernel, however they are
+@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers"])
 def attention_backward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, BLOCK_M, D]
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, KEYS, D]
@@ -23,14 +23,15 @@ def attention_backward(
     delta_desc,  # as lse_desc
     dq_desc,  # (B, H, R * D / 32, 32) fp32, blocks [1, 1, BLOCK_M * D / 32, 32]
     added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ, or at least one
-    part_sums_ptr,  # (key blocks, parts - 1, 2, KEYS, D) fp32: dK and dV of all parts but the last; None: parts is 1
-    parts_done_ptr,  # (key blocks) int32, or more: how many of these are there; None: parts is 1
+    handed_in_ptr,  # (sharers, 2, KEYS, D) fp32: dK and dV of key blocks that another program ends; None: shared is 0
+    has_handed_in_ptr,  # (sharers) int32, or more: 1 once they are there; None: shared is 0
     scale_log2,  # softmax scale times log2(e)
     scale,
     blocks_per_item,  # 1, or 2 for a key block that many queries see with one that few do
     last_heads,  # KV heads of which an item is one key block
     heads_at_once,  # of how many of these one key block follows the other
-    parts,  # of a key block's queries, each for a program of its own
+    shared,  # key blocks, the last ones, that programs share
+    sharers,  # programs that share them
     MASK: gl.constexpr,  # a Mask
     CONFIG: gl.constexpr,  # a HopperBackward
     DETERMINISTIC: gl.constexpr,  # add up dQ in the order of the keys
@@ -47,12 +48,14 @@ def attention_backward(
         delta=delta_desc,
         dq=dq_desc,
         added=added_ptr,
-        parts=(part_sums_ptr, parts_done_ptr),
+        handed_in=(handed_in_ptr, has_handed_in_ptr),
         scale_log2=scale_log2,
         scale=scale,
     )
     wires = alloc_wires(operands, CONFIG)
-    order = order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, parts, MASK, ROTATED=not DETERMINISTIC)
+    order = order_of(
+        q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, shared, sharers, MASK, ROTATED=not DETERMINISTIC
+    )
     init_all(wires.channels())
     gl.warp_specialize(
         [

@@ -19,7 +19,7 @@ class Operands:
     delta: tma_descriptor  # as lse: rowsum(dO * O) - dLSE
     dq: tma_descriptor  # (B, H, R * D / 32, 32) fp32, tiles of one row block each, see `in_register_order`
     added: gl.tensor  # (B, H, blocks) int32: see `reduce`
-    parts: gl.tuple  # of two: the sums of parts, and who is done, see parts.py; or None, None
+    handed_in: gl.tuple  # of two: dK and dV that programs hand in, and who has, see shares.py; or None, None
     scale_log2: gl.tensor  # softmax scale times log2(e)
     scale: gl.tensor
 

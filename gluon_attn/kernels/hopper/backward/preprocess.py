@@ -6,7 +6,7 @@ from gluon_attn.runtime.compat import gdc_launch_dependents, gl, jit
 from ...common.sequence import RowBlock, Sequence, query_coords
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-PARTED = gl.constexpr(128)  # key blocks at most that are walked in parts
+SHARERS = gl.constexpr(256)  # programs at most that share key blocks
 
 
 @jit(do_not_specialize=["sets_zero"])
@@ -19,7 +19,7 @@ def prepare_backward(
     delta_ptr,  # as lse_log2_ptr
     dq_ptr,  # (B, H, R * D / 32, 32) fp32, contiguous: set to 0 if sets_zero
     added_ptr,  # (B, H, blocks) int32, contiguous, to be set to 0: nobody has added to a row block's dQ
-    parts_done_ptr,  # (PARTED) int32, to be set to 0; or None
+    has_handed_in_ptr,  # (SHARERS) int32, to be set to 0; or None
     sets_zero,  # 1 if there are row blocks that see no key, to whose dQ nobody will add
 ):
     """One program for each row block of each head: delta = rowsum(dO * O) - dLSE; LSE in base 2.
@@ -45,10 +45,10 @@ def prepare_backward(
     tma.load(slot, (out_desc, do_desc), (coords, coords))
 
     gl.store(added_ptr + gl.program_id(0), 0)
-    if parts_done_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
+    if has_handed_in_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
         if gl.program_id(0) == 0:
-            each = gl.arange(0, PARTED, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-            gl.store(parts_done_ptr + each, gl.zeros_like(each))
+            each = gl.arange(0, SHARERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+            gl.store(has_handed_in_ptr + each, gl.zeros_like(each))
     if sets_zero:
         zero_at = gl.program_id(0).to(gl.int64) * (BLOCK_M * D)
         ELEMENTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])

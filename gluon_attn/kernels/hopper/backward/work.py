@@ -4,6 +4,7 @@ from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from ...common.queries import Keys
 from ...common.sequence import Sequence
+from .shares import share_of
 
 
 @aggregate
@@ -14,7 +15,10 @@ class Order:
     If blocks_per_item is 2, an item is two of them, the first and the last, the second and the last but one: together
     they cost as much as any other two. Of pairs, some programs have one more than others, which idle meanwhile. So
     those of the last heads follow one by one: of heads_at_once heads the first ones, then the second ones, and so on;
-    then those of the next heads_at_once. int32 scalars.
+    then those of the next heads_at_once.
+
+    Or the `shared` last key blocks, fewer than programs, are divided evenly among `sharers` programs, see shares.py.
+    int32 scalars.
     """
 
     q_len: gl.tensor
@@ -24,11 +28,12 @@ class Order:
     key_blocks: gl.tensor
     blocks_per_item: gl.tensor
     items_per_head: gl.tensor
-    items: gl.tensor  # before those of the last heads
+    items: gl.tensor  # before those of the last heads, or those that are shared
     last_heads: gl.tensor
     heads_at_once: gl.tensor
     all_heads: gl.tensor  # KV heads of all batches
-    parts: gl.tensor  # of a key block's queries, each for a program of its own
+    shared: gl.tensor  # key blocks that programs share; 0, or last_heads is 0 and blocks_per_item 1
+    sharers: gl.tensor  # programs that share them, more than shared
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     MASK: gl.constexpr  # a Mask
@@ -37,7 +42,15 @@ class Order:
 
 @jit
 def order_of(
-    q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, parts, MASK: gl.constexpr, ROTATED: gl.constexpr
+    q_desc,
+    k_desc,
+    blocks_per_item,
+    last_heads,
+    heads_at_once,
+    shared,
+    sharers,
+    MASK: gl.constexpr,
+    ROTATED: gl.constexpr,
 ):
     """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D)."""
     KEYS: gl.constexpr = k_desc.block_shape[2]
@@ -53,11 +66,12 @@ def order_of(
         key_blocks=key_blocks,
         blocks_per_item=blocks_per_item,
         items_per_head=items_per_head,
-        items=(all_heads - last_heads) * items_per_head,
+        items=(all_heads - last_heads) * items_per_head - shared,
         last_heads=last_heads,
         heads_at_once=heads_at_once,
         all_heads=all_heads,
-        parts=parts,
+        shared=shared,
+        sharers=sharers,
         KEYS=KEYS,
         BLOCK_M=q_desc.block_shape[2],
         MASK=MASK,
@@ -80,31 +94,47 @@ class Work:
 
     @jit
     def place(self):
-        """In the order of the last heads' key blocks; negative before them. The first round that all programs begin
-        there is a way back."""
+        """In the order of the last heads' key blocks, or twice that of the sharers; negative before them. The first
+        round that all programs begin among last heads is a way back."""
         order, programs = self.order, gl.num_programs(0)
         place = self.item - order.items
         if order.ROTATED:  # else each program has one item
             round = self.item // programs - (order.items + programs - 1) // programs
-            place += gl.where((round >= 0) & (round % 2 == 0), programs - 1 - 2 * gl.program_id(0), 0)
+            turned = (order.last_heads > 0) & (round >= 0) & (round % 2 == 0)
+            place += gl.where(turned, programs - 1 - 2 * gl.program_id(0), 0)
         return place
 
     @jit
     def is_left(self):
-        return self.place() < self.order.last_heads * self.order.key_blocks
+        order = self.order
+        end = order.last_heads * order.key_blocks
+        if order.shared > 0:
+            end = gl.where(gl.program_id(0) < order.sharers, 2 * gl.num_programs(0), 0)
+        return self.place() < end
 
     @jit
     def keys(self):
         order = self.order
         head, index = self.item // order.items_per_head, self.item % order.items_per_head
         index = gl.where(self.way_back, order.key_blocks - 1 - index, index)
+        shares, share_first, share_end = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
         place = self.place()
         if place >= 0:
-            turns = order.heads_at_once * order.key_blocks
-            before, place = place // turns * order.heads_at_once, place % turns
-            heads = gl.minimum(order.heads_at_once, order.last_heads - before)
-            head = order.all_heads - order.last_heads + before + place % heads
-            index = place // heads
+            if order.shared > 0:
+                shares = order.sharers
+                share = share_of(order)
+                block = order.items + share.block
+                share_first, share_end = share.first, share.end
+                if place < gl.num_programs(0):
+                    block += 1
+                    share_first, share_end = gl.to_tensor(0), share.of_next
+                head, index = block // order.key_blocks, block % order.key_blocks
+            else:
+                turns = order.heads_at_once * order.key_blocks
+                before, place = place // turns * order.heads_at_once, place % turns
+                heads = gl.minimum(order.heads_at_once, order.last_heads - before)
+                head = order.all_heads - order.last_heads + before + place % heads
+                index = place // heads
         sequence = Sequence(gl.to_tensor(0), order.q_len, gl.to_tensor(0), order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
         return Keys(
@@ -115,16 +145,12 @@ class Work:
             KEYS=order.KEYS,
             BLOCK_M=order.BLOCK_M,
             group=order.group,
-            part=gl.program_id(0) % order.parts,
-            parts=order.parts,
+            shares=shares,
+            share_first=share_first,
+            share_end=share_end,
             MASK=order.MASK,
             ROTATED=order.ROTATED,
         )
-
-    @jit
-    def number(self, keys):
-        """Of the key block, among those of all heads."""
-        return (keys.batch * self.order.kv_heads + keys.kv_head) * self.order.key_blocks + keys.first // keys.KEYS
 
     @jit
     def next(self):
@@ -132,10 +158,17 @@ class Work:
         alone = 2 * (self.item % order.items_per_head) + 1 >= order.key_blocks  # the middle one of an odd number
         single = alone | (self.item >= order.items) | (order.blocks_per_item == 1)
         way_back = ~self.way_back & ~single
-        return Work(self.item + gl.where(way_back, 0, gl.num_programs(0)), way_back, order)
+        return skip_empty(self.item + gl.where(way_back, 0, gl.num_programs(0)), way_back, order)
+
+
+@jit
+def skip_empty(item, way_back, order):
+    """The Work of an item, or of the one after if it is a program's share of a next key block, and it has none."""
+    programs = gl.num_programs(0)
+    at_next = (order.shared > 0) & (item >= order.items) & (item < order.items + programs)
+    return Work(item + gl.where(at_next & (share_of(order).of_next == 0), programs, 0), way_back, order)
 
 
 @jit
 def first_work(order):
-    """If a key block is walked in parts, there are as many programs as parts, and no next item."""
-    return Work(gl.program_id(0) // order.parts, gl.program_id(0) < 0, order)
+    return skip_empty(gl.program_id(0), gl.program_id(0) < 0, order)

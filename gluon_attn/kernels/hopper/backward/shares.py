@@ -1,0 +1,66 @@
+"""Key blocks that programs share, so that all of them end together: the last ones, where their number does not go into
+that of the processors; or all, where there are fewer than processors.
+
+`shared` key blocks of `sharers` shares each are divided evenly: each program has `shared` shares in a row. So it ends
+one key block, or goes on with it, and perhaps begins the next. It computes the beginning of the next first. Whoever
+ends a key block adds up what the others have computed of its dK and dV, always in the same order. It waits for programs
+of a lower number only, and so for such that have begun. Those hand in before they wait for what others hand in.
+"""
+
+from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
+
+
+@aggregate
+class Share:
+    """What this program has of the shared key blocks. int32 scalars."""
+
+    block: gl.tensor  # of the shared ones: the one that the program begins with
+    first: gl.tensor  # its shares of that block: from first to end
+    end: gl.tensor
+    of_next: gl.tensor  # of the next block: so many shares from the first on
+
+
+@jit
+def share_of(order):
+    at = gl.program_id(0) * order.shared
+    shares = gl.maximum(order.sharers, 1)
+    first = at % shares
+    end = first + order.shared
+    return Share(at // shares, first, gl.minimum(end, shares), gl.maximum(end - shares, 0))
+
+
+@jit
+def place_of(tensor, sums, program, of_dv: gl.constexpr):
+    """Pointers to where a program hands in dK or dV, in the tensor's layout."""
+    KEYS: gl.constexpr = tensor.shape[0]
+    D: gl.constexpr = tensor.shape[1]
+    LAYOUT: gl.constexpr = tensor.type.layout
+    row = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
+    return sums + (program * 2 + of_dv) * (KEYS * D) + row * D + column
+
+
+@jit
+def hand_in(dk, dv, handed_in):
+    """What a program does with its dK and dV [KEYS, D] of a key block that another one ends."""
+    sums, done = handed_in
+    program = gl.program_id(0)
+    gl.store(place_of(dk, sums, program, 0), dk)
+    gl.store(place_of(dv, sums, program, 1), dv)
+    gdc_wait()  # until `done` is 0: a share without row blocks has waited for nothing of the kernel before
+    gl.barrier()  # one thread tells of what all have written
+    gl.atomic_xchg(done + program, 1, sem="release")
+
+
+@jit
+def collect(dk, dv, order, handed_in):
+    """dK and dV [KEYS, D] of the key block that this program ends, given those of its own shares."""
+    sums, done = handed_in
+    gdc_wait()  # as above
+    first = share_of(order).block * order.sharers // order.shared  # the program that begins the key block
+    for program in range(first, gl.program_id(0)):
+        gl.atomic_poll(done + program, 1, sem="acquire")
+        gl.barrier()  # one thread has waited for all
+        dk += gl.load(place_of(dk, sums, program, 0))
+        dv += gl.load(place_of(dv, sums, program, 1))
+    return dk, dv
