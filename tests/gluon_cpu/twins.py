@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
+from tests.gluon_cpu import findings_copies as copies
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu import test_findings_blackwell as blackwell
 from tests.gluon_cpu import test_findings_order as order
@@ -78,8 +79,8 @@ def of_cases() -> Iterator[tuple[str, Twin]]:
 def of_findings() -> Iterator[tuple[str, Twin]]:
     """The right kernels of test_findings.py that are in no table."""
     at_reader = {"AT_WRITER": False, "AT_SENDER": True}
-    yield "a fence at the reader", launched(hopper.fence_between_roles, lambda: (store(32, 32),), **at_reader)
-    yield "a fence of the compiler's", launched(hopper.fence_within_a_role, lambda: (store(32, 32),))
+    yield "a fence at the reader", launched(copies.fence_between_roles, lambda: (store(32, 32),), **at_reader)
+    yield "a fence of the compiler's", launched(copies.fence_within_a_role, lambda: (store(32, 32),))
     for kernel in (hopper.init_without_a_cluster_barrier, hopper.exit_before_the_peer_arrives):
         yield kernel.__name__, launched(kernel, lambda: (ints(1),), num_ctas=2)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
+from tests.gluon_cpu import findings_copies
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu import test_semantics_barriers as barriers
 from tests.gluon_cpu import test_semantics_shared as shared
@@ -76,17 +77,17 @@ PAIR = {"num_ctas": 2}
 # Right kernels, for more ways to synchronise than the pairs have.
 RIGHT = {
     "a fence at the reader": Row(
-        kernel=hopper.fence_between_roles,
+        kernel=findings_copies.fence_between_roles,
         arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),),
         meta={"AT_WRITER": False, "AT_SENDER": True},
     ),
     "fences at both": Row(
-        kernel=hopper.fence_between_roles,
+        kernel=findings_copies.fence_between_roles,
         arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),),
         meta={**FENCED, "AT_SENDER": True},
     ),
     "a fence that the compiler inserts": Row(
-        kernel=hopper.fence_within_a_role, arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),)
+        kernel=findings_copies.fence_within_a_role, arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),)
     ),
     "a cluster barrier that the compiler inserts": Row(
         kernel=hopper.init_without_a_cluster_barrier, arguments=lambda: (ints(1),), meta=PAIR
