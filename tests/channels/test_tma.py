@@ -74,26 +74,6 @@ def run_doubled(schedule, bug=NO_BUG):
     same(out, 2 * x)
 
 
-def test_loads_and_own_stores():
-    under_schedules(run_doubled)
-
-
-OWN_BUGS = {
-    "written again before the copy has read it": (NOT_READ_YET, gluon_cpu.ReuseRace),
-    "the CTA ends before the copy has read it": (NOT_READ_AT_END, gluon_cpu.LifetimeError),
-}
-
-
-@pytest.mark.parametrize(("bug", "kind"), OWN_BUGS.values(), ids=OWN_BUGS.keys())
-def test_own_stores_broken(bug, kind):
-    finds(kind, functools.partial(run_doubled, bug=bug.value))
-
-
-def test_another_tile_gives_other_numbers():
-    with pytest.raises(AssertionError, match="not equal"):
-        run_doubled(gluon_cpu.Schedule("random", seed=0), bug=OTHER_TILE.value)
-
-
 # --- What is in global memory after wait_stores_done
 
 
@@ -113,14 +93,6 @@ def run_there_and_back(schedule, bug=NO_BUG):
     out, copy = poisoned(32, 32), poisoned(32, 32)
     gluon_cpu.launch(there_and_back, (1,), descriptor(out, [32, 32]), out, copy, bug, schedule=schedule)
     same(copy, torch.full((32, 32), 7.0))
-
-
-def test_stores_are_done():
-    under_schedules(run_there_and_back)
-
-
-def test_that_a_store_has_read_its_tile_does_not_mean_that_it_is_done():
-    finds(gluon_cpu.DataRace, functools.partial(run_there_and_back, bug=READ_IN_PLACE_OF_DONE.value))
 
 
 # --- Two stores: what the older one wrote is there while the newer one may be on its way
@@ -146,14 +118,6 @@ def run_older_back(schedule, bug=NO_BUG):
     out, copy = poisoned(64, 32), poisoned(32, 32)
     gluon_cpu.launch(older_back, (1,), descriptor(out, [32, 32]), out, copy, bug, schedule=schedule)
     same(copy, torch.full((32, 32), 7.0))
-
-
-def test_stores_but_the_newest_are_done():
-    under_schedules(run_older_back)
-
-
-def test_the_newest_store_is_not_done():
-    finds(gluon_cpu.DataRace, functools.partial(run_older_back, bug=NEWEST_READ.value))
 
 
 # --- A role publishes tiles, two others add them to one place
@@ -209,19 +173,39 @@ def run_added(schedule, bug=NO_BUG):
     same(out, 2 * x.sum(0))
 
 
-def test_additions_of_published_tiles():
-    under_schedules(run_added)
+# --- All of them, right and broken
 
-
-ADDED_BUGS = {
-    "a store beside additions": (STORED, gluon_cpu.OutputRace),
-    "announced without a fence": (NOT_PUBLISHED, gluon_cpu.MissingFence),
+RIGHT = {
+    "loads and own stores": run_doubled,
+    "stores that are done": run_there_and_back,
+    "stores of which all but the newest are done": run_older_back,
+    "additions of published tiles": run_added,
 }
 
 
-@pytest.mark.parametrize(("bug", "kind"), ADDED_BUGS.values(), ids=ADDED_BUGS.keys())
-def test_additions_broken(bug, kind):
-    finds(kind, functools.partial(run_added, bug=bug.value))
+@pytest.mark.parametrize("run", RIGHT.values(), ids=RIGHT.keys())
+def test_right(run):
+    under_schedules(run)
+
+
+BROKEN = {
+    "written again before the copy has read it": (run_doubled, NOT_READ_YET, gluon_cpu.ReuseRace),
+    "the CTA ends before the copy has read it": (run_doubled, NOT_READ_AT_END, gluon_cpu.LifetimeError),
+    "a copy that has read its tile, taken for done": (run_there_and_back, READ_IN_PLACE_OF_DONE, gluon_cpu.DataRace),
+    "the newest store, taken for done": (run_older_back, NEWEST_READ, gluon_cpu.DataRace),
+    "a store beside additions": (run_added, STORED, gluon_cpu.OutputRace),
+    "announced without a fence": (run_added, NOT_PUBLISHED, gluon_cpu.MissingFence),
+}
+
+
+@pytest.mark.parametrize(("run", "bug", "kind"), BROKEN.values(), ids=BROKEN.keys())
+def test_broken(run, bug, kind):
+    finds(kind, functools.partial(run, bug=bug.value))
+
+
+def test_another_tile_gives_other_numbers():
+    with pytest.raises(AssertionError, match="not equal"):
+        run_doubled(gluon_cpu.Schedule("random", seed=0), bug=OTHER_TILE.value)
 
 
 # --- What the compiler refuses, by name

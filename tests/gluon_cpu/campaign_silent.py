@@ -61,9 +61,8 @@ def schedules(seeds: Iterable[int], policies: Iterable[str]) -> Iterator[gluon_c
     return itertools.starmap(gluon_cpu.Schedule, ((policy, seed) for seed in seeds for policy in policies))
 
 
-def of_the_table(row: Row, dtype: torch.dtype) -> Twin:
-    """The row's kernel; the numbers of its first run are compared with float64."""
-    run = run_of(row, dtype)
+def checked_once(run: Run | BackwardRun, numbers: Callable[[], Iterable[torch.Tensor]]) -> Twin:
+    """The numbers of the first run are compared with float64."""
     checked = False
 
     def launched(**options: Any) -> list[torch.Tensor]:
@@ -72,30 +71,26 @@ def of_the_table(row: Row, dtype: torch.dtype) -> Twin:
         if not checked:
             run.check()
             checked = True
-        return [run.out.clone(), run.lse.clone()]
+        return [tensor.clone() for tensor in numbers()]
 
     return launched
 
 
+def of_the_table(row: Row, dtype: torch.dtype) -> Twin:
+    """The row's kernel."""
+    run = run_of(row, dtype)
+    return checked_once(run, lambda: (run.out, run.lse))
+
+
 def of_gradients(head_dim: int, causal: bool, deterministic: bool) -> Twin:
-    """The backward's kernels, with several row blocks and three key blocks, and two heads to a KV head; the numbers of
-    the first run are compared with float64. Two programs add to each row block, one of them twice; or one for each key
-    block, if it is deterministic. Then the bits of dQ too are the same under every schedule."""
+    """The backward's kernels, with several row blocks and three key blocks, and two heads to a KV head. Two programs
+    add to each row block, one of them twice; or one for each key block, if it is deterministic. Then the bits of dQ too
+    are the same under every schedule."""
     q_len, kv_len = {64: (400, 300), 128: (200, 300), 256: (200, 150)}[head_dim]
     dtype = torch.float16 if causal else torch.bfloat16
     qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
     run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=2)
-    checked = False
-
-    def launched(**options: Any) -> list[torch.Tensor]:
-        nonlocal checked
-        run(**options)
-        if not checked:
-            run.check()
-            checked = True
-        return [grad.clone() for grad in run.bits()]
-
-    return launched
+    return checked_once(run, run.bits)
 
 
 def gradients() -> dict[str, Callable[[], Twin]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import gluon_cpu
+from tests.gluon_cpu import findings_copies as copies
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu import findings_more as more
 from tests.gluon_cpu import findings_pairs as pairs
@@ -34,6 +35,11 @@ def ints(*shape: int) -> torch.Tensor:
 
 def boxes(rows: int = 32) -> Any:
     return descriptor(normal(rows, 32), [32, 32])
+
+
+def out_boxes(rows: int = 32) -> Any:
+    """An output for boxes."""
+    return descriptor(poisoned(rows, 32), [32, 32])
 
 
 def product(*, results: int = 1) -> tuple[Any, ...]:
@@ -113,21 +119,21 @@ CASES = {
         words=("half_writer", "tile"),
     ),
     "a load read before its wait": Case(
-        kernel=hopper.load_not_awaited,
+        kernel=copies.load_not_awaited,
         arguments=lambda: (boxes(), poisoned(32, 32)),
         finding=RACE,
         lines=("load in flight", "read of a load in flight"),
         words=("tile",),
     ),
     "two loads into one slot": Case(
-        kernel=hopper.two_loads_into_one_slot,
+        kernel=copies.two_loads_into_one_slot,
         arguments=lambda: (boxes(64), poisoned(32, 32)),
         finding=RACE,
         lines=("first load into the slot", "second load into the slot"),
         words=("tile",),
     ),
     "cp.async read before its wait": Case(
-        kernel=hopper.copy_not_awaited,
+        kernel=copies.copy_not_awaited,
         arguments=lambda: (normal(128), poisoned(128)),
         finding=RACE,
         lines=("cp.async in flight", "read of a cp.async in flight"),
@@ -160,7 +166,7 @@ CASES = {
     ),
     "a sum over a tile that a store still reads": Case(
         kernel=hopper.scratch_over_a_store,
-        arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]), small_integers(128), poisoned(1)),
+        arguments=lambda: (out_boxes(), small_integers(128), poisoned(1)),
         finding=gluon_cpu.ReuseRace,
         lines=("store of a tile used no more", "sum over the warps"),
         words=("tile", "scratch of reduce", "store_wait"),
@@ -170,38 +176,36 @@ CASES = {
     ),
     # Stores
     "a tile reused while a store reads it": Case(
-        kernel=hopper.tile_reused,
-        arguments=lambda: (descriptor(poisoned(64, 32), [32, 32]),),
+        kernel=copies.tile_reused,
+        arguments=lambda: (out_boxes(64),),
         finding=RACE,
         lines=("tile written again", "store still reads"),
         words=("tile",),
     ),
     "a wait for too few stores": Case(
-        kernel=hopper.store_wait_too_weak,
-        arguments=lambda: (descriptor(poisoned(128, 32), [32, 32]),),
+        kernel=copies.store_wait_too_weak,
+        arguments=lambda: (out_boxes(128),),
         finding=RACE,
         lines=("staged over", "one of two stores"),
         words=("tiles",),
     ),
     "exit before a store has read": Case(
-        kernel=hopper.exit_before_read,
-        arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),),
+        kernel=copies.exit_before_read,
+        arguments=lambda: (out_boxes(),),
         finding=gluon_cpu.LifetimeError,
         lines=("store outlives the CTA",),
         words=("tile",),
     ),
     "reading what a store has not written yet": Case(
-        kernel=hopper.read_back,
+        kernel=copies.read_back,
         arguments=read_back_arguments,
         finding=RACE,
         lines=("write on its way", "read of what was stored"),
-        bug={"BUG": True},
-        right={"BUG": False},
     ),
     # Fences
     "no fence between two roles": Case(
-        kernel=hopper.fence_between_roles,
-        arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),),
+        kernel=copies.fence_between_roles,
+        arguments=lambda: (out_boxes(),),
         finding=FENCE,
         lines=("generic write", "engine reads"),
         words=("fence", "stage", "send", "tile"),
@@ -209,7 +213,7 @@ CASES = {
         right=FENCED,
     ),
     "no fence between a read and the next load": Case(
-        kernel=hopper.overwritten_after_a_read,
+        kernel=copies.overwritten_after_a_read,
         arguments=lambda: (descriptor(normal(32, 32), [32, 32]), poisoned(32, 32)),
         finding=FENCE,
         lines=("generic read", "engine overwrites what was read"),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.compat import TensorDescriptor, gl, jit, mbarrier
+from tests.compat import TensorDescriptor, cluster, gl, jit, mbarrier, tma
 
 # Layouts for four warps: 128 elements in a row; a matrix by rows.
 ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -45,6 +45,22 @@ def new_barrier(COUNT: gl.constexpr):
     barrier = mbarrier.allocate_mbarrier()
     mbarrier.init(barrier, count=COUNT)
     return barrier
+
+
+@jit
+def load_tile(desc, row=0, column=0):
+    """The box of a tensor that begins here, in shared memory."""
+    tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
+    loaded = new_barrier(1)
+    if gl.num_ctas() > 1:
+        cluster.barrier()
+    else:
+        gl.barrier()
+    mbarrier.expect(loaded, tile.nbytes_per_cta)  # full, also where the box hangs over the edge
+    tma.async_load(desc, [row, column], loaded, tile)
+    mbarrier.wait(loaded, 0)
+    mbarrier.invalidate(loaded)  # the next tile may come to lie in its bytes
+    return tile
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

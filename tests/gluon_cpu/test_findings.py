@@ -3,9 +3,9 @@
 import pytest
 
 import gluon_cpu
+from tests.gluon_cpu import findings_copies as copies
 from tests.gluon_cpu import findings_hopper as hopper
-from tests.gluon_cpu.findings_cases import CASES, Case, ints, markers
-from tests.gluon_cpu.support import descriptor, poisoned
+from tests.gluon_cpu.findings_cases import CASES, Case, ints, markers, out_boxes
 
 POLICIES = ("random", "late", "early", "pct", "starve")
 SEEDS = (0, 1, 2)
@@ -64,15 +64,15 @@ def test_lowered_mode_says_the_same(case):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_fence_at_the_reader_will_do(policy):
     """The fence may be on either side of the barrier: what counts is that it lies on the path."""
-    out = descriptor(poisoned(32, 32), [32, 32])
+    out = out_boxes()
     schedule = gluon_cpu.Schedule(policy, seed=0)
-    gluon_cpu.launch(hopper.fence_between_roles, (1,), out, schedule=schedule, AT_WRITER=False, AT_SENDER=True)
+    gluon_cpu.launch(copies.fence_between_roles, (1,), out, schedule=schedule, AT_WRITER=False, AT_SENDER=True)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_fence_that_the_compiler_inserts_is_seen(policy):
-    out = descriptor(poisoned(32, 32), [32, 32])
-    gluon_cpu.launch(hopper.fence_within_a_role, (1,), out, schedule=gluon_cpu.Schedule(policy, seed=0))
+    out = out_boxes()
+    gluon_cpu.launch(copies.fence_within_a_role, (1,), out, schedule=gluon_cpu.Schedule(policy, seed=0))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -392,14 +392,10 @@ def test_a_test_that_uses_nothing_is_noticed():
 @jit
 def four_lanes(x_ptr, out_ptr, NAME: gl.constexpr):
     x = load_matrix(x_ptr, 32, 32, MATRIX)
-    if NAME == "add4":
-        y = rubin.add4(x, x)
-    elif NAME == "sub4":
-        y = rubin.sub4(x, x)
-    elif NAME == "mul4":
-        y = rubin.mul4(x, x)
-    else:
+    if NAME == "fma4":
         y = rubin.fma4(x, x, x)
+    else:
+        y = getattr(rubin, NAME)(x, x)
     store_matrix(out_ptr, y)
 
 

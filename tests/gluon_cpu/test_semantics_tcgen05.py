@@ -17,7 +17,6 @@ from tests.compat import (
     tcgen05_copy,
     tcgen05_mma,
     tcgen05_mma_scaled,
-    tma,
 )
 from tests.gluon_cpu.support import (
     MATRIX,
@@ -25,6 +24,7 @@ from tests.gluon_cpu.support import (
     addresses,
     descriptor,
     load_matrix,
+    load_tile,
     new_barrier,
     normal,
     poisoned,
@@ -39,18 +39,6 @@ TMEM = gl.constexpr(TensorMemoryLayout((128, 128), col_stride=1))
 @jit
 def to_registers(x, tmem):
     return gl.convert_layout(x, tmem.get_reg_layout())
-
-
-@jit
-def load_tile(desc):
-    tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
-    loaded = new_barrier(1)
-    gl.barrier()
-    mbarrier.expect(loaded, tile.nbytes_per_cta)
-    tma.async_load(desc, [0, 0], loaded, tile)
-    mbarrier.wait(loaded, 0)
-    mbarrier.invalidate(loaded)  # the next tile may come to lie in its bytes
-    return tile
 
 
 @jit

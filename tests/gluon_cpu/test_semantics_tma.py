@@ -19,6 +19,7 @@ from tests.gluon_cpu.support import (
     MATRIX_HALVES,
     descriptor,
     load_matrix,
+    load_tile,
     new_barrier,
     normal,
     poisoned,
@@ -30,13 +31,7 @@ from tests.gluon_cpu.support import (
 
 @jit
 def load_box(desc, out_ptr, row, column):
-    tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
-    loaded = new_barrier(1)
-    gl.barrier()
-    mbarrier.expect(loaded, tile.nbytes_per_cta)  # full, also where the box hangs over the edge
-    tma.async_load(desc, [row, column], loaded, tile)
-    mbarrier.wait(loaded, 0)
-    store_matrix(out_ptr, tile.load(MATRIX))
+    store_matrix(out_ptr, load_tile(desc, row, column).load(MATRIX))
 
 
 def box(x: torch.Tensor, row: int, column: int, fill: float = 0.0) -> torch.Tensor:

@@ -16,6 +16,7 @@ from tests.gluon_cpu.support import (
     MATRIX,
     addresses,
     descriptor,
+    load_tile,
     new_barrier,
     normal,
     poisoned,
@@ -26,12 +27,7 @@ from tests.gluon_cpu.support import (
 
 @jit
 def load_padded_fp4(desc, out_ptr, raw_ptr):
-    tile = gl.allocate_shared_memory(gl.uint8, desc.block_shape, desc.layout)
-    loaded = new_barrier(1)
-    gl.barrier()
-    mbarrier.expect(loaded, tile.nbytes_per_cta)  # the bytes that come from global memory
-    tma.async_load(desc, [4, 64], loaded, tile)
-    mbarrier.wait(loaded, 0)
+    tile = load_tile(desc, 4, 64)  # as many bytes as come from global memory
     store_matrix(out_ptr, tile.load(MATRIX))
     raw = tile.reinterpret(gl.uint8, [32, 128], gl.NVMMASharedLayout(128, 8, 2))
     values = load_matrix_where_data_is(raw)
@@ -64,6 +60,13 @@ def test_padded_fp4(blackwell_launch, mode):
 INDEX = gl.constexpr(gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 4], [1, 0])))
 
 
+def rows_of(x: torch.Tensor) -> TensorDescriptor:
+    """For single rows; the layout is that of all 32 together."""
+    desc = descriptor(x, [1, 64])
+    desc.layout = gl.NVMMASharedLayout(128, 16, 2)
+    return desc
+
+
 @jit
 def gather_rows(desc, index_ptr, out_ptr, column):
     tile = gl.allocate_shared_memory(desc.dtype, [32, 64], desc.layout)
@@ -80,9 +83,7 @@ def test_gather_of_rows(launch):
     x, out = normal(100, 80, dtype=torch.bfloat16), poisoned(32, 64, dtype=torch.bfloat16)
     index = torch.randint(0, 100, (32,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     index[:4] = torch.tensor([99, 0, 99, 120])  # repeated, and out of bounds: zeros
-    desc = descriptor(x, [1, 64])
-    desc.layout = gl.NVMMASharedLayout(128, 16, 2)
-    launch(gather_rows, (1,), desc, index, out, 32, target="sm_100a")
+    launch(gather_rows, (1,), rows_of(x), index, out, 32, target="sm_100a")
     padded = torch.zeros(121, 96, dtype=torch.bfloat16)
     padded[:100, :80] = x
     same(out, padded[index.long(), 32:])
@@ -101,9 +102,7 @@ def scatter_rows(desc, index_ptr, x_ptr):
 def test_scatter_of_rows(launch):
     x, out = normal(32, 64, dtype=torch.bfloat16), torch.zeros(100, 64, dtype=torch.bfloat16)
     index = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:32].to(torch.int32)
-    desc = descriptor(out, [1, 64])
-    desc.layout = gl.NVMMASharedLayout(128, 16, 2)
-    launch(scatter_rows, (1,), desc, index, x, target="sm_100a", outputs=[])
+    launch(scatter_rows, (1,), rows_of(out), index, x, target="sm_100a", outputs=[])
     want = torch.zeros(100, 64, dtype=torch.bfloat16)
     want[index.long()] = x
     same(out, want)

@@ -5,12 +5,10 @@ import torch
 
 from gluon_attn.kernels.hopper.inline_asm import wait_apart
 from tests.compat import (
-    cluster,
+    TensorDescriptor,
     fence_async_shared,
     gl,
     jit,
-    mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -18,29 +16,13 @@ from tests.compat import (
 from tests.gluon_cpu.support import (
     MATRIX,
     descriptor,
-    new_barrier,
+    load_tile,
     normal,
     poisoned,
     same,
     small_integers,
     store_matrix,
 )
-
-
-@jit
-def load_tile(desc):
-    """A whole tensor of one box in shared memory."""
-    tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
-    loaded = new_barrier(1)
-    if gl.num_ctas() > 1:
-        cluster.barrier()
-    else:
-        gl.barrier()
-    mbarrier.expect(loaded, tile.nbytes_per_cta)
-    tma.async_load(desc, [0, 0], loaded, tile)
-    mbarrier.wait(loaded, 0)
-    mbarrier.invalidate(loaded)  # the next tile may come to lie in its bytes
-    return tile
 
 
 @jit
@@ -56,25 +38,32 @@ def multiply(a_desc, b_desc, out_ptr, B_TRANSPOSED: gl.constexpr):
     store_matrix(out_ptr, acc)
 
 
+def whole(*tensors: torch.Tensor) -> list[TensorDescriptor]:
+    """A descriptor of each tensor, all of it one box."""
+    return [descriptor(t, list(t.shape)) for t in tensors]
+
+
 def exact_case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A [64, 64] and B as [32, 64], integers, so that the order of the sums does not matter."""
     return small_integers(64, 64, dtype=dtype, seed=1), small_integers(32, 64, dtype=dtype, seed=2)
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str
+    ("dtype", "result"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float8_e5m2, torch.float32),
+        (torch.int8, torch.int32),
+    ],
+    ids=str,
 )
-def test_types(launch, dtype):
+def test_types(launch, dtype, result):
     a, b = exact_case(dtype)
-    out = poisoned(64, 32, dtype=torch.int32 if dtype == torch.int8 else torch.float32)
-    launch(multiply, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out, B_TRANSPOSED=True)
-    same(out.float(), a.float() @ b.float().T)
-
-
-def test_fp16_accumulator(launch):
-    a, b = exact_case(torch.float16)
-    out = poisoned(64, 32, dtype=torch.float16)
-    launch(multiply, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out, B_TRANSPOSED=True)
+    out = poisoned(64, 32, dtype=result)
+    launch(multiply, (1,), *whole(a, b), out, B_TRANSPOSED=True)
     same(out.float(), a.float() @ b.float().T)
 
 
@@ -82,7 +71,7 @@ def test_b_by_rows(launch):
     a, b = exact_case(torch.bfloat16)
     b = b.T.contiguous()
     out = poisoned(64, 32)
-    launch(multiply, (1,), descriptor(a, [64, 64]), descriptor(b, [64, 32]), out, B_TRANSPOSED=False)
+    launch(multiply, (1,), *whole(a, b), out, B_TRANSPOSED=False)
     same(out, a.float() @ b.float())
 
 
@@ -90,11 +79,11 @@ def test_tf32_drops_mantissa_bits(launch):
     """10 bits of mantissa are left: within its error, and not as good as fp32."""
     a, b = normal(64, 32, seed=1), normal(32, 32, seed=2)
     out = poisoned(64, 32)
-    launch(multiply, (1,), descriptor(a, [64, 32]), descriptor(b, [32, 32]), out, B_TRANSPOSED=True)
+    launch(multiply, (1,), *whole(a, b), out, B_TRANSPOSED=True)
     error = (out.double() - a.double() @ b.double().T).abs().max()
     assert 1e-5 < error < 32 * 2.0**-10 * float(a.abs().max() * b.abs().max())
     integers = small_integers(64, 32, seed=1), small_integers(32, 32, seed=2)
-    launch(multiply, (1,), *(descriptor(t, [t.shape[0], 32]) for t in integers), out, B_TRANSPOSED=True)
+    launch(multiply, (1,), *whole(*integers), out, B_TRANSPOSED=True)
     same(out, integers[0] @ integers[1].T)
 
 
@@ -102,7 +91,7 @@ def test_tf32_drops_mantissa_bits(launch):
 def test_products_accumulate_in_fp32(launch, dtype):
     a, b = normal(64, 64, dtype=dtype, seed=1), normal(32, 64, dtype=dtype, seed=2)
     out = poisoned(64, 32)
-    launch(multiply, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out, B_TRANSPOSED=True)
+    launch(multiply, (1,), *whole(a, b), out, B_TRANSPOSED=True)
     torch.testing.assert_close(out.double(), a.double() @ b.double().T, rtol=0, atol=1e-4)
 
 
@@ -121,53 +110,37 @@ def register_operand(a_desc, b_desc, out_ptr):
 def test_left_operand_in_registers(launch):
     a, b = exact_case(torch.bfloat16)
     out = poisoned(64, 32)
-    launch(register_operand, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out)
+    launch(register_operand, (1,), *whole(a, b), out)
     same(out, 3 * (a.float() @ b.float().T) + 100)
 
 
 @jit
-def queue(a_desc, b_desc, out_ptr):
-    """Three products in flight; a wait for all but n leaves the n newest running."""
+def queue(a_desc, b_desc, out_ptr, INLINE: gl.constexpr):
+    """Three products in flight; a wait for all but n leaves the n newest running. INLINE: waits by inline assembly."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
     first = warpgroup_mma(a, b, gl.zeros([64, 32], gl.float32, ACC), use_acc=False, is_async=True)
     second = warpgroup_mma(a, b, gl.full([64, 32], 1.0, gl.float32, ACC), is_async=True)
     third = warpgroup_mma(a, b, gl.full([64, 32], 2.0, gl.float32, ACC), is_async=True)
-    first = warpgroup_mma_wait(2, deps=[first])
+    if INLINE:
+        first = wait_apart(first, 2)
+    else:
+        first = warpgroup_mma_wait(2, deps=[first])
     store_matrix(out_ptr, first)
-    second, third = warpgroup_mma_wait(0, deps=[second, third])
+    if INLINE:
+        second = wait_apart(second, 1)
+        third = wait_apart(third, 0)
+    else:
+        second, third = warpgroup_mma_wait(0, deps=[second, third])
     store_matrix(out_ptr + 2048, second)
     store_matrix(out_ptr + 4096, third)
 
 
-def test_queue_completes_in_order(launch):
+@pytest.mark.parametrize("inline", [False, True])
+def test_queue_completes_in_order(launch, inline):
     a, b = exact_case(torch.bfloat16)
     out = poisoned(3, 64, 32)
-    launch(queue, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out)
-    product = a.float() @ b.float().T
-    same(out, torch.stack([product, product + 1, product + 2]))
-
-
-@jit
-def queue_by_inline_waits(a_desc, b_desc, out_ptr):
-    """The same, in which each wait is inline assembly."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    a, b = load_tile(a_desc), load_tile(b_desc).permute((1, 0))
-    first = warpgroup_mma(a, b, gl.zeros([64, 32], gl.float32, ACC), use_acc=False, is_async=True)
-    second = warpgroup_mma(a, b, gl.full([64, 32], 1.0, gl.float32, ACC), is_async=True)
-    third = warpgroup_mma(a, b, gl.full([64, 32], 2.0, gl.float32, ACC), is_async=True)
-    first = wait_apart(first, 2)
-    store_matrix(out_ptr, first)
-    second = wait_apart(second, 1)
-    third = wait_apart(third, 0)
-    store_matrix(out_ptr + 2048, second)
-    store_matrix(out_ptr + 4096, third)
-
-
-def test_inline_waits_complete_in_order(launch):
-    a, b = exact_case(torch.bfloat16)
-    out = poisoned(3, 64, 32)
-    launch(queue_by_inline_waits, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out)
+    launch(queue, (1,), *whole(a, b), out, INLINE=inline)
     product = a.float() @ b.float().T
     same(out, torch.stack([product, product + 1, product + 2]))
 
@@ -186,7 +159,7 @@ def from_an_accumulator(a_desc, b_desc, out_ptr):
 def test_accumulator_of_a_loop(launch):
     a, b = exact_case(torch.bfloat16)
     out = poisoned(64, 32)
-    launch(from_an_accumulator, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out)
+    launch(from_an_accumulator, (1,), *whole(a, b), out)
     same(out, 2 * (a.float() @ b.float().T) + 3)
 
 
@@ -206,7 +179,7 @@ def chained(a_desc, b_desc, out_ptr, steps):
 def test_use_acc_decided_at_run_time(launch, steps):
     a, b = exact_case(torch.bfloat16)
     out = poisoned(64, 32)
-    launch(chained, (1,), descriptor(a, [64, 64]), descriptor(b, [32, 64]), out, steps)
+    launch(chained, (1,), *whole(a, b), out, steps)
     same(out, steps * (a.float() @ b.float().T))
 
 
@@ -225,7 +198,7 @@ def operand_written_by_the_role(x_desc, out_ptr):
 def test_operand_stored_by_the_role_and_fenced(launch):
     x = small_integers(64, 64, dtype=torch.bfloat16, largest=1)
     out = poisoned(64, 64)
-    launch(operand_written_by_the_role, (1,), descriptor(x, [64, 64]), out)
+    launch(operand_written_by_the_role, (1,), *whole(x), out)
     p = ((x.float() @ x.float().T) * 0.125).to(torch.bfloat16)
     same(out, p.float() @ x.float())
 
@@ -240,7 +213,7 @@ def eight_warps(a_desc, b_desc, out_ptr):
 def test_two_warpgroups_of_one_role(launch):
     a, b = small_integers(128, 64, dtype=torch.bfloat16), small_integers(32, 64, dtype=torch.bfloat16, seed=2)
     out = poisoned(128, 32)
-    launch(eight_warps, (1,), descriptor(a, [128, 64]), descriptor(b, [32, 64]), out, num_warps=8)
+    launch(eight_warps, (1,), *whole(a, b), out, num_warps=8)
     same(out, a.float() @ b.float().T)
 
 

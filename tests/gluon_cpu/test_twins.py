@@ -34,7 +34,7 @@ def launched_by(monkeypatch: pytest.MonkeyPatch, source) -> set[str]:
 )
 def test_every_kernel_of_the_file_is_a_twin(file, source, refused, monkeypatch):
     text = (Path(__file__).parent / file).read_text(encoding="utf-8")
-    kernels = set(re.findall(r"gluon_cpu\.launch\(\s*(?:hopper\.)?(\w+), \(", text))
+    kernels = set(re.findall(r"gluon_cpu\.launch\(\s*(?:(?:copies|hopper)\.)?(\w+), \(", text))
     assert kernels - refused == launched_by(monkeypatch, source)
 
 

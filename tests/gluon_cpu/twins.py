@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
+from tests.gluon_cpu import findings_copies as copies
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu import test_findings_blackwell as blackwell
 from tests.gluon_cpu import test_findings_order as order
 from tests.gluon_cpu import test_found as found
 from tests.gluon_cpu import test_right_kernels as right
-from tests.gluon_cpu.findings_cases import CASES, boxes, ints
+from tests.gluon_cpu.findings_cases import CASES, boxes, ints, out_boxes
 from tests.gluon_cpu.support import descriptor, normal, poisoned
 
 # Runs the twin with these options of a launch, and returns what must be the same under every schedule.
@@ -53,10 +54,6 @@ def unlike(twin: Twin) -> Twin:
     return run
 
 
-def store(*shape: int) -> Any:
-    return descriptor(poisoned(*shape), [32, 32])
-
-
 def flag() -> Tensor:
     return torch.zeros(1, dtype=torch.int32)
 
@@ -78,8 +75,8 @@ def of_cases() -> Iterator[tuple[str, Twin]]:
 def of_findings() -> Iterator[tuple[str, Twin]]:
     """The right kernels of test_findings.py that are in no table."""
     at_reader = {"AT_WRITER": False, "AT_SENDER": True}
-    yield "a fence at the reader", launched(hopper.fence_between_roles, lambda: (store(32, 32),), **at_reader)
-    yield "a fence of the compiler's", launched(hopper.fence_within_a_role, lambda: (store(32, 32),))
+    yield "a fence at the reader", launched(copies.fence_between_roles, lambda: (out_boxes(),), **at_reader)
+    yield "a fence of the compiler's", launched(copies.fence_within_a_role, lambda: (out_boxes(),))
     for kernel in (hopper.init_without_a_cluster_barrier, hopper.exit_before_the_peer_arrives):
         yield kernel.__name__, launched(kernel, lambda: (ints(1),), num_ctas=2)
 
@@ -110,12 +107,12 @@ def part() -> Tensor:
 
 def of_order() -> Iterator[tuple[str, Twin]]:
     x = torch.arange(256, dtype=torch.int32)
-    yield "two stores to one place", launched(order.two_stores, lambda: (store(32, 32),), BUG=False)
+    yield "two stores to one place", launched(order.two_stores, lambda: (out_boxes(),), BUG=False)
     for reuse in (True, False):
         kind = {"PENDING": 0, "REUSE": reuse}
         yield (
             f"a tile of two stores, {reuse=}",
-            launched(order.tile_of_two_stores, lambda: (store(32, 32), store(32, 32)), **kind),
+            launched(order.tile_of_two_stores, lambda: (out_boxes(), out_boxes()), **kind),
         )
     yield "two copies into one place", launched(order.two_copies, lambda: (x, ints(128)), BUG=False)
     counts = launched(order.counts_and_reads, lambda: (flag(), ints(1)), grid=2, BUG=False)
@@ -125,7 +122,7 @@ def of_order() -> Iterator[tuple[str, Twin]]:
     lives = launched(order.barrier_of_two_lives, lambda: (descriptor(normal(32, 32), [32, 32]), poisoned(32, 32)))
     yield "a barrier of two lives", lives
     for writes in (True, False):
-        both = launched(order.written_and_stored_by_two, lambda: (store(32, 32),), CHILD_WRITES=writes)
+        both = launched(order.written_and_stored_by_two, lambda: (out_boxes(),), CHILD_WRITES=writes)
         yield f"written and stored by two, {writes=}", both
 
     def round_trip() -> tuple[Any, ...]:

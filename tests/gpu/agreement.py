@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
+from tests.gluon_cpu import findings_copies
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu import test_semantics_barriers as barriers
 from tests.gluon_cpu import test_semantics_shared as shared
 from tests.gluon_cpu import test_semantics_tma as copies
 from tests.gluon_cpu import test_semantics_wgmma as products
-from tests.gluon_cpu.findings_cases import CASES, FENCED, ints, product
+from tests.gluon_cpu.findings_cases import CASES, FENCED, ints, out_boxes, product
 from tests.gluon_cpu.support import descriptor, normal, poisoned, small_integers
 from tests.gpu.checks import Apart, Outcome
 
@@ -76,17 +77,17 @@ PAIR = {"num_ctas": 2}
 # Right kernels, for more ways to synchronise than the pairs have.
 RIGHT = {
     "a fence at the reader": Row(
-        kernel=hopper.fence_between_roles,
-        arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),),
+        kernel=findings_copies.fence_between_roles,
+        arguments=lambda: (out_boxes(),),
         meta={"AT_WRITER": False, "AT_SENDER": True},
     ),
     "fences at both": Row(
-        kernel=hopper.fence_between_roles,
-        arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),),
+        kernel=findings_copies.fence_between_roles,
+        arguments=lambda: (out_boxes(),),
         meta={**FENCED, "AT_SENDER": True},
     ),
     "a fence that the compiler inserts": Row(
-        kernel=hopper.fence_within_a_role, arguments=lambda: (descriptor(poisoned(32, 32), [32, 32]),)
+        kernel=findings_copies.fence_within_a_role, arguments=lambda: (out_boxes(),)
     ),
     "a cluster barrier that the compiler inserts": Row(
         kernel=hopper.init_without_a_cluster_barrier, arguments=lambda: (ints(1),), meta=PAIR
@@ -121,9 +122,7 @@ RIGHT = {
         arguments=lambda: (descriptor(normal(96, 32), [32, 32], cga=[[0, 0]]), poisoned(96, 32), 3),
         meta=PAIR,
     ),
-    "a stream of stores": Row(
-        kernel=copies.store_stream, arguments=lambda: (descriptor(poisoned(160, 32), [32, 32]), 5)
-    ),
+    "a stream of stores": Row(kernel=copies.store_stream, arguments=lambda: (out_boxes(160), 5)),
     "groups of cp.async": Row(
         kernel=shared.cp_async_groups, arguments=lambda: (normal(2, 16, 32), poisoned(2, 16, 32))
     ),
@@ -131,7 +130,9 @@ RIGHT = {
         kernel=shared.cp_async_signals, arguments=lambda: (normal(128), poisoned(128))
     ),
     "two buffers in the same bytes": Row(kernel=shared.reused, arguments=lambda: (normal(128), poisoned(128))),
-    "three products in flight": Row(kernel=products.queue, arguments=lambda: (*matrices(), poisoned(3, 64, 32))),
+    "three products in flight": Row(
+        kernel=products.queue, arguments=lambda: (*matrices(), poisoned(3, 64, 32)), meta={"INLINE": False}
+    ),
     "a chain of products": Row(kernel=products.chained, arguments=lambda: (*matrices(), poisoned(64, 32), 3)),
     "an operand written and fenced": Row(
         kernel=products.operand_written_by_the_role,

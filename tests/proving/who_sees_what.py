@@ -24,9 +24,9 @@ from proving.ptx import strip_comment
 from proving.rewrites import DIAGNOSIS, SAFETY, rewritten
 from proving.verifier import Limits, verify
 from tests.compat import gl, jit
-from tests.gluon_cpu import findings_hopper as hopper
-from tests.gluon_cpu.findings_cases import CASES
-from tests.gluon_cpu.support import MATRIX, descriptor, load_matrix, normal, poisoned, store_matrix
+from tests.gluon_cpu import findings_copies as copies
+from tests.gluon_cpu.findings_cases import CASES, out_boxes
+from tests.gluon_cpu.support import MATRIX, load_matrix, normal, poisoned, store_matrix
 from tests.gluon_cpu.test_findings import POLICIES
 from tests.proving import kernels
 
@@ -91,7 +91,7 @@ def fence_fault() -> Fault:
     case = of_case("no fence between a role's writes and a copy by TMA", "no fence between two roles")
     return dataclasses.replace(
         case,
-        launch=lambda _: capture(hopper.fence_within_a_role, (1,), descriptor(poisoned(32, 32), [32, 32])),
+        launch=lambda _: capture(copies.fence_within_a_role, (1,), out_boxes()),
         change=without_first(r"fence\.proxy\.async\.shared::cta;"),
     )
 

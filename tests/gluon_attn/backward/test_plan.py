@@ -11,27 +11,15 @@ from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import HOPPER, pick_config
 from gluon_attn.device import Device
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
+from tests.gluon_attn.problems import problem
 
 CONFIG = HOPPER[128]
 
 
 def plan_of(*, deterministic: bool = False, **fields: Any) -> BackwardPlan:
-    standard: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "batch": 2,
-        "heads": 16,
-        "kv_heads": 16,
-        "q_len": 1000,
-        "kv_len": 1000,
-        "head_dim": 128,
-        "causal": False,
-        "scale": 0.1,
-        "layout": "bhsd",
-    }
-    problem = Problem(**standard | fields)
-    return BackwardPlan.of(problem, pick_config(problem), Device.hopper(), deterministic=deterministic)
+    asked = problem(**({"q_len": 1000, "kv_len": 1000} | fields))
+    return BackwardPlan.of(asked, pick_config(asked), Device.hopper(), deterministic=deterministic)
 
 
 @pytest.mark.parametrize(

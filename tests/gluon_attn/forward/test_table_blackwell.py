@@ -20,7 +20,7 @@ from gluon_attn.forward.table import (
     pick_config,
     require_fits,
 )
-from gluon_attn.problem import Problem
+from tests.gluon_attn.problems import problem
 
 # Of a B200 or B300, from CUDA's programming guide and the PTX manual.
 SMEM_BYTES = 232448
@@ -41,22 +41,6 @@ def name_of(i: int, row: Row) -> str:
 
 
 ROWS: dict[str, Any] = {name_of(i, row): row for i, row in enumerate(BLACKWELL)}
-
-
-def problem(**fields: Any) -> Problem:
-    standard: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "batch": 2,
-        "heads": 16,
-        "kv_heads": 16,
-        "q_len": 1024,
-        "kv_len": 1024,
-        "head_dim": 128,
-        "causal": False,
-        "scale": 0.1,
-        "layout": "bhsd",
-    }
-    return Problem(**(standard | fields))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

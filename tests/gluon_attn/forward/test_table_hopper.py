@@ -22,6 +22,7 @@ from gluon_attn import HopperConfig
 from gluon_attn.device import Device
 from gluon_attn.forward.table import HOPPER, Row, pick_config
 from gluon_attn.problem import Problem
+from tests.gluon_attn.problems import problem
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
@@ -189,22 +190,6 @@ def test_smem_bytes_covers_the_tiles():
     for (name, row), head_dim, element_bytes in itertools.product(ROWS.items(), (64, 128, 256), (1, 2)):
         tiles = tile_bytes(row.config, head_dim, element_bytes)
         assert tiles < row.config.smem_bytes(head_dim, element_bytes) <= tiles + OTHER_SMEM_BYTES, (name, head_dim)
-
-
-def problem(**fields: Any) -> Problem:
-    standard: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "batch": 2,
-        "heads": 16,
-        "kv_heads": 16,
-        "q_len": 1024,
-        "kv_len": 1024,
-        "head_dim": 128,
-        "causal": False,
-        "scale": 0.1,
-        "layout": "bhsd",
-    }
-    return Problem(**(standard | fields))
 
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 512, 1000, 4097, 16384, 1 << 20)

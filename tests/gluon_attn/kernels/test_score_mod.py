@@ -16,6 +16,7 @@ from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config, require_fits
 from gluon_attn.problem import Problem
+from tests.gluon_attn.problems import problem
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
 
@@ -105,29 +106,16 @@ LEVERS: dict[str, tuple[str, ForwardConfig, Device]] = {
 }
 
 
-def problem(**fields: Any) -> Problem:
-    standard: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "batch": 1,
-        "heads": 32,
-        "kv_heads": 8,
-        "q_len": 4096,
-        "kv_len": 4096,
-        "head_dim": 128,
-        "causal": False,
-        "scale": 0.1,
-        "layout": "bhsd",
-    }
-    return Problem(**(standard | fields))
+LONG = {"batch": 1, "heads": 32, "kv_heads": 8, "q_len": 4096, "kv_len": 4096}
 
 
 @pytest.mark.parametrize(("lever", "config", "device"), LEVERS.values(), ids=LEVERS.keys())
 def test_a_lever_that_looks_at_raw_scores_is_refused(lever, config, device):
     with pytest.raises(ValueError, match=rf"^config: expected {lever}=False with a score_mod, .*got True$"):
-        require_fits(config, problem(score_mod=alibi), device)
-    require_fits(config, problem(), device)
+        require_fits(config, problem(**LONG, score_mod=alibi), device)
+    require_fits(config, problem(**LONG), device)
     changes: dict[str, Any] = {lever: False}
-    require_fits(dataclasses.replace(config, **changes), problem(score_mod=alibi), device)
+    require_fits(dataclasses.replace(config, **changes), problem(**LONG, score_mod=alibi), device)
 
 
 @pytest.mark.parametrize(("lever", "device"), [(lever, device) for lever, _, device in LEVERS.values()], ids=LEVERS)
@@ -136,7 +124,7 @@ def test_the_table_leaves_such_a_lever_out(lever, device):
     had_it, changes = 0, dict[str, Any]({lever: False})
     for head_dim, causal in ((64, False), (64, True), (128, False), (128, True)):
         for num_ctas in (None, 1, 2):
-            asked = problem(head_dim=head_dim, causal=causal)
+            asked = problem(**LONG, head_dim=head_dim, causal=causal)
             plain = pick_config(asked, device, num_ctas)
             config = pick_config(dataclasses.replace(asked, score_mod=alibi), device, num_ctas)
             assert isinstance(config, (HopperConfig, BlackwellConfig))
