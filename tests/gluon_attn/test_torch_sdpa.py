@@ -273,11 +273,15 @@ def test_activated_it_overrides_those_of_cuda():
     asked: list[Any] = []
     q = q_of()
 
+    def not_today(*_: Any, **__: Any) -> str:
+        asked.append(1)
+        return "not today"
+
     def kernel() -> Any:
         return get_kernel(SDPA.default, "CUDA").call_boxed(keys, q, q, q)[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_sdpa, "supports", lambda *_, **__: asked.append(1) or "not today")
+        patch.setattr(torch_sdpa, "supports", not_today)
         try:
             activate_flash_attention_impl(torch_sdpa.NAME)
             assert (kernel() == 7).all()
