@@ -71,6 +71,7 @@ def call(
 def enabled() -> Iterator[None]:
     """Within it, torch's flash operators are ours, and torch tries them first: elsewhere, on Hopper and Blackwell, it
     tries cuDNN's first. Backends that are turned off stay so, but for the flash operators."""
+    let_torch_order()
     order = torch._C._get_sdp_priority_order()  # sdpa_kernel puts those that were on before first, and leaves it so
     handle = override()
     try:
@@ -81,15 +82,24 @@ def enabled() -> Iterator[None]:
         handle.remove()
 
 
+def let_torch_order() -> None:
+    """Torch prefers cuDNN from the first call of a process on, whatever order was set before that."""
+    if torch.cuda.is_available():
+        q = torch.empty((1, 1, 1, 64), dtype=torch.bfloat16, device="cuda")
+        with sdpa_kernel(SDPBackend.MATH):
+            torch._fused_sdp_choice(q, q, q)
+
+
 def flash_first() -> list[SDPBackend]:
-    """The backends that are on, fastest first, after the flash operators."""
-    cuda = torch.backends.cuda
+    """The flash operators, then the other backends that are on, as torch orders them."""
+    cuda, order = torch.backends.cuda, torch._C._get_sdp_priority_order()
     others = {
         SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
         SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
         SDPBackend.MATH: cuda.math_sdp_enabled(),
     }
-    return [SDPBackend.FLASH_ATTENTION, *(backend for backend, on in others.items() if on)]
+    on = sorted((backend for backend, is_on in others.items() if is_on), key=lambda backend: order.index(backend.value))
+    return [SDPBackend.FLASH_ATTENTION, *on]
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, **options: Any) -> bool:

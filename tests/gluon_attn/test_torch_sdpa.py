@@ -1,6 +1,9 @@
 """The overrides of torch's flash operators, on the CPU: stand-ins for them are overridden, ours run on gluon_cpu."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,6 +245,12 @@ def test_afterwards_all_is_as_before(originals):
         SDPA(q, q, q)
 
 
+def test_hooks_are_not_imported_unasked():
+    """With all that they import, and register."""
+    program = "import sys, gluon_attn; sys.exit(bool({'gluon_attn.torch_sdpa', 'gluon_attn.flash'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
 def test_registered_and_not_active():
     assert torch_sdpa.NAME in list_flash_attention_impls()
     assert current_flash_attention_impl() is None
@@ -303,13 +312,16 @@ def test_the_flash_operators_come_first_within():
     def order() -> list[SDPBackend]:
         return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
 
+    flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
     before, backends = torch._C._get_sdp_priority_order(), order()
     with torch_sdpa.enabled():
-        cuDNN, efficient = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-        assert order() == [SDPBackend.FLASH_ATTENTION, cuDNN, efficient, SDPBackend.MATH]
+        assert order() == [flash, *(b for b in backends if b not in (flash, SDPBackend.OVERRIDEABLE))]
+    assert order() == backends
+    with sdpa_kernel([math, SDPBackend.CUDNN_ATTENTION, flash], set_priority=True), torch_sdpa.enabled():
+        assert order() == [flash, math, SDPBackend.CUDNN_ATTENTION]
     assert order() == backends
     with sdpa_kernel([SDPBackend.MATH]), torch_sdpa.enabled():
-        assert order() == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        assert order() == [flash, math]
     assert order() == backends
     with pytest.raises(KeyError), torch_sdpa.enabled():
         raise KeyError

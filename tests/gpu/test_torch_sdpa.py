@@ -68,7 +68,7 @@ def check_call(head_dim: int, causal: bool, kv_heads: int = 4, q_len: int = 1000
 
 
 def check_first_call() -> None:
-    """No call of SDPA before it, which torch may order its backends at."""
+    """Of the process: at that, torch orders its backends."""
     q, k, v = (t.detach() for t in qkv())
     with ours(1):
         F.scaled_dot_product_attention(q, k, v)
