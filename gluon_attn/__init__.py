@@ -4,5 +4,6 @@ from . import runtime as runtime  # first, as it looks whether `channels` is the
 from .api import attention
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .reference import reference_attention
+from .support import supports
 
-__all__ = ["BlackwellConfig", "ForwardConfig", "HopperConfig", "attention", "reference_attention"]
+__all__ = ["BlackwellConfig", "ForwardConfig", "HopperConfig", "attention", "reference_attention", "supports"]

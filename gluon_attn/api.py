@@ -1,5 +1,6 @@
 """The public call: validate, pick a config, launch."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -140,12 +141,7 @@ def attention(
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernel.
         RuntimeError: no Hopper or Blackwell card, or another version of Triton than 3.9.
     """
-    if unsupported:
-        refuse(**unsupported)
-    if return_lse is not False and return_lse is not True:
-        check_bool("return_lse", return_lse)  # type: ignore[unreachable]  # by its annotation
-    if deterministic is not None:
-        check_bool("deterministic", deterministic)
+    check_options(return_lse, deterministic, unsupported)
     compiling = is_compiling()
     gradient = not compiling and torch.is_grad_enabled() and wants_gradient(q, k, v)
     if compiling or gradient:
@@ -156,26 +152,17 @@ def attention(
             device=device, config=config, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         return both if return_lse else both[0]
+    scales = (q_scale, k_scale, v_scale)
     if gradient:
-        refuse_unusual(q=q, k=k, v=v)
-        check_device(device, q)
-        require_gradients(q, out, device)
-        for name, one in zip(SCALES, (q_scale, k_scale, v_scale), strict=True):
-            check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
+        check_differentiable(q, k, v, out, scales, device)
         options = {
             "causal": causal, "scale": scale, "layout": layout, "num_ctas": num_ctas, "config": config,
             "device": device, "deterministic": deterministic,
         }  # fmt: skip
         out, lse = Attention.apply(q, k, v, options, attention)
         return (out, lse) if return_lse else out
-    scales = (q_scale, k_scale, v_scale)
     try:
-        key = (
-            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, causal, type(causal), scale, type(scale), layout, num_ctas, type(num_ctas),
-            config, device, out is None or identity(out), q_scale is None or identity(q_scale),
-            k_scale is None or identity(k_scale), v_scale is None or identity(v_scale),
-        )  # fmt: skip
+        key = key_of(q, k, v, out, scales, causal, scale, layout, num_ctas, config, device)
         launch = _launches[key]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # New; or no dense tensor, or not hashable: prepare() says what is wrong.
@@ -212,6 +199,50 @@ def attention(
     return out if lse is None else (out, lse)
 
 
+def key_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    scales: Scales,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    num_ctas: int | None,
+    config: ForwardConfig | None,
+    device: Device | None,
+) -> tuple[Any, ...]:
+    """All that `plan_of` depends on, but for what `check_call` looks at. True, 1 and 1.0 are equal, their types not."""
+    q_scale, k_scale, v_scale = scales
+    return (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, causal, type(causal), scale, type(scale), layout, num_ctas, type(num_ctas),
+        config, device, out is None or identity(out), q_scale is None or identity(q_scale),
+        k_scale is None or identity(k_scale), v_scale is None or identity(v_scale),
+    )  # fmt: skip
+
+
+def check_options(return_lse: object, deterministic: object, unsupported: dict[str, Any]) -> None:
+    """What says nothing of the tensors."""
+    if unsupported:
+        refuse(**unsupported)
+    if return_lse is not False and return_lse is not True:
+        check_bool("return_lse", return_lse)
+    if deterministic is not None:
+        check_bool("deterministic", deterministic)
+
+
+def check_differentiable(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales, device: Device | None
+) -> None:
+    """What a call with gradients asks for beyond one without."""
+    refuse_unusual(q=q, k=k, v=v)
+    check_device(device, q)
+    require_gradients(q, out, device)
+    for name, one in zip(SCALES, scales, strict=True):
+        check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
+
+
 def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
     try:
         return q.requires_grad or k.requires_grad or v.requires_grad
@@ -219,15 +250,18 @@ def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
 
 
-def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Those in fp32, where `torch.autocast` is on, in its dtype, as torch's own attention has them there."""
+def autocast(q: Any, k: Any, v: Any, convert: Callable[..., Tensor] = Tensor.to) -> tuple[Any, Any, Any]:
+    """Those in fp32, where `torch.autocast` is on, in its dtype, as torch's own attention has them there.
+
+    convert: is given a tensor and `dtype`.
+    """
 
     def converted(t: Any) -> Any:
         if not isinstance(t, Tensor) or t.dtype != torch.float32:
             return t
         kind = t.device.type
         on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        return t.to(torch.get_autocast_dtype(kind)) if on else t
+        return convert(t, dtype=torch.get_autocast_dtype(kind)) if on else t
 
     return converted(q), converted(k), converted(v)
 
@@ -326,7 +360,32 @@ def prepare(
     config: ForwardConfig | None,
     device: Device | None,
 ) -> Launches | None:
-    """Validate everything that depends on shapes, strides and options, and choose the kernel."""
+    """Validate everything that depends on shapes, strides and options, and compile the kernel."""
+    plan = plan_of(q, k, v, out, scales, causal, scale, layout, num_ctas, config, device)
+    if plan is None:
+        return None
+    like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if out is None else out
+    if q.device.type == "cpu":
+        from .cpu import launches_on_cpu
+
+        return launches_on_cpu(plan, q, k, v, like_out)
+    return launches_on_card(plan, q, k, v, like_out)
+
+
+def plan_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    scales: Scales,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    num_ctas: int | None,
+    config: ForwardConfig | None,
+    device: Device | None,
+) -> Plan | None:
+    """What to launch; None if there is nothing to compute. All that can be refused is refused here, on the host."""
     check_triton_version()
     refuse_unusual(q=q, k=k, v=v, out=out, **dict(zip(SCALES, scales, strict=True)))
     problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
@@ -339,8 +398,9 @@ def prepare(
             f"num_ctas: expected {config.num_ctas} (as config.cga_layout says), got {num_ctas}; leave one out"
         )
     check_device(device, q)
-    check_memory(q, k, v, out)
-    check_call(q, k, v, out, scales)
+    if not is_compiling():  # where `supports` is traced, tensors have no memory
+        check_memory(q, k, v, out)
+        check_call(q, k, v, out, scales)
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
     if q.device.type != "cpu" and device is not None:
@@ -356,10 +416,4 @@ def prepare(
         require_fits(config, problem, chosen)
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
-    plan = Plan.of(problem, pick_config(problem, chosen, num_ctas) if config is None else config, chosen)
-    like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if out is None else out
-    if q.device.type == "cpu":
-        from .cpu import launches_on_cpu
-
-        return launches_on_cpu(plan, q, k, v, like_out)
-    return launches_on_card(plan, q, k, v, like_out)
+    return Plan.of(problem, pick_config(problem, chosen, num_ctas) if config is None else config, chosen)

@@ -133,17 +133,22 @@ def attention_op(
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """What `attention` is in a graph. others: its other arguments, of which none may be given there."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and device is not None:
+        require_gradients(q, None, device)
+    return forward(q, k, v, causal, scale, layout, deterministic, num_ctas, card_in_graph(device, **others))
+
+
+def card_in_graph(device: Device | None, **others: Any) -> str:
+    """One of CARDS. NotImplementedError, by name, for another device, and for `others` that are given."""
     for name, value in others.items():
         if value is not None:
             raise NotImplementedError(
                 f"{name}: expected None under torch.compile or torch.export, got a value; leave it out, or keep the "
                 "call out of the graph by a function of your own under @torch.compiler.disable"
             )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and device is not None:
-        require_gradients(q, None, device)
     cards = [name for name, known in CARDS.items() if device == known]
     if not cards:
         raise NotImplementedError(
             "device: expected Device.hopper(), Device.blackwell() or None in a graph, got another; leave it out"
         )
-    return forward(q, k, v, causal, scale, layout, deterministic, num_ctas, cards[0])
+    return cards[0]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.compiler import is_compiling
 
 INSTEAD = "call it outside, on plain tensors"
 
@@ -18,7 +19,12 @@ def refuse_tracing() -> None:
 
 
 def refuse_unusual(**tensors: Any) -> None:
-    """NotImplementedError, by name, for the first tensor that has no memory of its own to launch a kernel on."""
+    """NotImplementedError, by name, for the first tensor that has no memory of its own to launch a kernel on.
+
+    While torch.compile traces a call no tensor has any, and what is traced is an operator: then all are taken.
+    """
+    if is_compiling():
+        return
     if torch.jit.is_tracing():
         refuse_tracing()
     for name, t in tensors.items():

@@ -1,0 +1,167 @@
+"""The functions of FlashAttention-3's `flash_attn_interface`, by these kernels: same parameters, same meaning.
+
+    from gluon_attn.flash import flash_attn_func
+
+What these kernels do not compute raises NotImplementedError by name. Two parameters only choose between speeds there,
+and do nothing here, where the tuning table chooses: `num_splits` and `pack_gqa`.
+"""
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from .api import UNSUPPORTED, attention, refuse
+
+Window = tuple[int | None, int | None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """O (B, Sq, H, D), and with `return_attn_probs` LSE (B, H, Sq) besides, natural logarithm, fp32.
+
+    Args:
+        q: (B, Sq, H, D). k, v: (B, Sk, Hkv, D), H a multiple of Hkv. One whose last stride is not 1 is copied.
+        softmax_scale: default 1/sqrt(D).
+        causal: aligned to the bottom right: query i sees keys j <= i + Sk - Sq. A row that sees none has O = 0.
+        window_size: (left, right); -1: no limit. So far one that hides no key, or is the causal mask.
+        q_descale, k_descale, v_descale: of fp8 inputs, (B, Hkv) fp32, contiguous.
+        deterministic: gradients in a fixed order. False: as `torch.use_deterministic_algorithms` says.
+        qv, attention_chunk, softcap, sm_margin: as they are by default.
+
+    Raises:
+        NotImplementedError: what is not supported so far, by its name.
+        TypeError, ValueError: as `gluon_attn.attention`, by that function's names: scale, return_lse, q_scale, k_scale
+            and v_scale.
+    """
+    if qv is not None:
+        refuse(qv=qv)
+    if attention_chunk:
+        refuse(attention_chunk=attention_chunk)
+    if softcap:
+        refuse(softcap=softcap)
+    if sm_margin:
+        raise NotImplementedError(
+            "sm_margin: leaving processors to others is not supported so far; leave the argument out"
+        )
+    q, k, v = (t.contiguous() if isinstance(t, Tensor) and t.dim() and t.stride(-1) != 1 else t for t in (q, k, v))
+    return attention(
+        q,
+        k,
+        v,
+        causal=only_causal(window_size, causal, q, k),
+        scale=softmax_scale,
+        layout="bshd",
+        return_lse=return_attn_probs,
+        deterministic=deterministic or None,
+        q_scale=q_descale,
+        k_scale=k_descale,
+        v_scale=v_descale,
+    )
+
+
+def only_causal(window_size: Window, causal: bool, q: Tensor, k: Tensor) -> bool:
+    """Whether the mask is the causal one; NotImplementedError unless it is that or none.
+
+    A window says how many keys a query sees before and after its own position, aligned to the bottom right.
+    """
+    left, right = window_size
+    if left is not None and 0 <= left < k.shape[1] - 1:
+        refuse(window_size=window_size)
+    if causal or right is None or right < 0 or right >= q.shape[1] - 1:
+        return causal
+    if right > 0:
+        refuse(window_size=window_size)
+    return True
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> NoReturn:
+    """Not supported so far."""
+    missing("flash_attn_varlen_func", UNSUPPORTED["cu_seqlens_q"], "call flash_attn_func for each sequence")
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> NoReturn:
+    """Not supported so far."""
+    missing("flash_attn_with_kvcache", UNSUPPORTED["k_cache"], "call flash_attn_func with all keys")
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: Any = None
+) -> NoReturn:
+    """Not supported so far."""
+    missing("flash_attn_combine", "adding up attention to parts of the keys", "call flash_attn_func with all keys")
+
+
+def missing(function: str, what: str, instead: str) -> NoReturn:
+    raise NotImplementedError(f"{function}: {what} is not supported so far; {instead}")

@@ -1,0 +1,93 @@
+"""Whether `attention` takes a call: what a hook asks before it makes one."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .api import (
+    MAX_LAUNCHES,
+    Scales,
+    autocast,
+    check_call,
+    check_differentiable,
+    check_options,
+    check_scales,
+    key_of,
+    plan_of,
+    wants_gradient,
+)
+from .device import Device
+from .forward.configs import ForwardConfig
+from .ops import card_in_graph
+from .problem import FP8_DTYPES
+
+REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)  # what `attention` raises before it computes
+
+# Whether there is something to compute, for what `plan_of` has taken, by `key_of`.
+_taken: dict[tuple[Any, ...], bool] = {}
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    out: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_ctas: int | None = None,
+    config: ForwardConfig | None = None,
+    device: Device | None = None,
+    needs_grad: bool | None = None,
+    **unsupported: Any,
+) -> str | None:
+    """Why `attention` refuses these arguments, in the words that it raises; None if it takes them.
+
+    Compiles nothing and runs nothing on a card. It makes the checks that `attention` makes, and nothing else, so that
+    both always agree. Asked again for the same shapes and strides, it takes a few microseconds.
+
+    needs_grad: whether gradients will be asked for. None: as `attention` finds it, by grad mode and `requires_grad`.
+    """
+    scales = (q_scale, k_scale, v_scale)
+    try:
+        check_options(return_lse, deterministic, unsupported)
+        gradient = torch.is_grad_enabled() and wants_gradient(q, k, v) if needs_grad is None else needs_grad
+        q, k, v = autocast(q, k, v, convert=torch.empty_like)  # memory for what attention() converts to, no numbers
+        if is_compiling():
+            card_in_graph(device, config=config, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        if gradient:
+            check_differentiable(q, k, v, out, scales, device)
+        with torch.no_grad() if gradient or needs_grad is False else contextlib.nullcontext():
+            check_forward(q, k, v, out, scales, causal, scale, layout, num_ctas, config, device)
+    except REFUSALS as refusal:
+        return str(refusal)
+    return None
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales, *options: Any) -> None:
+    """What `attention` refuses without gradients. options: the others that `plan_of` has."""
+    if is_compiling():  # shapes may be symbols, which are no key
+        plan_of(q, k, v, out, scales, *options)
+        return
+    try:
+        key = key_of(q, k, v, out, scales, *options)
+        computes = _taken[key]
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        # New; or no dense tensor, or not hashable: plan_of() says what is wrong.
+        computes = plan_of(q, k, v, out, scales, *options) is not None
+        if len(_taken) >= MAX_LAUNCHES:
+            _taken.clear()
+        _taken[key] = computes
+    else:
+        check_call(q, k, v, out, scales)
+    if computes and q.dtype in FP8_DTYPES:
+        check_scales(scales)

@@ -1,0 +1,276 @@
+"""torch's scaled_dot_product_attention by these kernels: what they take runs here, all else where it ran before.
+
+Importing this registers "GLUON" with torch and changes nothing; `enabled()`, or torch's own
+`activate_flash_attention_impl("GLUON")`, turns it on. It is on for the whole process, all threads included.
+
+Torch's flash operators are given other kernels. Each asks `supports`, and hands what that refuses to the kernel it
+replaces, so that no call fails, or means another thing, for having this turned on. One pass may run here and the other
+there: O and LSE are the same function in both.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
+from torch.nn.attention import SDPBackend, register_flash_attention_impl, sdpa_kernel
+
+from .api import attention
+from .device import Device
+from .gradients import attention_backward, check_outputs, readable_by_tma
+from .problem import in_bhsd
+from .support import supports
+
+NAME = "GLUON"
+DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
+UNLIMITED = (None, -1)  # windows
+
+Original = Callable[..., Any]
+
+
+class Overrides:
+    """What is registered with torch, until `remove`."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def remove(self) -> None:
+        """The kernels that were there before are there again."""
+        self.library._destroy()
+
+
+def override(key: str = "CUDA", device: Device | None = None) -> Overrides:
+    """Put the functions of REPLACEMENTS in place of the kernels that torch has for a dispatch key. Of operators that
+    this torch has no such kernel for, as one built without CUDA has none, nothing is replaced.
+
+    device: as for `attention`.
+    """
+    library = Library("aten", "IMPL", key)
+    for name, replacement in REPLACEMENTS.items():
+        try:
+            kernel = get_kernel(f"aten::{name}", key)
+        except RuntimeError:
+            continue
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one is replaced
+            library.impl(name, functools.partial(call, replacement, kernel, device), with_keyset=True)
+    return Overrides(library)
+
+
+def call(
+    replacement: Callable[..., Any], kernel: Any, device: Device | None, keys: Any, /, *args: Any, **kw: Any
+) -> Any:
+    return replacement(functools.partial(kernel.call_boxed, keys), device, *args, **kw)
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Within it, torch's flash operators are ours, and torch tries them first: elsewhere, on Hopper and Blackwell, it
+    tries cuDNN's first. Backends that are turned off stay so, but for the flash operators."""
+    let_torch_order()
+    order = torch._C._get_sdp_priority_order()  # sdpa_kernel puts those that were on before first, and leaves it so
+    handle = override()
+    try:
+        with sdpa_kernel(flash_first(), set_priority=True):
+            yield
+    finally:
+        torch._C._set_sdp_priority_order(order)
+        handle.remove()
+
+
+def let_torch_order() -> None:
+    """Torch prefers cuDNN from the first call of a process on, whatever order was set before that."""
+    if torch.cuda.is_available():
+        q = torch.empty((1, 1, 1, 64), dtype=torch.bfloat16, device="cuda")
+        with sdpa_kernel(SDPBackend.MATH):
+            torch._fused_sdp_choice(q, q, q)
+
+
+def flash_first() -> list[SDPBackend]:
+    """The flash operators, then the other backends that are on, as torch orders them."""
+    cuda, order = torch.backends.cuda, torch._C._get_sdp_priority_order()
+    others = {
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+    }
+    on = sorted((backend for backend, is_on in others.items() if is_on), key=lambda backend: order.index(backend.value))
+    return [SDPBackend.FLASH_ATTENTION, *on]
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, **options: Any) -> bool:
+    """Whether it is ours to compute. Left to torch, besides what `supports` refuses: a causal mask over unequal
+    lengths, whose rows without keys have another LSE there; and what has no numbers."""
+    if q.dtype not in DTYPES or q.numel() == 0 or k.numel() == 0:
+        return False
+    if supports(q, k, v, causal=causal, layout=layout, **options) is not None:
+        return False
+    return not causal or in_bhsd(q, layout).shape[2] == in_bhsd(k, layout).shape[2]
+
+
+def takes_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, layout: str, **options: Any
+) -> bool:
+    if not takes(q, k, v, layout=layout, needs_grad=True, **options):
+        return False
+    try:
+        check_outputs(q, layout, dout=dout, out=out, lse=lse.contiguous())
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With sums in a fixed order where `torch.use_deterministic_algorithms` asks for it."""
+    return attention_backward(dout, None, q, k, v, readable_by_tma(out), lse.contiguous(), **options)
+
+
+def without_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operators return besides: the state of random numbers, of which there are none, and no mask."""
+    state = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty((), dtype=torch.uint64, device=q.device)
+    return *state, torch.empty(0, dtype=q.dtype, device=q.device)
+
+
+def scaled_dot_product_forward(
+    original: Original,
+    device: Device | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """(B, H, S, D). What F.scaled_dot_product_attention calls, and its relatives."""
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bhsd", "device": device}
+    if dropout_p or return_debug_mask or not takes(query, key, value, needs_grad=False, **options):
+        return original(query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
+    with torch.no_grad():  # who records gradients is torch's operator
+        out, lse = attention(query, key, value, return_lse=True, **options)
+    return out, lse, None, None, query.shape[2], key.shape[2], *without_dropout(query)
+
+
+def scaled_dot_product_backward(
+    original: Original,
+    device: Device | None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Any:
+    tensors = (grad_out, query, key, value, out, logsumexp)
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bhsd", "device": device}
+    packed = cum_seq_q is not None or cum_seq_k is not None
+    if dropout_p or packed or not takes_gradients(*tensors, **options):
+        return original(
+            *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
+        )
+    return gradients(*tensors, **options)
+
+
+def flash_forward(
+    original: Original,
+    device: Device | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    **others: Any,
+) -> Any:
+    """(B, S, H, D); packed sequences, of which `cum_seq_q` says where they begin, are torch's.
+
+    out: where to put O, for the operator that has it as its first argument. others: windows, and options that differ
+    from release to release: each may be None.
+    """
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bshd", "device": device, "out": out}
+    dense = cum_seq_q is None and cum_seq_k is None and not dropout_p and not return_debug_mask
+    if not dense or asks_more(others) or not takes(query, key, value, needs_grad=False, **options):
+        return original(
+            *(() if out is None else (out,)), query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+            is_causal, return_debug_mask, scale=scale, **others,
+        )  # fmt: skip
+    with torch.no_grad():
+        o, lse = attention(query, key, value, return_lse=True, **options)
+    return (o, lse, *without_dropout(query)) if out is None else lse
+
+
+def flash_forward_into(original: Original, device: Device | None, out: Tensor, *args: Any, **kw: Any) -> Any:
+    return flash_forward(original, device, *args, out=out, **kw)
+
+
+def flash_backward(
+    original: Original,
+    device: Device | None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    **others: Any,
+) -> Any:
+    tensors = (grad_out, query, key, value, out, logsumexp)
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bshd", "device": device}
+    dense = cum_seq_q is None and cum_seq_k is None and not dropout_p
+    if not dense or asks_more(others) or not takes_gradients(*tensors, **options):
+        return original(
+            *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, scale=scale, **others
+        )
+    return gradients(*tensors, **options)
+
+
+def asks_more(others: dict[str, Any]) -> bool:
+    """Whether options are given that are not ours: windows, slopes, pages, splits."""
+    windows = ("window_size_left", "window_size_right")
+    return any(value not in UNLIMITED if name in windows else value is not None for name, value in others.items())
+
+
+# By operator of aten. The last one is there from torch 2.12 on.
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": scaled_dot_product_forward,
+    "_scaled_dot_product_flash_attention_backward": scaled_dot_product_backward,
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_backward": flash_backward,
+    "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
+}
+
+register_flash_attention_impl(NAME, register_fn=override)

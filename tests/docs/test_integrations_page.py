@@ -1,0 +1,68 @@
+"""docs/integrations.md: its scripts run as they stand on a card. Elsewhere the same text runs on smaller tensors on the
+CPU, and `attention` is told to execute the kernel as on an H200."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
+
+import gluon_attn
+from gluon_attn import flash, reference_attention
+from gluon_attn.device import Device
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SUPPORTS, SDPA, BY_HAND, FLASH = SCRIPTS
+LONGEST, FEWER = 130, 2
+
+
+def check(script: str) -> None:
+    """Runs it, and holds what it leaves behind against float64."""
+    names: dict[str, Any] = {}
+    exec(script, names)
+    layout = "bshd" if script == FLASH else "bhsd"
+    q, k, v = (names.get(name, names["q"]).detach().double().cpu().requires_grad_() for name in "qkv")
+    want, want_lse = reference_attention(q, k, v, causal=script != BY_HAND, layout=layout)
+    assert (names["out"].cpu() - want).abs().max() < 0.03
+    if script == FLASH:
+        assert (names["lse"].cpu() - want_lse).abs().max() < 1e-3
+    if script == SDPA:
+        grads = torch.autograd.grad(want.sum(), (q, k, v))
+        for name, grad in zip("qkv", grads, strict=True):
+            assert (names[name].grad.cpu() - grad).abs().max() < 0.05
+    assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_has_about_ten_lines(script):
+    assert len(script.splitlines()) <= 11
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_under_the_stand_in(script, monkeypatch, capsys):
+    randn = torch.randn
+
+    def smaller(*shape: int, device: str, **options: Any) -> Tensor:
+        assert device == "cuda"
+        batch, *middle, head_dim = (min(n, LONGEST) if n > 100 else n for n in shape)
+        middle = [n // FEWER if n < 100 else n for n in middle]
+        return randn(batch, *middle, head_dim, **options)
+
+    monkeypatch.setattr(torch, "randn", smaller)
+    for module, name in ((gluon_attn, "attention"), (gluon_attn, "supports"), (flash, "attention")):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), device=Device.hopper()))
+    check(script)
+    printed = capsys.readouterr().out
+    shown = re.findall(r"print\(.*\)  # (.*?)\.\.\.$", script, re.MULTILINE)
+    assert [printed.startswith(line) for line in shown] == ([True] if script == SUPPORTS else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_on_a_card(script):
+    check(script)

@@ -1,0 +1,341 @@
+"""The overrides of torch's flash operators, on the CPU: stand-ins for them are overridden, ours run on gluon_cpu."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import Library, get_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from gluon_attn import attention, reference_attention, torch_sdpa
+from gluon_attn.device import Device
+from gluon_attn.gradients import attention_backward
+from gluon_attn.testing import check, check_gradients
+
+HOPPER = Device.hopper()
+FLASH = torch.ops.aten._flash_attention_forward
+INPLACE = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)  # from torch 2.12 on
+SDPA = torch.ops.aten._scaled_dot_product_flash_attention
+SDPA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
+RNG = (torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64))
+
+
+def q_of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape or (1, 2, 40, 64), generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+class Originals:
+    """Stand-ins for torch's own kernels, which say what they were called with and return what tells them from ours."""
+
+    def __init__(self, key: str) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.library = Library("aten", "IMPL", key)
+        for name in filter(partial(hasattr, torch.ops.aten), torch_sdpa.REPLACEMENTS):
+            self.library.impl(name, self.stand_in(name))
+
+    def stand_in(self, name: str) -> Any:
+        def original(*args: Any, **kw: Any) -> Any:
+            self.calls.append((name, args, kw))
+            query = args[1] if "backward" in name or "inplace" in name else args[0]
+            o, lse = torch.full_like(query, 7), torch.full(query.shape[:3], 7.0)
+            if "backward" in name:
+                return tuple(torch.full_like(t, 7) for t in args[1:4])
+            if "inplace" in name:
+                return lse
+            if "scaled" in name:
+                return o, lse, None, None, query.shape[2], args[1].shape[2], *RNG, torch.empty(0)
+            return o, lse, *RNG, torch.empty(0)
+
+        return original
+
+
+@pytest.fixture
+def originals() -> Iterator[Originals]:
+    stand_ins = Originals("CPU")
+    yield stand_ins
+    stand_ins.library._destroy()
+
+
+@pytest.fixture
+def calls(originals) -> Iterator[list[Any]]:
+    """Those that went to torch's own kernels, while ours are in their place."""
+    handle = torch_sdpa.override("CPU", HOPPER)
+    yield originals.calls
+    handle.remove()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 40])
+def test_forward_and_backward(causal, head_dim, calls):
+    """GQA too; in autograd, which gives the backward operator what the forward one returned."""
+    q, k, v = (q_of(1, h, 40, head_dim).requires_grad_() for h in (2, 1, 1))
+    out, lse, *others = SDPA(q, k, v, is_causal=causal, scale=0.1)
+    check(q.detach(), k.detach(), v.detach(), out.detach(), lse.detach(), causal=causal, scale=0.1)
+    assert others[:4] == [None, None, 40, 40]
+    assert [(t.shape, t.dtype) for t in others[4:]] == [
+        ((2,), torch.uint64),
+        ((), torch.uint64),
+        ((0,), torch.bfloat16),
+    ]
+    dout = q_of(2, 1, 40, head_dim).reshape(q.shape)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    check_gradients(q, k, v, dout, grads, causal=causal, scale=0.1)
+    assert calls == []
+
+
+def test_strides_are_what_torch_expects(calls):
+    """Of the operator on the meta device, which is what a compiled graph is planned with."""
+    packed = q_of(1, 24, 3, 2, 64)
+    q, k, v = (packed[:, :, i].transpose(1, 2).requires_grad_() for i in range(3))
+    out = SDPA(q, k, v)[0]
+    on_meta = SDPA(*(t.detach().to("meta").as_strided(t.shape, t.stride()) for t in (q, k, v)))[0]
+    assert (out.shape, out.stride()) == (on_meta.shape, on_meta.stride())
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [t.stride() for t in grads] == [torch.empty_like(t).stride() for t in (q, k, v)]
+    assert calls == []
+
+
+def test_the_operators_below(calls):
+    """(B, S, H, D), one of them with O's memory given."""
+    q, k, v = (q_of(1, n, 2, 64) for n in (24, 40, 40))
+    dense = (None, None, 24, 40, 0.0, False, False)
+    out, lse, *others = FLASH(q, k, v, *dense, window_size_left=-1)
+    check(q, k, v, out, lse, layout="bshd")
+    assert [tuple(t.shape) for t in others] == [(2,), (), (0,)]
+    if INPLACE:
+        given = torch.full_like(out, float("nan"))
+        assert torch.equal(INPLACE(given, q, k, v, *dense), lse)
+        assert torch.equal(given, out)
+    dout = torch.ones_like(q).mT.contiguous().mT  # strides that TMA does not take
+    # As saved tensors may come back too, by way of a hook.
+    for o, of_rows in ((out, lse), (out.mT.contiguous().mT, lse.mT.contiguous().mT)):
+        grads = FLASH_BACKWARD(dout, q, k, v, o, of_rows, None, None, 24, 40, 0.0, False, *RNG)
+        check_gradients(q, k, v, dout, grads, layout="bshd")
+    assert calls == []
+
+
+def test_deterministic_as_torch_is_told(calls, monkeypatch):
+    told: list[bool] = []
+
+    def spy(*tensors: Any, **options: Any) -> Any:
+        told.append(torch.are_deterministic_algorithms_enabled())
+        assert options.get("deterministic") is None  # as torch says
+        return attention_backward(*tensors, **options)
+
+    monkeypatch.setattr(torch_sdpa, "attention_backward", spy)
+    q = q_of().requires_grad_()
+    try:
+        torch.use_deterministic_algorithms(True)
+        grads = [torch.autograd.grad(SDPA(q, q, q)[0].sum(), q)[0] for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*grads)
+    assert told == [True, True]
+    assert calls == []
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic, calls):
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SDPA(q * 2, k, v, is_causal=True)[0] * 3
+
+    inputs = [q_of(1, h, 40, 64).requires_grad_() for h in (2, 1, 1)]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    outs = [fn(*inputs) for fn in (compiled, model)]
+    assert torch.equal(*outs)
+    for one, other in zip(*(torch.autograd.grad(out.sum(), inputs) for out in outs), strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+    assert calls == []
+
+
+Q, K, B = q_of(), q_of(1, 2, 24, 64), q_of(1, 40, 2, 64)
+SEQUENCES = torch.tensor([0, 40], dtype=torch.int32)
+PACKED = (SEQUENCES, SEQUENCES, 40, 40, 0.0, False, False)
+DENSE = (None, None, 40, 40, 0.0, False, False)
+LSE = torch.zeros(1, 2, 40)
+NOT_OURS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "dropout": (SDPA, (Q, Q, Q, 0.5), {}),
+    "debug mask": (SDPA, (Q, Q, Q, 0.0, False, True), {}),
+    "causal, more queries": (SDPA, (Q, K, K, 0.0, True), {}),
+    "causal, more keys": (SDPA, (K, Q, Q, 0.0, True), {"scale": 0.5}),
+    "fp32": (SDPA, (Q.float(),) * 3, {}),
+    "head dim": (SDPA, (Q[..., :36],) * 3, {}),
+    "strides": (SDPA, (Q, Q, Q.mT.contiguous().mT), {}),
+    "scale": (SDPA, (Q, Q, Q), {"scale": -1.0}),
+    "no keys": (SDPA, (Q, Q[:, :, :0], Q[:, :, :0]), {}),
+    "no queries": (SDPA, (Q[:, :, :0], Q, Q), {}),
+    "dropout, backward": (SDPA_BACKWARD, (Q, Q, Q, Q, Q, LSE, None, None, 40, 40, 0.5, False, *RNG), {}),
+    "causal, backward": (SDPA_BACKWARD, (Q, Q, K, K, Q, LSE, None, None, 40, 24, 0.0, True, *RNG), {}),
+    "fp32, backward": (SDPA_BACKWARD, (*(Q.float(),) * 5, LSE, None, None, 40, 40, 0.0, False, *RNG), {"scale": 0.5}),
+    "LSE's shape": (SDPA_BACKWARD, (Q, Q, Q, Q, Q, LSE[..., None], None, None, 40, 40, 0.0, False, *RNG), {}),
+    "packed": (FLASH, (B[0], B[0], B[0], *PACKED), {}),
+    "window": (FLASH, (B, B, B, *DENSE), {"window_size_left": 8, "window_size_right": 0}),
+    "slopes": (FLASH, (B, B, B, *DENSE), {"alibi_slopes": torch.zeros(2)}),
+    "lengths": (FLASH, (B, B, B, *DENSE), {"seqused_k": torch.tensor([8], dtype=torch.int32)}),
+    "packed, in place": (INPLACE, (B[0], B[0], B[0], B[0], *PACKED), {}),
+    "out that is q": (INPLACE, (B, B, B, B, *DENSE), {}),
+    "packed, backward": (
+        FLASH_BACKWARD,
+        (B[0], B[0], B[0], B[0], B[0], LSE[0], SEQUENCES, SEQUENCES, 40, 40, 0.0, False, *RNG),
+        {},
+    ),
+    "window, backward": (
+        FLASH_BACKWARD,
+        (B, B, B, B, B, LSE, None, None, 40, 40, 0.0, False, *RNG),
+        {"scale": 0.5, "window_size_left": 8},
+    ),
+}
+
+
+def flat(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+@pytest.mark.parametrize("name", [name for name, (op, *_) in NOT_OURS.items() if op])
+def test_all_else_goes_to_torchs_own(name, originals):
+    """With all of its arguments, and what comes back is what it returns."""
+    op, args, kw = NOT_OURS[name]
+    want = flat(op(*args, **kw))
+    handle = torch_sdpa.override("CPU", HOPPER)
+    try:
+        got = flat(op(*args, **kw))
+    finally:
+        handle.remove()
+    (_, *direct), (_, *through) = originals.calls
+    for one, other in zip(direct, through, strict=True):
+        pairs = (one.items(), other.items()) if isinstance(one, dict) else (enumerate(one), enumerate(other))
+        plain, handed_on = ({n: x for n, x in some if x is not None and x is not False} for some in pairs)
+        assert plain.keys() == handed_on.keys()
+        assert all(x is handed_on[n] if isinstance(x, Tensor) else x == handed_on[n] for n, x in plain.items())
+    for one, other in zip(want, got, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_on_blackwell_the_gradients_are_torchs(originals):
+    handle = torch_sdpa.override("CPU", Device.blackwell())
+    q = q_of().requires_grad_()
+    try:
+        out = SDPA(q, q, q)[0]
+        out.sum().backward()
+    finally:
+        handle.remove()
+    assert [name for name, *_ in originals.calls] == ["_scaled_dot_product_flash_attention_backward"]
+    assert torch.equal(out, attention(q.detach(), q.detach(), q.detach(), device=Device.blackwell()))  # type: ignore[arg-type]
+
+
+def test_afterwards_all_is_as_before(originals):
+    q = q_of()
+    for _ in range(2):
+        torch_sdpa.override("CPU", HOPPER).remove()
+        assert (SDPA(q, q, q)[0] == 7).all()
+    assert len(originals.calls) == 2
+    originals.library._destroy()
+    with pytest.raises(NotImplementedError):
+        SDPA(q, q, q)
+
+
+def test_hooks_are_not_imported_unasked():
+    """With all that they import, and register."""
+    program = "import sys, gluon_attn; sys.exit(bool({'gluon_attn.torch_sdpa', 'gluon_attn.flash'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_registered_and_not_active():
+    assert torch_sdpa.NAME in list_flash_attention_impls()
+    assert current_flash_attention_impl() is None
+
+
+def test_without_cuda_nothing_changes():
+    """A program that turns it on runs on such a machine too."""
+    if torch.version.cuda:
+        pytest.skip("this torch is built with CUDA")
+    q = q_of()
+    want = F.scaled_dot_product_attention(q, q, q)
+    try:
+        activate_flash_attention_impl(torch_sdpa.NAME)
+        assert current_flash_attention_impl() == torch_sdpa.NAME
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(SDPA.default.name(), "CUDA")
+    finally:
+        restore_flash_attention_impl()
+    with torch_sdpa.enabled():
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
+
+
+def test_activated_it_overrides_those_of_cuda():
+    """Stand-ins for CUDA's kernels, where there are none; called past the dispatcher, as no tensor here is CUDA's."""
+    if torch.version.cuda:
+        pytest.skip("this torch is built with CUDA")
+    stand_ins = Originals("CUDA")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    asked: list[Any] = []
+    q = q_of()
+
+    def not_today(*_: Any, **__: Any) -> str:
+        asked.append(1)
+        return "not today"
+
+    def kernel() -> Any:
+        return get_kernel(SDPA.default, "CUDA").call_boxed(keys, q, q, q)[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_sdpa, "supports", not_today)
+        try:
+            activate_flash_attention_impl(torch_sdpa.NAME)
+            assert (kernel() == 7).all()
+            assert (len(asked), len(stand_ins.calls)) == (1, 1)
+            restore_flash_attention_impl()
+            assert (kernel() == 7).all()
+            assert (len(asked), len(stand_ins.calls)) == (1, 2)
+            with torch_sdpa.enabled():
+                kernel()
+            assert (len(asked), len(stand_ins.calls)) == (2, 3)
+            kernel()
+            assert (len(asked), len(stand_ins.calls)) == (2, 4)
+        finally:
+            restore_flash_attention_impl(_raise_warn=False)
+            stand_ins.library._destroy()
+
+
+def test_the_flash_operators_come_first_within():
+    def order() -> list[SDPBackend]:
+        return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+
+    flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+    before, backends = torch._C._get_sdp_priority_order(), order()
+    with torch_sdpa.enabled():
+        assert order() == [flash, *(b for b in backends if b not in (flash, SDPBackend.OVERRIDEABLE))]
+    assert order() == backends
+    with sdpa_kernel([math, SDPBackend.CUDNN_ATTENTION, flash], set_priority=True), torch_sdpa.enabled():
+        assert order() == [flash, math, SDPBackend.CUDNN_ATTENTION]
+    assert order() == backends
+    with sdpa_kernel([SDPBackend.MATH]), torch_sdpa.enabled():
+        assert order() == [flash, math]
+    assert order() == backends
+    with pytest.raises(KeyError), torch_sdpa.enabled():
+        raise KeyError
+    assert order() == backends
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_the_stand_ins_are_not_ours():
+    """Else the tests above would say nothing."""
+    q = q_of()
+    want, want_lse = reference_attention(q.double(), q.double(), q.double())
+    assert (want - 7).abs().min() > 1
+    assert (want_lse - 7).abs().max() > 1

@@ -1,0 +1,284 @@
+"""torch's SDPA with our kernels and without, on the card; each case in a process of its own, as what it turns on is on
+for a whole process."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import attention as torch_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from gluon_attn import torch_sdpa
+from gluon_attn.testing import check, check_gradients
+from tests.gpu.checks import Apart, outcomes_of
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def qkv(head_dim: int = 128, q_len: int = 1000, kv_len: int | None = None, kv_heads: int = 4) -> list[Tensor]:
+    keys = (2, kv_heads, kv_len or q_len, head_dim)
+    return tensors((2, 4, q_len, head_dim), keys, keys)
+
+
+@contextlib.contextmanager
+def ours(calls: int) -> Iterator[None]:
+    """With our kernels, which must compute just so many calls, forward and backward together."""
+    made: list[str] = []
+
+    def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kw: Any) -> Any:
+            made.append(fn.__name__)
+            return fn(*args, **kw)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch, torch_sdpa.enabled():
+        for name in ("attention", "attention_backward"):
+            patch.setattr(torch_sdpa, name, counted(getattr(torch_sdpa, name)))
+        yield
+    assert len(made) == calls, f"expected {calls} calls of ours, got {made}"
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    loss = model(x).float().square().mean()
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def check_call(head_dim: int, causal: bool, kv_heads: int = 4, q_len: int = 1000, kv_len: int | None = None) -> None:
+    q, k, v = inputs = qkv(head_dim, q_len, kv_len, kv_heads)
+    options: dict[str, Any] = {"is_causal": causal, "enable_gqa": kv_heads != 4}
+    with ours(2):
+        out = F.scaled_dot_product_attention(q, k, v, **options)
+        dout = torch.randn_like(out)
+        grads = torch.autograd.grad(out, inputs, dout)
+    check(q.detach(), k.detach(), v.detach(), out.detach(), None, causal=causal)
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, grads, causal=causal)
+
+
+def check_first_call() -> None:
+    """Of the process: at that, torch orders its backends."""
+    q, k, v = (t.detach() for t in qkv())
+    with ours(1):
+        F.scaled_dot_product_attention(q, k, v)
+
+
+def check_order_afterwards() -> None:
+    q, k, v = (t.detach() for t in qkv())
+    before = torch._fused_sdp_choice(q, k, v)
+    want = F.scaled_dot_product_attention(q, k, v)
+    with ours(1):
+        assert torch._fused_sdp_choice(q, k, v) == SDPBackend.FLASH_ATTENTION.value
+        F.scaled_dot_product_attention(q, k, v)
+    assert torch._fused_sdp_choice(q, k, v) == before
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v), want)
+
+
+def check_activated() -> None:
+    """By torch's own switch, with the order of backends set by hand; the inputs as users have them."""
+    q, k, v = (t.detach() for t in qkv())
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        want = F.scaled_dot_product_attention(q, k, v)
+        torch_attention.activate_flash_attention_impl("GLUON")
+        assert torch_attention.current_flash_attention_impl() == "GLUON"
+        got = F.scaled_dot_product_attention(q, k, v)
+        assert not torch.equal(got, want)  # another kernel
+        check(q, k, v, got, None)
+        torch_attention.restore_flash_attention_impl()
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v), want)
+
+
+def check_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    q, k, v = inputs = qkv()
+    dout = torch.randn_like(q)
+    with ours(4):
+        outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(2)]
+        runs = [torch.autograd.grad(out, inputs, dout) for out in outs]
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, runs[0], causal=True)
+
+
+def check_module(module: nn.Module, calls: int) -> None:
+    """A step of training, as near to the one in fp32 as torch's own in bf16 is, twice over."""
+    module = module.cuda().train()
+    x = tensors((4, 300, 256))[0].detach()
+    half = copy.deepcopy(module).bfloat16()
+    with sdpa_kernel(SDPBackend.MATH):
+        _, want = step(module, x.float())
+    _, plain = step(half, x)
+    with ours(calls):
+        _, got = step(half, x)
+    for name, w, p, g in zip(dict(module.named_parameters()), want, plain, got, strict=True):
+        error, budget = (g.float() - w).norm(), 2 * (p.float() - w).norm()
+        assert error <= budget + 1e-6, f"{name}: off by {error:.3e}, budget {budget:.3e}"
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(256, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+def check_compiled() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True) * 3
+
+    inputs = qkv()
+    with ours(4):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        outs = [fn(*inputs) for fn in (compiled, model)]
+        grads = [torch.autograd.grad(out.sum(), inputs) for out in outs]
+    assert torch.equal(*outs)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+
+
+def check_graph() -> None:
+    """Captured once, replayed with other numbers."""
+    q, k, v = (t.detach() for t in qkv())
+    with ours(3):
+        for _ in range(2):
+            F.scaled_dot_product_attention(q, k, v)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = F.scaled_dot_product_attention(q, k, v)
+    q.normal_()
+    graph.replay()
+    check(q, k, v, out, None)
+
+
+def plain_call(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[], Any]:
+    def call() -> Tensor:
+        q, k, v = tensors(*shapes, dtype=dtype)
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    return call
+
+
+def masked() -> Tensor:
+    q, k, v = qkv()
+    mask = torch.ones(1000, 1000, dtype=torch.bool, device="cuda").tril(3)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def lower_right() -> Tensor:
+    q, k, v = qkv(q_len=300, kv_len=500)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(300, 500))
+
+
+def windowed() -> Tensor:
+    q, k, v = tensors(*((2, 300, 4, 64),) * 3)
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, 300, 300, 0.0, False, False, window_size_left=32, window_size_right=0
+    )[0]
+
+
+def packed() -> Tensor:
+    q, k, v = tensors(*((500, 4, 64),) * 3)
+    starts = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
+    return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, 300, 300, 0.0, True, False)[0]
+
+
+def nested() -> Tensor:
+    [x] = tensors((500, 4, 64))
+    lengths = torch.tensor([0, 200, 500], device="cuda")
+    q = torch.nested.nested_tensor_from_jagged(x, lengths).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).values()
+
+
+Q = ((2, 4, 500, 64),) * 3
+FALLS_THROUGH: dict[str, Callable[[], Any]] = {
+    "dropout": plain_call(*Q, dropout_p=0.3),
+    "fp32": plain_call(*Q, dtype=torch.float32),
+    "causal, unequal lengths": plain_call((2, 4, 300, 64), *Q[1:], is_causal=True),
+    "attn_mask": masked,
+    "causal_lower_right": lower_right,
+    "a window": windowed,
+    "packed": packed,
+    "nested": nested,
+}
+
+
+def check_falls_through(name: str) -> None:
+    """With the same bits, forward and backward: the backend that is chosen is the same, and its gradients are in a
+    fixed order."""
+    torch.use_deterministic_algorithms(True)
+    results = []
+    for switch in (contextlib.nullcontext(), ours(0)):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), switch:
+            torch.manual_seed(1)
+            out = FALLS_THROUGH[name]()
+            torch.manual_seed(2)
+            results.append([out.detach(), *gradients_of_inputs(out)])
+    off, on = results
+    assert len(off) > 1
+    assert all(torch.equal(one, other) for one, other in zip(off, on, strict=True))
+
+
+def gradients_of_inputs(out: Tensor) -> list[Tensor]:
+    """Of the leaves that `out` was computed from."""
+    leaves: list[Tensor] = []
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [parent for parent, _ in node.next_functions]
+    return list(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "D=128": lambda: check_call(128, causal=False),
+    "D=128, causal": lambda: check_call(128, causal=True),
+    "D=64, causal, GQA": lambda: check_call(64, causal=True, kv_heads=2),
+    "D=256, causal": lambda: check_call(256, causal=True),
+    "D=100, which torch pads": lambda: check_call(100, causal=True),
+    "unequal lengths": lambda: check_call(128, causal=False, q_len=300, kv_len=700),
+    "first call": check_first_call,
+    "order afterwards": check_order_afterwards,
+    "activated": check_activated,
+    "deterministic": check_deterministic,
+    "MultiheadAttention": lambda: check_module(SelfAttention(), 2),
+    "TransformerEncoderLayer": lambda: check_module(
+        nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True), 2
+    ),
+    "compiled": check_compiled,
+    "CUDA graph": check_graph,
+    **{f"falls through: {name}": partial(check_falls_through, name) for name in FALLS_THROUGH},
+}
+
+
+def run(name: str) -> None:
+    CASES[name]()
+
+
+APART = Apart(function="tests.gpu.test_torch_sdpa:run", item_seconds=240, processes=4)
+
+
+@pytest.fixture(scope="module")
+def outcome(request):
+    yield from outcomes_of(APART, request)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sdpa(name, outcome):
+    outcome(name).settle()
