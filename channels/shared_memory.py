@@ -2,7 +2,7 @@
 
 from .arrivals import commit_arrivals, filled_arrivals, freed_arrivals, handover_arrivals
 from .barriers import close_barriers, init_barriers
-from .compat import aggregate, blackwell, constexpr_function, fence_async_shared, gl, jit, mbarrier
+from .compat import aggregate, blackwell, constexpr_function, fence_async_shared, gl, jit, mbarrier, reinterpret
 from .ring import Ring, ring_start
 
 
@@ -185,7 +185,7 @@ class Slot:
 
         Two kinds of tile can so alternate in one ring, as long as a CTA's share of each is equally large.
         """
-        return self.part(part).reinterpret(desc.dtype, desc.block_shape, desc.layout)
+        return reinterpret(self.part(part), desc.dtype, desc.block_shape, desc.layout)
 
     @jit
     def publish(self):

@@ -139,7 +139,7 @@ def attention(
         TypeError, ValueError: an argument is not as above; the message says which, what was expected and what to do.
         NotImplementedError: a feature that is not supported, by its name.
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernel.
-        RuntimeError: no Hopper or Blackwell card, or another version of Triton than 3.9.
+        RuntimeError: no Hopper or Blackwell card; or a version of Triton without kernels for it (docs/install.md).
     """
     check_options(return_lse, deterministic, unsupported)
     compiling = is_compiling()
@@ -410,6 +410,7 @@ def plan_of(
                 f"device: expected one of compute capability {own.capability}, as {own.name}, where q is, got "
                 f"{device.name} {device.capability}; leave it out, or move q, k and v to the CPU to execute it there"
             )
+    check_triton_version(chosen.arch, on_cpu=q.device.type == "cpu")
     require_supported(problem, chosen)
     require_ctas(num_ctas, chosen)
     if config is not None:

@@ -287,7 +287,7 @@ def run_without_a_card(schedules: int, kernels: bool) -> str | None:
     """Execute attention on the CPU and look for races; compile kernels and print what they take. On all cores.
 
     Returns what was wrong, or None."""
-    check_triton_version()
+    check_triton_version(on_cpu=True)
     start = time.monotonic()
     to_describe = listed() if kernels else []
     say("No Hopper or Blackwell card is used: kernels are executed on the CPU, role by role, and watched for races.")
@@ -361,7 +361,7 @@ def run_prefill(device: Device, kernels: bool) -> str | None:
     Returns what was wrong, or None."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    check_triton_version()
+    check_triton_version(device.arch)
     p = PREFILL
     say(f"{device.name}: Llama-3-8B prefill, {p.heads} query heads, {p.kv_heads} KV heads, D={p.head_dim}, S={p.q_len}")
     say("Compiling the kernel, unless it is in Triton's cache, and comparing with float64: some seconds")

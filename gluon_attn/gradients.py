@@ -10,6 +10,7 @@ from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .device import Device
 from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, Problem, in_bhsd
+from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 
 ARCHS = (90,)  # for which there are backward kernels
@@ -121,6 +122,7 @@ def prepare(
     if problem.is_empty:
         return None
     chosen = Device.of(q.device) if device is None else device
+    check_triton_version(chosen.arch, on_cpu=q.device.type == "cpu")
     plan = BackwardPlan.of(problem, pick_config(problem), chosen, deterministic=deterministic)
     if q.device.type == "cpu":
         from .cpu import backward_on_cpu

@@ -13,6 +13,7 @@ import os
 # Before numpy loads: the products here are small, and handing them to threads costs fifty times their time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from . import triton_version as triton_version  # first, as another release has not all names that are imported here
 from .asm import register_asm
 from .context import CheckResult, NothingChecked, check, machine, running
 from .findings import (

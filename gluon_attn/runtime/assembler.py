@@ -1,11 +1,11 @@
 """The assembler (ptxas): which one our kernels get, whether it did well, and what it made of them.
 
 Hopper's kernels overlap a product with the softmax of another block, so they need products that run asynchronously.
-An assembler older than the one that Triton 3.9 ships (13.4) gives up on that in many of them: it waits after each
-instruction of a product (*serialises* it), and the kernel runs at half the speed, with the same numbers. People point
-Triton at an older one, by TRITON_PTXAS_BLACKWELL_PATH or `triton.knobs.nvidia.ptxas_blackwell`, for reasons of their
-other kernels. So ours are assembled with the newer of the two, theirs as they say. There is no switch that gives ours
-an older one.
+An assembler of CUDA 12 gives up on that in many of them: it waits after each instruction of a product (*serialises*
+it), and the kernel runs at half the speed, with the same numbers. Triton ships two assemblers, of CUDA 12.9 and 13, and
+3.8 takes the older one for Hopper. People also point Triton at an older one, by an environment variable or a knob, for
+reasons of their other kernels. So ours are assembled with the newest of those that Triton ships and of the one that it
+is configured with, theirs as they say. There is no switch that gives ours an older one.
 """
 
 import contextlib
@@ -18,10 +18,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from .compat import CompiledKernel, knobs, nvidia_compiler
+from .compat import MINOR, CompiledKernel, knobs, nvidia_compiler, triton
 
-KNOB = "ptxas_blackwell"  # what Triton assembles for Hopper with too, whatever its name says
-VARIABLE = "TRITON_PTXAS_BLACKWELL_PATH"
+# What Triton assembles for Hopper with, and in releases that compile for Blackwell, for that too.
+KNOB = MINOR.hopper_assembler
+SHIPPED = ("ptxas", "ptxas_blackwell")
+VARIABLE = f"TRITON_{KNOB.upper()}_PATH"
 HOPPER_PRODUCT, HOPPER_WAIT = r"\b[HQ]GMMA\.", r"\bWARPGROUP\.DEPBAR\b"
 
 _choosing = threading.RLock()
@@ -29,7 +31,7 @@ _choosing = threading.RLock()
 
 @contextlib.contextmanager
 def newest_assembler() -> Iterator[None]:
-    """Within, Triton assembles with the newer of the assembler that it ships and the one that it is configured with.
+    """Within, Triton assembles with the newest of the assemblers that it ships and the one that it is configured with.
 
     Nothing is changed where that is the same one already. Otherwise it holds for the whole process, so that what
     another thread compiles meanwhile is assembled with it too; what another thread sets of Triton's knobs for NVIDIA
@@ -50,9 +52,9 @@ def newest_assembler() -> Iterator[None]:
 
 
 def shipped_assembler() -> Any:
-    """Triton's own: `path` and `version`, as "13.4". None where a build of Triton comes without."""
-    knob = knobs.nvidia.knob_descriptors[KNOB]
-    return knobs.NvidiaTool.from_path(knob.default_path)
+    """Triton's own, the newest: `path` and `version`, as "13.4". None where a build of Triton comes without."""
+    paths = [knobs.nvidia.knob_descriptors[name].default_path for name in SHIPPED]
+    return max(filter(None, map(knobs.NvidiaTool.from_path, paths)), key=release, default=None)
 
 
 def release(tool: Any) -> tuple[int, ...]:
@@ -80,8 +82,8 @@ def assembler_version() -> str:
 def warn_if_serialised(kernel: CompiledKernel) -> None:
     """Warn, once in a process for each assembler, if it has serialised the products of a kernel for Hopper.
 
-    What Triton's own assembler makes is known from tests, and is not looked at. What another one made is disassembled,
-    half a second. Of kernels that a checker instruments nobody wants to hear that they are slow.
+    What Triton's own newest assembler makes is known from tests, and is not looked at. What another one made is
+    disassembled, half a second. Of kernels that a checker instruments nobody wants to hear that they are slow.
     """
     if kernel.metadata.target.arch != 90 or knobs.compilation.instrumentation_mode:
         return
@@ -108,9 +110,9 @@ def is_serialised(sass: str) -> bool:
 def warn_once(path: str, version: str) -> None:
     warnings.warn(
         f"gluon-attn: the assembler {path} (release {version}) has serialised the matrix products of an attention "
-        "kernel, which then runs at about half its speed; its results are right. Expected the assembler that Triton "
-        f"3.9 ships, of CUDA 13.4, or one that does as well. Unset {VARIABLE}, or reinstall Triton from its wheel "
-        "(pip install --force-reinstall --no-deps 'triton>=3.9,<3.10').",
+        "kernel, which then runs at about half its speed; its results are right. Expected the assembler of CUDA 13 "
+        f"that Triton's wheel brings, or one that does as well. Unset {VARIABLE}, or reinstall Triton from its wheel "
+        f"(pip install --force-reinstall --no-deps triton=={triton.__version__.partition('+')[0]}).",
         RuntimeWarning,
         stacklevel=5,  # who called attention()
     )

@@ -8,8 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.compiler import CompiledKernel
 from triton.compiler.compiler import make_backend
-from triton.experimental.gluon import GluonASTSource
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     add2,
@@ -25,13 +24,16 @@ from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-from channels.compat import aggregate, constexpr_function, gl, jit
+from channels.compat import MINOR, MINORS, Minor, aggregate, builtin, constexpr_function, gl, jit, minor_of, reinterpret
 
 __all__ = [
+    "MINOR",
+    "MINORS",
     "TMA_DTYPE_DEVICE_TO_HOST",
     "CompiledKernel",
     "GPUTarget",
     "GluonASTSource",
+    "Minor",
     "PropagateNan",
     "TensorDescriptor",
     "TensorMemoryLayout",
@@ -49,8 +51,10 @@ __all__ = [
     "jit",
     "knobs",
     "make_backend",
+    "minor_of",
     "mul2",
     "nvidia_compiler",
+    "reinterpret",
     "tcgen05_mma",
     "tensor_memory_descriptor",
     "tma_descriptor",

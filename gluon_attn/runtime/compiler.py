@@ -3,16 +3,29 @@
 from typing import Any
 
 from .assembler import newest_assembler, warn_if_serialised
-from .compat import CompiledKernel, GluonASTSource, GPUTarget, ir, knobs, make_backend, triton
+from .compat import MINORS, CompiledKernel, GluonASTSource, GPUTarget, ir, knobs, make_backend, minor_of, triton
 
 
-def check_triton_version() -> None:
-    """RuntimeError unless Triton is 3.9: Gluon changes with every minor release."""
-    if triton.__version__.split(".")[:2] != ["3", "9"]:
-        raise RuntimeError(
-            f"triton: expected version 3.9, got {triton.__version__}; install it with pip install 'triton>=3.9,<3.10' "
-            "(add --no-deps beside a torch that pins another)"
-        )
+def check_triton_version(arch: int | None = None, *, on_cpu: bool = False) -> None:
+    """RuntimeError unless this minor release of Triton is supported, as Gluon changes with each; and for what is asked.
+
+    arch: that kernels are compiled for. on_cpu: that they are executed by gluon_cpu.
+    """
+    minor = MINORS.get(minor_of(triton.__version__))
+    if minor is None:
+        expected, why = list(MINORS), ""
+    elif on_cpu and not minor.gluon_cpu:
+        expected, why = [n for n, m in MINORS.items() if m.gluon_cpu], " to execute kernels on the CPU"
+    elif arch is not None and arch not in minor.archs:
+        expected, why = [n for n, m in MINORS.items() if arch in m.archs], f" for kernels for sm_{arch}a"
+    else:
+        return
+    major, _, newest = expected[-1].partition(".")
+    raise RuntimeError(
+        f"triton: expected version {' or '.join(expected)}{why}, got {triton.__version__}; install it with "
+        f"pip install 'triton>={expected[-1]},<{major}.{int(newest) + 1}' (add --no-deps beside a torch that pins "
+        "another)"
+    )
 
 
 def compile_gluon(
@@ -82,4 +95,5 @@ def options_of(num_warps: int, num_ctas: int, starts_early: bool) -> dict[str, A
 
 
 def target_of(arch: int) -> Any:
+    check_triton_version(arch)
     return GPUTarget("cuda", arch, 32)

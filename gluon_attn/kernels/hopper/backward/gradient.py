@@ -12,7 +12,15 @@ of P and dS, which both go through shared memory.
 """
 
 from channels import SharedMemoryConsumer, SharedMemoryProducer, Slot, tma
-from gluon_attn.runtime.compat import aggregate, fence_async_shared, gl, jit, warpgroup_mma, warpgroup_mma_wait
+from gluon_attn.runtime.compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    jit,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ...common.sequence import key_coords
 from ..inline_asm import wait_apart
@@ -157,7 +165,7 @@ def in_step(tile, step):
     """A tile [KEYS, D] as it is in each step, of fewer than 2^30. The compiler does not know that it stays where it is:
     else it would compute all descriptors of its products before the loop, for which there are no registers."""
     ONE: gl.constexpr = [1] + tile.shape
-    return tile.reinterpret(tile.dtype, ONE, tile.layout).index(step >> 30)
+    return reinterpret(tile, tile.dtype, ONE, tile.layout).index(step >> 30)
 
 
 @jit
@@ -187,8 +195,8 @@ def store_grads(dk, dv, ends, wires, operands, keys):
     ONE: gl.constexpr = [1] + desc.block_shape
     coords = key_coords(keys, keys.kv_head, keys.first)
     if wires.CONFIG.ds_stages:
-        store_staged(dv, operands.dv, coords, wires.ds.reinterpret(desc.dtype, ONE, desc.layout).index(0))
-    tile = ends.dqs.borrow().part(0).reinterpret(desc.dtype, ONE, desc.layout).index(0)
+        store_staged(dv, operands.dv, coords, reinterpret(wires.ds, desc.dtype, ONE, desc.layout).index(0))
+    tile = reinterpret(ends.dqs.borrow().part(0), desc.dtype, ONE, desc.layout).index(0)
     if not wires.CONFIG.ds_stages:
         store_staged(dv, operands.dv, coords, tile)
         tma.wait_stores_read()
