@@ -29,6 +29,9 @@ PIP := $(PY) -m pip -q --disable-pip-version-check
 TEST_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
 BENCH_READY := $(VENV)/.ready-bench
+# The other minor release of Triton that is supported, in a folder that a test puts in front of the one in .venv.
+OTHER_TRITON := 3.8
+OTHER_TRITON_READY := .triton-$(OTHER_TRITON)/.ready
 # A process for each core, and each file's tests in one of them, as they share what is compiled. One process if there is
 # a card, which they would share.
 PARALLEL := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),,-n auto --dist loadfile)
@@ -53,7 +56,7 @@ run: $(TEST_READY) ## Run attention here and now and print what it saw
 test: $(TEST_READY) ## Run the tests but for the slow ones; without a Hopper card those that need one are skipped, with the reason
 	@$(PY) -m pytest tests -m 'not slow' $(PARALLEL) $(ARGS)
 
-test-slow: $(TEST_READY) ## Run the other tests, further cases of the same kinds (ten minutes on two cores)
+test-slow: $(TEST_READY) $(OTHER_TRITON_READY) ## Run the other tests, further cases of the same kinds (ten minutes on two cores)
 	@$(PY) -m pytest tests -m slow $(PARALLEL) $(ARGS)
 
 check: $(DEV_READY) ## Check formatting, lint and types
@@ -92,9 +95,9 @@ who-sees-what: $(TEST_READY) ## Which judge finds which kind of fault? The table
 races: $(TEST_READY) ## Run the kernels under Triton's concurrency sanitizer (needs a Hopper card)
 	@$(PY) -m pytest tests/gpu/test_consan.py $(ARGS)
 
-clean: ## Remove caches, builds and what runs left behind; .venv stays
+clean: ## Remove caches, builds and what runs left behind; .venv and .triton-3.8 stay
 	@rm -rf build dist .out .pytest_cache .mypy_cache .ruff_cache .triton *.egg-info
-	@find . \( -name .git -o -name .venv \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+	@find . \( -name .git -o -name .venv -o -name '.triton-*' \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 ifdef VENV
 $(TEST_READY): pyproject.toml
@@ -107,6 +110,13 @@ $(TEST_READY): pyproject.toml
 	@echo 'set-up: installing gluon-attn and what its tests need (a minute or two)'
 	@$(PIP) install -e '.[test]'
 	@touch $@
+
+# Where pip finds none, what needs it is skipped, with the reason.
+$(OTHER_TRITON_READY): pyproject.toml | $(TEST_READY)
+	@echo 'set-up: installing Triton $(OTHER_TRITON) beside the other (under a minute)'
+	@rm -rf $(@D)
+	@if $(PIP) install --target $(@D) --no-deps 'triton==$(OTHER_TRITON).*'; then touch $@; \
+	    else echo 'set-up: no Triton $(OTHER_TRITON), so its tests are skipped'; fi
 
 $(DEV_READY): $(TEST_READY)
 	@echo 'set-up: installing the formatter, the linter and the type checker (under a minute)'

@@ -54,11 +54,12 @@ def has_gpu() -> bool:
 
 
 def requirements(*names: str) -> tuple[str, ...]:
-    """What pyproject.toml asks for of these packages."""
+    """What pyproject.toml asks for of these packages, for the tests where they ask for more."""
     import tomllib  # not at the top, as an older Python has none
 
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    dependencies = tomllib.loads(text)["project"]["dependencies"]
+    project = tomllib.loads(text)["project"]
+    dependencies = project["optional-dependencies"]["test"] + project["dependencies"]
     return tuple(next(wanted for wanted in dependencies if wanted.startswith(name)) for name in names)
 
 

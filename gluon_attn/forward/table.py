@@ -230,6 +230,19 @@ def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -
     )
 
 
+def rows_by_default(padded_head_dim: int, causal: bool, element_bytes: int, arch: int) -> list[Row]:
+    """The rows that `pick_config` chooses from, by lengths and heads, where nobody insists on a number of CTAs: those
+    of the table but for one that an earlier one fits wherever it does."""
+    rows: list[Row] = []
+    for row in TABLE:
+        facts = (row.padded_head_dim, row.causal, row.element_bytes)
+        if facts != (padded_head_dim, causal, element_bytes) or arch not in row.config.archs:
+            continue
+        if not any(r.min_kv_len <= row.min_kv_len and r.min_reuse <= row.min_reuse and not r.one_round for r in rows):
+            rows.append(row)
+    return rows
+
+
 def for_any_scores(config: ForwardConfig) -> ForwardConfig:
     """The config without the levers that look at raw scores."""
     if isinstance(config, HopperConfig):

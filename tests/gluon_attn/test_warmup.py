@@ -1,0 +1,197 @@
+"""`python -m gluon_attn warmup`: which kernels it compiles, that a call then finds them, what it refuses and prints."""
+
+import concurrent.futures
+import random
+import shutil
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from gluon_attn import __main__ as command
+from gluon_attn import warmup
+from gluon_attn.backward.launch import builds_of
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import pick_config as pick_backward
+from gluon_attn.device import Device
+from gluon_attn.forward.launch import launches_of, transpose_build
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import pick_config
+from gluon_attn.problem import Problem, output_dtype
+from gluon_attn.runtime.kernel import Build
+
+DEVICES = {90: Device.hopper(), 100: Device.blackwell(), 103: Device.blackwell_ultra()}
+
+
+def jobs(*arguments: str, arch: int = 90) -> list[warmup.Job]:
+    _, options = warmup.parsed(arguments)
+    return warmup.unlike(warmup.jobs_of(options, arch))
+
+
+def random_problem(rng: random.Random, dtype: torch.dtype, head_dim: int, causal: bool) -> Problem:
+    kv_heads = rng.choice([1, 2, 8])
+    return Problem(
+        dtype=dtype,
+        batch=rng.choice([1, 2, 16]),
+        heads=kv_heads * rng.choice([1, 4]),
+        kv_heads=kv_heads,
+        q_len=round(2 ** rng.uniform(0, 15)),
+        kv_len=round(2 ** rng.uniform(0, 15)),
+        head_dim=head_dim,
+        causal=causal,
+        scale=0.1,
+        layout="bhsd",
+    )
+
+
+def builds_of_a_call(problem: Problem, device: Device) -> list[Build]:
+    plan = Plan.of(problem, pick_config(problem, device), device)
+    of_kv = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
+    q = torch.empty((problem.batch, problem.heads, problem.q_len, problem.head_dim), dtype=problem.dtype, device="meta")
+    k, v = (torch.empty(of_kv, dtype=problem.dtype, device="meta") for _ in range(2))
+    return [launch.build for launch in launches_of(plan, q, k, v, q.to(output_dtype(problem.dtype)))]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "arch"),
+    [("bf16", 64, 90), ("fp16", 96, 90), ("bf16", 256, 90), ("e4m3", 64, 90), ("e5m2", 128, 90), ("bf16", 128, 100)]
+    + [("e4m3", 64, 103)],
+)
+def test_every_call_finds_its_kernels(dtype, head_dim, arch, causal):
+    """Whatever its lengths and heads; and none is compiled that no call needs."""
+    mask = "--causal" if causal else "--full"
+    compiled = [job.make() for job in jobs("--head-dim", str(head_dim), "--dtype", dtype, mask, arch=arch)]
+    rng, used = random.Random(head_dim), []
+    for _ in range(400):
+        problem = random_problem(rng, warmup.DTYPES[dtype], head_dim, causal)
+        used += [build for build in builds_of_a_call(problem, DEVICES[arch]) if build not in used]
+    assert [build for build in used if build not in compiled] == []
+    assert [build for build in compiled if build not in used] == []
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+def test_every_backward_call_finds_its_kernels(deterministic):
+    how = ["--deterministic"] * deterministic
+    listed = jobs("--head-dim", "128", "--causal", "--backward", *how)
+    compiled = [job.make() for job in listed if job.name.startswith("backward")]
+    rng, used = random.Random(1), []
+    for _ in range(200):
+        problem = random_problem(rng, torch.bfloat16, 128, causal=True)
+        plan = BackwardPlan.of(problem, pick_backward(problem), Device.hopper(), deterministic=deterministic)
+        builds = builds_of(torch.bfloat16, 128, problem.mask, plan.config, plan.deterministic, plan.parts > 1)
+        used += [build for build in builds if build not in used]
+    assert [build for build in used if build not in compiled] == []
+    assert [build for build in compiled if build not in used] == []
+
+
+def test_each_kernel_has_a_name_of_its_own_and_comes_once():
+    dtypes = ("--dtype", *warmup.DTYPES, "--backward")
+    names = [job.name for job in jobs("--head-dim", "64", "96", "128", "256", *dtypes)]
+    assert len(set(names)) == len(names)
+    assert names == [job.name for job in jobs("--head-dim", "64", "128", "256", *dtypes)]
+
+
+SMALL = warmup.Job("transpose D=64", partial(transpose_build, torch.float8_e4m3fn, 64))
+OTHER = warmup.Job("transpose D=128", partial(transpose_build, torch.float8_e5m2, 128))
+
+
+def test_a_cache_is_found_again_at_its_own_path_only(monkeypatch, tmp_path):
+    """As docs/install.md says: Triton keeps absolute paths in it."""
+    monkeypatch.setattr(warmup.knobs.compilation, "listener", None)
+    here, there, kept = tmp_path / "here", tmp_path / "there", tmp_path / "kept"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(here))
+    assert not warmup.compile_job(SMALL, 90)
+    assert warmup.compile_job(SMALL, 90)
+    shutil.copytree(here, there)
+    here.rename(kept)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(there))
+    assert not warmup.compile_job(SMALL, 90)
+    shutil.rmtree(there)
+    shutil.copytree(kept, here)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(here))
+    assert warmup.compile_job(SMALL, 90)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Threads for processes, and nothing compiled: every second kernel is in the cache."""
+    asked = []
+
+    class Threads(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, max_workers, **options):
+            super().__init__(max_workers=1)
+
+    def compile_job(job, arch):
+        asked.append((job.name, arch))
+        return len(asked) % 2 == 0
+
+    monkeypatch.setattr(warmup, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(warmup, "compile_job", compile_job)
+    monkeypatch.setattr(warmup, "quiet_exit", lambda: None)
+    monkeypatch.setattr(warmup, "card", lambda: None)
+    return asked
+
+
+def run(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["gluon_attn", "warmup", *arguments])
+    command.main()
+
+
+def test_a_line_for_each_kernel_where_there_is_no_terminal(monkeypatch, capsys, stand_ins):
+    run(monkeypatch, "--head-dim", "128", "--causal", "--backward", "--arch", "sm_90", "--jobs", "2")
+    lines = capsys.readouterr().out.splitlines()
+    count = len(stand_ins)
+    assert count == 9  # four rows, and the backward's kernels: before and main twice, after once
+    assert lines[0].startswith(f"Compiling {count} kernels for sm_90a into ")
+    assert [line.split()[:3] for line in lines[1:-1]] == [[str(i), "of", str(count)] for i in range(1, count + 1)]
+    assert lines[-1] == f"Compiled {count - count // 2}, in the cache before: {count // 2}; 0 s"
+    assert {arch for _, arch in stand_ins} == {90}
+
+
+def test_a_bar_on_a_terminal(monkeypatch, capsys, stand_ins):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    run(monkeypatch, "--head-dim", "128", "--full", "--arch", "sm_90")
+    bars = capsys.readouterr().out.split("\r")[1:]
+    assert len(bars) == len(stand_ins)
+    assert bars[-1].startswith(f"[{'#' * warmup.BAR_WIDTH}] {len(bars)} of {len(bars)}  ")
+    assert [bar.count("#") for bar in bars] == sorted(bar.count("#") for bar in bars)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--arch: expected one of sm_90, sm_100, sm_103, as there is no card"),
+        (["--arch", "sm_80"], "argument --arch: invalid choice"),
+        (["--arch", "sm_90", "--head-dim", "60"], "--head-dim: expected a multiple of 8 up to 256 for sm_90, got 60"),
+        (["--arch", "sm_100", "--head-dim", "256"], "--head-dim: expected a multiple of 8 up to 128 for sm_100, got"),
+        (["--arch", "sm_90", "--dtype", "e4m3", "--head-dim", "72"], "expected a multiple of 16 up to 256"),
+        (["--arch", "sm_100", "--backward"], "--backward: expected --arch sm_90"),
+        (["--arch", "sm_90", "--dtype", "e4m3", "--backward"], "--backward: expected fp16 or bf16 among --dtype"),
+        (["--arch", "sm_90", "--deterministic"], "--deterministic: expected with --backward only"),
+        (["--arch", "sm_90", "--jobs", "0"], "--jobs: expected 1 or more, got 0"),
+        (["--causal", "--full"], "not allowed with"),
+    ],
+)
+def test_nonsense_is_refused(monkeypatch, capsys, stand_ins, arguments, says):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *arguments)
+    assert says in capsys.readouterr().err
+    assert stand_ins == []
+
+
+def test_an_older_triton_compiles_for_hopper_only(monkeypatch, capsys, stand_ins):
+    monkeypatch.setattr("triton.__version__", "3.8.0")
+    run(monkeypatch, "--arch", "sm_90")
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "--arch", "sm_100")
+    assert "triton: expected version 3.9 for kernels for sm_100a, got 3.8.0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_compiles_in_processes_of_its_own(monkeypatch, capfd, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for done in ("Compiled 2, in the cache before: 0", "Compiled 0, in the cache before: 2"):
+        warmup.compile_all([SMALL, OTHER], 90, 2)
+        assert done in capfd.readouterr().out
