@@ -41,18 +41,26 @@ class Minor:
 
     archs: what our kernels are compiled for with it. gluon_cpu: whether that runs with it.
     reinterpret: the method of memory that views it with another dtype, shape and layout.
+    atomic_load: whether it has that and `atomic_poll`.
     hopper_assembler: the field of `triton.knobs.nvidia` that says what Triton assembles for Hopper with.
     """
 
     archs: tuple[int, ...]
     gluon_cpu: bool
     reinterpret: str
+    atomic_load: bool
     hopper_assembler: str
 
 
 MINORS = {
-    "3.8": Minor(archs=(90,), gluon_cpu=False, reinterpret="_reinterpret", hopper_assembler="ptxas"),
-    "3.9": Minor(archs=(90, 100, 103), gluon_cpu=True, reinterpret="reinterpret", hopper_assembler="ptxas_blackwell"),
+    "3.8": Minor(archs=(90,), gluon_cpu=False, reinterpret="_reinterpret", atomic_load=False, hopper_assembler="ptxas"),
+    "3.9": Minor(
+        archs=(90, 100, 103),
+        gluon_cpu=True,
+        reinterpret="reinterpret",
+        atomic_load=True,
+        hopper_assembler="ptxas_blackwell",
+    ),
 }
 
 
@@ -70,6 +78,25 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
     return getattr(memory, MINOR.reinterpret)(dtype, shape, layout, _semantic=_semantic)
 
 
+@jit
+def load_by_adding(pointer, sem: gl.constexpr):
+    """What is there, by an addition that changes nothing."""
+    return gl.atomic_add(pointer, 0, sem=sem)
+
+
+@jit
+def poll_by_adding(pointer, expected_value, sem: gl.constexpr):
+    """Waits until the expected value is there."""
+    while load_by_adding(pointer, sem) != expected_value:
+        pass
+
+
+if MINOR.atomic_load:
+    atomic_load, atomic_poll = gl.atomic_load, gl.atomic_poll
+else:
+    atomic_load, atomic_poll = load_by_adding, poll_by_adding
+
+
 __all__ = [
     "MINOR",
     "MINORS",
@@ -79,6 +106,8 @@ __all__ = [
     "TensorMemoryLayout",
     "aggregate",
     "allocate_tensor_memory",
+    "atomic_load",
+    "atomic_poll",
     "blackwell",
     "builtin",
     "clc",
@@ -87,8 +116,10 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "jit",
+    "load_by_adding",
     "mbarrier",
     "minor_of",
+    "poll_by_adding",
     "reinterpret",
     "tensor_memory_descriptor",
     "tma",

@@ -24,7 +24,20 @@ from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-from channels.compat import MINOR, MINORS, Minor, aggregate, builtin, constexpr_function, gl, jit, minor_of, reinterpret
+from channels.compat import (
+    MINOR,
+    MINORS,
+    Minor,
+    aggregate,
+    atomic_load,
+    atomic_poll,
+    builtin,
+    constexpr_function,
+    gl,
+    jit,
+    minor_of,
+    reinterpret,
+)
 
 __all__ = [
     "MINOR",
@@ -39,6 +52,8 @@ __all__ = [
     "TensorMemoryLayout",
     "add2",
     "aggregate",
+    "atomic_load",
+    "atomic_poll",
     "builtin",
     "constexpr_function",
     "driver",

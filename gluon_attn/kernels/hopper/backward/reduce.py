@@ -1,7 +1,7 @@
 """The reduce role: one warp that adds each block of dQ to what other programs have added in global memory."""
 
 from channels import SharedMemoryConsumer, tma
-from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
+from gluon_attn.runtime.compat import aggregate, atomic_load, atomic_poll, gdc_wait, gl, jit
 
 from .operands import dq_coords
 from .work import first_work
@@ -44,7 +44,7 @@ def add_in_any_order(sums, added, operands, coords, PARTS: gl.constexpr):
         dq, dqs = sums.dqs.acquire()
         if part == 0:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
             if before == CLAIMED:
-                gl.atomic_poll(added, sums.number, sem="acquire")
+                atomic_poll(added, sums.number, sem="acquire")
         store_or_add(dq, coords, operands, before == 0, part)
         tma.wait_stores_read()
         dq.release()
@@ -62,12 +62,12 @@ def add_in_order(sums, added, number, operands, coords, PARTS: gl.constexpr):
 
     That an addition is done is told after the next one has begun: to wait for it would hold up the gradient role.
     """
-    before = gl.atomic_load(added, sem="acquire")
+    before = atomic_load(added, sem="acquire")
     for part in gl.static_range(PARTS):
         dq, dqs = sums.dqs.acquire()
         if part == 0:  # noqa: SIM102 - as above
             if before != number:
-                gl.atomic_poll(added, number, sem="acquire")
+                atomic_poll(added, number, sem="acquire")
         store_or_add(dq, coords, operands, number == 0, part)
         if part == 0:  # noqa: SIM102
             if sums.number > 0:

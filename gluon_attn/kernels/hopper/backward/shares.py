@@ -7,7 +7,7 @@ ends a key block adds up what the others have computed of its dK and dV, always 
 of a lower number only, and so for such that have begun. Those hand in before they wait for what others hand in.
 """
 
-from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
+from gluon_attn.runtime.compat import aggregate, atomic_poll, gdc_wait, gl, jit
 
 
 @aggregate
@@ -59,7 +59,7 @@ def collect(dk, dv, order, handed_in):
     gdc_wait()  # as above
     first = share_of(order).block * order.sharers // order.shared  # the program that begins the key block
     for program in range(first, gl.program_id(0)):
-        gl.atomic_poll(done + program, 1, sem="acquire")
+        atomic_poll(done + program, 1, sem="acquire")
         gl.barrier()  # one thread has waited for all
         dk += gl.load(place_of(dk, sums, program, 0))
         dv += gl.load(place_of(dv, sums, program, 1))
