@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from channels.compat import MINORS
+
 ROOT = Path(__file__).parents[2]
 CI = ROOT / ".ci" / "run"
 
@@ -45,3 +47,11 @@ def test_commands_run_in_a_bare_environment(tmp_path):
 def test_the_workflow_runs_what_ci_runs():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     assert re.findall(r"^      - run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
+
+
+def test_a_release_is_installed_beside_every_torch_and_triton_that_are_supported():
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    pairs = re.findall(r'torch: "([\d.]+)", triton: "([\d.]+)"', workflow)
+    assert {torch for torch, _ in pairs} == {f"2.{minor}" for minor in range(11, 16)}
+    assert {triton for _, triton in pairs} == set(MINORS)
+    assert "secrets." not in workflow
