@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("gluon_cpu", exc_type=ImportError)  # it says which Triton it needs
+
 from tests.gpu.agreement import CARD, ROWS, compare, lines_of, stored
 from tests.gpu.checks import outcomes_of
 
