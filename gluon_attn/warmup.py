@@ -127,10 +127,10 @@ def forward_jobs(kind: str, dtype: torch.dtype, padded_head_dim: int, causal: bo
 def backward_jobs(
     kind: str, dtype: torch.dtype, padded_head_dim: int, causal: bool, deterministic: bool
 ) -> Iterator[Job]:
-    """With few key blocks several programs share one, which is another kernel."""
-    for parted in (False, True):
-        choices = (dtype, padded_head_dim, Mask(causal=causal), BACKWARD[padded_head_dim], deterministic, parted)
-        how = ", fixed order" * deterministic + ", shared key blocks" * parted
+    """A kernel in which programs share key blocks is another one."""
+    for shared in (False, True):
+        choices = (dtype, padded_head_dim, Mask(causal=causal), BACKWARD[padded_head_dim], deterministic, shared)
+        how = ", fixed order" * deterministic + ", shared key blocks" * shared
         for step, name in enumerate(("before", "main", "after")):
             yield Job(f"backward {kind}, {name}{how}", partial(backward_build, step, *choices))
 

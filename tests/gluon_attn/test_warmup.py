@@ -80,7 +80,7 @@ def test_every_backward_call_finds_its_kernels(deterministic):
     for _ in range(200):
         problem = random_problem(rng, torch.bfloat16, 128, causal=True)
         plan = BackwardPlan.of(problem, pick_backward(problem), Device.hopper(), deterministic=deterministic)
-        builds = builds_of(torch.bfloat16, 128, problem.mask, plan.config, plan.deterministic, plan.parts > 1)
+        builds = builds_of(torch.bfloat16, 128, problem.mask, plan.config, plan.deterministic, plan.shared > 0)
         used += [build for build in builds if build not in used]
     assert [build for build in used if build not in compiled] == []
     assert [build for build in compiled if build not in used] == []
