@@ -11,9 +11,12 @@ At D=256 there are registers for 64 keys only. Then each warpgroup has half of t
 of P and dS, which both go through shared memory.
 """
 
+import math
+
 from channels import SharedMemoryConsumer, SharedMemoryProducer, Slot, tma
 from gluon_attn.runtime.compat import (
     aggregate,
+    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -186,17 +189,30 @@ def store_staged(grad, desc, coords, tile):
     tma.store_own(desc, coords, tile)
 
 
+@constexpr_function
+def tiles_in(shape, dtype, tile_shape, tile_dtype):
+    """Shape of memory [*shape] as a row of tiles, which it is a multiple of: Triton 3.8 reinterprets all of it only."""
+    bits = math.prod(shape) * dtype.primitive_bitwidth
+    return [bits // (math.prod(tile_shape) * tile_dtype.primitive_bitwidth), *tile_shape]
+
+
+@jit
+def first_tile(memory, desc):
+    """The first tile of `desc` in memory that may be larger."""
+    TILES: gl.constexpr = tiles_in(memory.shape, memory.dtype, desc.block_shape, desc.dtype)
+    return reinterpret(memory, desc.dtype, TILES, desc.layout).index(0)
+
+
 @jit
 def store_grads(dk, dv, ends, wires, operands, keys):
     """Store dK and dV through memory that nobody uses between two key blocks: dV through that of dS, while the last dQ
     is added, and dK through that of dQ; or both through that, one after the other. K and V have their own, so that the
     next ones are loaded meanwhile."""
     desc = operands.dk
-    ONE: gl.constexpr = [1] + desc.block_shape
     coords = key_coords(keys, keys.kv_head, keys.first)
     if wires.CONFIG.ds_stages:
-        store_staged(dv, operands.dv, coords, reinterpret(wires.ds, desc.dtype, ONE, desc.layout).index(0))
-    tile = reinterpret(ends.dqs.borrow().part(0), desc.dtype, ONE, desc.layout).index(0)
+        store_staged(dv, operands.dv, coords, first_tile(wires.ds, desc))
+    tile = first_tile(ends.dqs.borrow().part(0), desc)
     if not wires.CONFIG.ds_stages:
         store_staged(dv, operands.dv, coords, tile)
         tma.wait_stores_read()
