@@ -13,7 +13,7 @@ from torch import Tensor
 from .compat import CompiledKernel
 from .compiler import compile_gluon, front_end
 from .descriptors import Block, View
-from .launcher import Launcher
+from .launcher import Launcher, enter_context
 
 Compiled = TypeVar("Compiled")
 Tensors = dict[str, Any]  # what a call is given, by name: a Tensor, or None where a pointer may be null
@@ -159,6 +159,7 @@ class CardLaunch:
         build = launch.build
         kernel = build.kernel
         self.launcher = Launcher(compiled, launch.programs, device_index)
+        self.device_index = device_index
         self.described = getter(launch.tensor_names(kernel.tma))
         self.describe = descriptions([launch.views[p.tensor] for p in kernel.tma], compiled)
         self.pointers = getter(launch.tensor_names(kernel.pointers))
@@ -169,6 +170,7 @@ class CardLaunch:
 
     def __call__(self, tensors: Tensors) -> None:
         """Enqueue on the current stream of the tensors' device."""
+        enter_context(self.device_index)
         addresses = map(Tensor.data_ptr, self.described(tensors))
         self.launcher((*self.describe(*addresses), *self.pointers(tensors), *self.rest))
 

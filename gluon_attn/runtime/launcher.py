@@ -1,10 +1,24 @@
 """Launching a compiled kernel on a card."""
 
+import threading
 from typing import Any
 
 import torch
 
 from .compat import CompiledKernel, driver, knobs
+
+THREAD = threading.local()
+
+
+def enter_context(device_index: int) -> None:
+    """Give the calling thread a CUDA context, which TMA descriptors and launches need: both are calls of the driver.
+
+    A thread has one after its first call of CUDA's runtime. In autograd's threads, and in one that a server starts,
+    that call may be ours.
+    """
+    if not hasattr(THREAD, "has_context"):
+        torch.cuda.mem_get_info(device_index)  # a call of the runtime, allowed in a graph's capture
+        THREAD.has_context = True
 
 
 class Launcher:

@@ -1,5 +1,6 @@
 """Around the kernel: streams, graphs, devices, memory, caches; in a process of their own."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import gc
@@ -17,8 +18,9 @@ import gluon_attn.forward.launch as attention_launch
 from gluon_attn import ForwardConfig, attention
 from gluon_attn.device import Device
 from gluon_attn.forward.table import pick_config
+from gluon_attn.gradients import attention_backward
 from gluon_attn.problem import Problem
-from gluon_attn.testing import Surrounded, check, config_for_reuse, normal, normal_qkv
+from gluon_attn.testing import Surrounded, check, check_gradients, config_for_reuse, normal, normal_qkv
 from tests.gpu.checks import Apart, outcomes_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -210,6 +212,25 @@ def graph_capture_and_replay() -> None:
             graph.replay()
             check(q, k, v, out, lse, causal=causal, what=f"replay {seed}, {options}")
             assert torch.equal(given, out)
+
+
+@launch_test
+def in_a_thread_that_has_called_cuda_for_nothing_else() -> None:
+    """Forward in one of Python's, backward in autograd's, with kernels that another thread has loaded."""
+    q, k, v = normal_qkv(q_len=300)
+    dout = torch.ones_like(q)
+    want, lse = attention(q, k, v, return_lse=True)
+    attention_backward(dout, None, q, k, v, want, lse, causal=False)
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = attention(*inputs)
+    assert isinstance(out, Tensor)
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        got = pool.submit(attention, q, k, v).result()
+    check_gradients(q, k, v, dout, torch.autograd.grad(out, inputs, dout))
+    assert isinstance(got, Tensor)
+    assert isinstance(want, Tensor)
+    assert torch.equal(got, want)
 
 
 @launch_test

@@ -168,6 +168,7 @@ def test_on_a_card_the_same_in_the_same_order(monkeypatch):
         return ("map", address, meta)
 
     monkeypatch.setattr(kernel_module, "Launcher", NoLauncher)
+    monkeypatch.setattr(kernel_module, "enter_context", encoded.append)
     monkeypatch.setattr("gluon_attn.runtime.descriptors.encode_tma", encode)
     compiled: Any = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=["meta a", "meta b"]))
     on_card, given = CardLaunch(launch(), compiled, 1), tensors()
@@ -179,12 +180,13 @@ def test_on_a_card_the_same_in_the_same_order(monkeypatch):
         described += [("map", address, f"meta {name}"), *views[name].shape, *views[name].strides]
     assert passed == [(*described, given["sum"], None, 7, 0.5, None, None)]
     on_card(given)
-    assert encoded == [a, b], "the same addresses are encoded once"
+    assert encoded == [1, a, b, 1], "in a context; and the same addresses are encoded once"
 
 
 def test_a_launch_keeps_no_tensor_alive(monkeypatch):
     """Neither before nor after it was asked for arguments; and on a card neither."""
     monkeypatch.setattr(kernel_module, "Launcher", lambda *args: lambda arguments: None)
+    monkeypatch.setattr(kernel_module, "enter_context", lambda index: None)
     monkeypatch.setattr("gluon_attn.runtime.descriptors.encode_tma", lambda *args: "map")
     compiled: Any = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=["meta a", "meta b"]))
     given = tensors()

@@ -1,6 +1,7 @@
 """Which way a launch takes: straight to the driver, or by Triton's launcher, which serves hooks and checkers."""
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -62,3 +63,23 @@ def test_by_tritons_launcher(monkeypatch, kind):
     assert call[:5] == ("triton", 7, 1, 1, 3)
     assert call[7] == ("of", (7, 1, 1), 3)  # what hooks are given
     assert call[-2:] == ("a", "b")
+
+
+def test_every_thread_enters_a_context_once(monkeypatch):
+    asked: list[tuple[str, int]] = []
+
+    def mem_get_info(device):
+        asked.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(launcher, "torch", SimpleNamespace(cuda=SimpleNamespace(mem_get_info=mem_get_info)))
+    monkeypatch.setattr(launcher, "THREAD", threading.local())
+
+    def enter_twice():
+        for device in (5, 2):
+            launcher.enter_context(device)
+
+    for name in ("one", "other"):
+        thread = threading.Thread(target=enter_twice, name=name)
+        thread.start()
+        thread.join()
+    assert asked == [("one", 5), ("other", 5)]
