@@ -114,13 +114,15 @@ class BackwardRun:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, deterministic: bool, programs: int, which: str = "main"
     ) -> None:
-        """programs: of the main kernel, unless it is deterministic: then it has one for each key block. which: of
-        KERNELS the one that `launch` is."""
+        """programs: of the main kernel, unless it is deterministic: then it has one for each key block. If that leaves
+        programs over and there are queries enough, these share the key blocks. which: of KERNELS the one that `launch`
+        is."""
         self.inputs = (q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype))
         self.causal = causal
         device = dataclasses.replace(Device.hopper(), sm_count=programs)
         problem = Problem.of(q, k, v, causal=causal)
         plan = BackwardPlan.of(problem, pick_config(problem), device, deterministic=deterministic)
+        self.sharers = plan.sharers
         self.target = f"sm_{plan.arch}a"
         out, lse = reference_attention(q, k, v, causal=causal)
         self.grads = [torch.empty_like(t) for t in (q, k, v)]

@@ -76,13 +76,15 @@ class Kernel:
 class Backward:
     """One of the three kernels of the gradients, and the problems (Sq, Sk) that its mutants are tried on, all three
     launched each time. The main one is one program and, for the first problem once more, two, of which one waits for
-    the other; or, if it is deterministic, one for each key block."""
+    the other; or, if it is deterministic, one for each key block. With `sharers`, so many programs share the key blocks
+    of the first problem."""
 
     head_dim: int
     lengths: tuple[tuple[int, int], ...]
     causal: bool = False
     deterministic: bool = False
     which: str = "main"
+    sharers: int = 0
 
     def runs(self) -> Sequence[AnyRun]:
         inputs = [
@@ -90,8 +92,9 @@ class Backward:
             for q, kv in self.lengths
         ]
         kind: dict[str, Any] = {"causal": self.causal, "deterministic": self.deterministic, "which": self.which}
-        runs = [BackwardRun(*qkv, programs=1, **kind) for qkv in inputs]
-        if self.which == "main" and not self.deterministic:
+        runs = [BackwardRun(*qkv, programs=self.sharers or 1, **kind) for qkv in inputs]
+        assert all(run.sharers == self.sharers for run in runs)
+        if self.which == "main" and not self.deterministic and not self.sharers:
             runs.insert(0, BackwardRun(*inputs[0], programs=2, **kind))
         for run in runs:
             run.keep_bits()
@@ -184,6 +187,10 @@ KERNELS: dict[str, Kernel | Backward] = {
         for mask in ("full", "causal")
         for order in ("", ", in order")
     },
+    "gradients, D=128, full, shared": Backward(head_dim=128, lengths=((512, 200),), sharers=3),
+    "gradients, D=128, full, shared, in order": Backward(
+        head_dim=128, lengths=((512, 200),), deterministic=True, sharers=4
+    ),
     **{
         f"gradients, kernel {which}, D={head_dim}": Backward(
             head_dim=head_dim, lengths=lengths, deterministic=True, which=which

@@ -93,12 +93,31 @@ def of_gradients(head_dim: int, causal: bool, deterministic: bool) -> Twin:
     return checked_once(run, run.bits)
 
 
+SHARED = {  # head dim: queries, keys, programs that share two key blocks, in a fixed order too
+    64: (1024, 200, 3, 4),
+    128: (512, 200, 3, 4),
+    256: (512, 100, 3, 4),
+}
+
+
+def of_shared(head_dim: int, causal: bool, deterministic: bool) -> Twin:
+    """The same with two key blocks that three programs share, of which one ends the first and begins the second; or, in
+    a fixed order, four."""
+    q_len, kv_len, *programs = SHARED[head_dim]
+    qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+    run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=programs[deterministic])
+    assert run.sharers == programs[deterministic]
+    return checked_once(run, run.bits)
+
+
 def gradients() -> dict[str, Callable[[], Twin]]:
     return {
-        f"gradients D={head_dim} {'causal' if causal else 'full'}{' in order' if deterministic else ''}": (
-            functools.partial(of_gradients, head_dim, causal, deterministic)
+        f"gradients D={head_dim} {'causal' if causal else 'full'}{' in order' if deterministic else ''}{name}": (
+            functools.partial(of_kind, head_dim, causal, deterministic)
         )
-        for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True))
+        for (name, of_kind), head_dim, causal, deterministic in itertools.product(
+            (("", of_gradients), (", shared", of_shared)), (64, 128, 256), (False, True), (False, True)
+        )
     }
 
 
