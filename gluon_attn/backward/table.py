@@ -9,6 +9,9 @@ HOPPER = {
     256: HopperBackward(block_m=64, keys=64, query_slots=2, dout_slots=1, ds_slots=1),
 }
 
+# By padded head dim, under bench/results/: where they were timed beside cuDNN. docs/lab_log.md says what lost to them.
+RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h200_gradients_d256.json"}
+
 
 def pick_config(problem: Problem) -> HopperBackward:
     """By the padded head dim."""

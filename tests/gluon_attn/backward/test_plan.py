@@ -1,6 +1,8 @@
 """How a backward is laid out over a card, and what a configuration may be."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from gluon_attn.backward.launch import builds_of, compiled_backward, workspaces
 from gluon_attn.backward.plan import BackwardPlan
-from gluon_attn.backward.table import HOPPER, pick_config
+from gluon_attn.backward.table import HOPPER, RESULT_FILES, pick_config
 from gluon_attn.device import Device
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
@@ -86,6 +88,16 @@ def test_what_cannot_be_counted_is_refused(length):
     too_many: dict[str, Any] = {length: 2**22, "batch": 2**12}
     with pytest.raises(ValueError, match=r"expected fewer than 2\^31 blocks"):
         plan_of(**too_many)
+
+
+@pytest.mark.parametrize("head_dim", HOPPER)
+def test_each_row_was_timed_beside_cudnn(head_dim):
+    path = Path(__file__).parents[3] / "bench" / "results" / RESULT_FILES[head_dim]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["provenance"]["card"] == "NVIDIA H200"
+    timed = [point for point in found["points"] if point["point"]["head_dim"] == head_dim]
+    assert {point["point"]["causal"] for point in timed} == {False, True}
+    assert all({"ours", "ours, deterministic", "cudnn"} <= set(point["results"]) for point in timed)
 
 
 @pytest.mark.parametrize(
