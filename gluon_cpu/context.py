@@ -213,6 +213,8 @@ def check(
             if seen.collect() and not options.get("keep_going"):
                 break
             if crash is not None and not seen.findings:
+                if not quiet and seen.accepted:
+                    print(f"{name} raised {type(crash).__name__}, which may follow from this:{shown(seen.accepted)}")
                 raise crash
     finally:
         bar.clear()

@@ -37,7 +37,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("gluon_schedules")
     options: dict[str, Any] = dict(marker.kwargs) if marker else {}
     count = int(marker.args[0]) if marker and marker.args else int(options.pop("n", DEFAULT_SCHEDULES))
-    runs = plan(count, options.pop("policies", None), options.pop("seed", 0), **options)
+    try:
+        runs = plan(count, options.pop("policies", None), options.pop("seed", 0), **options)
+    except (TypeError, ValueError) as error:  # fails this test alone: raised here, it would stop all of the file
+        metafunc.parametrize("gluon_machine", [error], indirect=True, ids=["wrong marker"])
+        return
     names = [f"{run['schedule'].policy}-{run['schedule'].seed}" + f"-{run.get('mode', '')}".rstrip("-") for run in runs]
     metafunc.parametrize("gluon_machine", runs, indirect=True, ids=names)
 
@@ -48,6 +52,8 @@ def gluon_machine(request: pytest.FixtureRequest) -> Iterator[Schedule]:
 
     A test that ends without a launch is an error, as nothing was checked.
     """
+    if isinstance(request.param, Exception):
+        pytest.fail(f"gluon_schedules: {request.param}", pytrace=False)
     seen = Seen()
     given = request.param.get("outputs")
     outputs = None if given is None else Wanted(given, shared=True)

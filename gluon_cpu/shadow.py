@@ -167,10 +167,13 @@ class Shadow:
                     if w.atomic and w.atomic.barrier:
                         self.check_order("write-read", w, access, clock, foreign, s)
                         self.tell(Conflict("barrier", w, access, s.start, s.end))
-                    for earlier in (w, *s.atomics):
+                    for earlier in s.atomics:
                         if not (earlier.atomic and access.atomic and together(earlier, access)):
                             self.check_order("write-read", earlier, access, clock, foreign, s)
-                    if access.is_async and not w.is_async and not self.fenced(w, cluster, clock):
+                    in_order = (w.atomic and access.atomic and together(w, access)) or self.check_order(
+                        "write-read", w, access, clock, foreign, s
+                    )
+                    if access.is_async and not w.is_async and in_order and not self.fenced(w, cluster, clock):
                         self.tell(Conflict("fence", w, access, s.start, s.end))
                 elif not s.initialised:
                     if s.before and s.allocated is not None and not ordered(s.allocated, access, clock, foreign):
@@ -215,18 +218,21 @@ class Shadow:
                     if w.atomic and w.atomic.barrier:
                         self.check_order("write-write", w, access, clock, foreign, s)
                         self.tell(Conflict("barrier", w, access, s.start, s.end))
-                    for earlier in (w, *s.atomics):
+                    for earlier in s.atomics:
                         self.check_order("write-write", earlier, access, clock, foreign, s)
                     s.atomics = []
-                    if access.is_async and not w.is_async and not self.fenced(w, cluster, clock):
+                    in_order = self.check_order("write-write", w, access, clock, foreign, s)
+                    if access.is_async and not w.is_async and in_order and not self.fenced(w, cluster, clock):
                         self.tell(Conflict("fence", w, access, s.start, s.end))
                 if s.reads:
                     for r in s.reads.values():
-                        if not (r.atomic and access.atomic and together(r, access)):
-                            self.check_order("read-write", r, access, clock, foreign, s)
+                        in_order = (r.atomic and access.atomic and together(r, access)) or self.check_order(
+                            "read-write", r, access, clock, foreign, s
+                        )
                         if (
                             access.is_async
                             and not r.is_async
+                            and in_order
                             and self.fence_reads
                             and not self.fenced(r, cluster, clock)
                         ):
@@ -249,9 +255,12 @@ class Shadow:
 
     def check_order(
         self, kind: str, earlier: Access, later: Access, clock: Any, foreign: Sequence[Acquired], s: Segment
-    ) -> None:
-        if not ordered(earlier, later, clock, foreign):
-            self.tell(Conflict(kind, earlier, later, s.start, s.end))
+    ) -> bool:
+        """Whether they are ordered. If not it is told, and no fence is asked for: a fence orders nothing by itself."""
+        if ordered(earlier, later, clock, foreign):
+            return True
+        self.tell(Conflict(kind, earlier, later, s.start, s.end))
+        return False
 
     def touched_unfenced(self, runs: Any, base: int, slot: int, cluster: int, clock: Any) -> bool:
         """Whether an agent itself touched any of these bytes through the generic proxy since it last fenced."""

@@ -84,3 +84,28 @@ def test_pytest_plugin_lists_what_was_accepted(tmp_path):
         "test_accepting.py::test_accepting: accepted, but not found: OutOfBounds at reader: was mended",
     ], printed
     assert "test_failing: accepted" not in printed, "a test that failed did not go to its end"
+
+
+WRONG_MARKER = """
+import pytest
+from test_project import right
+
+
+@pytest.mark.gluon_schedules(0)
+def test_of_no_schedule(gluon_machine):
+    right()
+
+
+@pytest.mark.gluon_schedules(1)
+def test_beside_it(gluon_machine):
+    right()
+"""
+
+
+def test_a_wrong_marker_fails_its_own_test_alone(tmp_path):
+    (tmp_path / "test_marker.py").write_text(WRONG_MARKER, encoding="utf-8")
+    options = ("-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider")
+    done = run_command(tmp_path, "pytest", *options, "test_marker.py")
+    printed = done.stdout + done.stderr
+    assert "gluon_schedules: schedules: expected at least one, got 0" in printed, printed
+    assert "1 passed, 1 error" in printed, printed
