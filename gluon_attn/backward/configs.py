@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..forward.configs import BARRIER_BYTES, REGISTERS_PER_ROLE, REGISTERS_PER_SM, WARPGROUP
+from ..forward.configs import BARRIER_BYTES, REGISTERS_PER_ROLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,6 @@ class HopperBackward:
             raise ValueError(f"{self.rings_in_step=} needs as many query_slots as dout_slots, got {self.query_slots=}")
         if self.load_registers not in REGISTERS_PER_ROLE:
             raise ValueError(f"{self.load_registers=} must be a multiple of 8 from 24 to 256")
-
-    @property
-    def gradient_registers(self) -> int:
-        """Registers are handed out by warpgroup, and the two single warps are in one."""
-        return (REGISTERS_PER_SM // WARPGROUP - self.load_registers) // 2 // 8 * 8
 
     @property
     def exchanges_p(self) -> bool:

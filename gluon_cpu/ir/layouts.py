@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .attributes import bases, fields, linear_layout
-from .types import MemDesc, Tensor, TensorDesc
+from .types import MemDesc, Tensor
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,3 @@ def local_view(shape: tuple[int, ...], whole: tuple[int, ...], local: tuple[int,
 def full_offsets(m: MemDesc, num_ctas: int) -> Any:
     """Byte offsets of the whole allocation that a slice is part of."""
     return shared_buffer(MemDesc(m.alloc_shape, m.element, m.layout, m.space, m.alloc_shape), num_ctas).offsets
-
-
-def descriptor_shard(t: TensorDesc, num_ctas: int) -> Shard:
-    m = MemDesc(t.shape, t.element, t.layout, "shared", t.shape)
-    return shared_buffer(m, num_ctas).shard

@@ -52,8 +52,21 @@ def test_points_of_an_h100_where_it_is_behind():
     assert [(name, int(length), float(ratio)) for name, length, ratio in shown] == wanted
 
 
-def test_means_of_the_readme():
+def test_figures_of_the_readme():
+    """H200 | H100: both means, and the points where neither cuDNN nor FlashAttention-3 is ahead."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [(h200, h100)] = re.findall(r"FlashAttention-3\S* \| ([\d.]+) × \| ([\d.]+) ×", readme)
-    wanted = PEERS["fa3"]["geometric_mean_ours_over_fa3"]["bf16"], PEERS["h100"]["geometric_mean_bf16"]["ours_over_fa3"]
-    assert [h200, h100] == [f"{mean:.2f}" for mean in wanted]
+    shown = dict(
+        re.findall(r"^\| (against cuDNN|against|points)[^|]* \| ([\d.]+[^|]* \| [\d.]+)", readme, re.MULTILINE)
+    )
+    fa3, h100 = PEERS["fa3"], PEERS["h100"]
+
+    def both(first: float, second: float) -> str:
+        return f"{first:.2f} × | {second:.2f}"
+
+    means = fa3["geometric_mean_ours_over_cudnn"], h100["geometric_mean_bf16"]
+    assert shown["against cuDNN"] == both(means[0]["bf16"], means[1]["ours_over_cudnn"])
+    assert shown["against"] == both(fa3["geometric_mean_ours_over_fa3"]["bf16"], means[1]["ours_over_fa3"])
+    bf16 = [p for p in fa3["points"] if p["dtype"] == "bf16"]
+    ahead = sum(p["ours_over_fa3"] >= 1 and p["ours_over_fa3"] * p["fa3_over_cudnn_bf16"] >= 1 for p in bf16)
+    behind = {(p["head_dim"], p["causal"], p["length"]) for p in h100["points_behind"] if p["dtype"] == "bf16"}
+    assert shown["points"] == f"{ahead} | {len(bf16) - len(behind)}"
