@@ -14,7 +14,7 @@ from .forward.launch import launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_config, require_ctas, require_fits, require_supported
 from .gradients import Attention, require_gradients
-from .ops import attention_op
+from .ops import attention_op, is_seen_by_a_mode
 from .problem import (
     FP8_DTYPES,
     SCALES,
@@ -142,11 +142,11 @@ def attention(
         RuntimeError: no Hopper or Blackwell card; or a version of Triton without kernels for it (docs/install.md).
     """
     check_options(return_lse, deterministic, unsupported)
-    compiling = is_compiling()
-    gradient = not compiling and torch.is_grad_enabled() and wants_gradient(q, k, v)
-    if compiling or gradient:
+    as_operator = is_compiling() or is_seen_by_a_mode(device, config, out, q_scale, k_scale, v_scale)
+    gradient = not as_operator and torch.is_grad_enabled() and wants_gradient(q, k, v)
+    if as_operator or gradient:
         q, k, v = autocast(q, k, v)
-    if compiling:
+    if as_operator:
         both = attention_op(
             q, k, v, causal=causal, scale=scale, layout=layout, deterministic=deterministic, num_ctas=num_ctas,
             device=device, config=config, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,

@@ -138,6 +138,12 @@ def attention_op(
     return forward(q, k, v, causal, scale, layout, deterministic, num_ctas, card_in_graph(device, **others))
 
 
+def is_seen_by_a_mode(device: Device | None, *others: Any) -> bool:
+    """Whether a dispatch mode is on, as one that counts FLOPs or that chooses what to keep for a backward pass, and the
+    operator can serve the call: modes see operators alone."""
+    return torch._C._len_torch_dispatch_stack() > 0 and others == (None,) * len(others) and device in CARDS.values()
+
+
 def card_in_graph(device: Device | None, **others: Any) -> str:
     """One of CARDS. NotImplementedError, by name, for another device, and for `others` that are given."""
     for name, value in others.items():

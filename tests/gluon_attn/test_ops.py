@@ -2,10 +2,13 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from gluon_attn import attention
@@ -52,7 +55,7 @@ def test_the_operators_are_what_torch_expects():
 def test_checkpointed():
     q, k, v = inputs = qkv(40, 40)
     dout = torch.randn_like(q)
-    out = torch.utils.checkpoint.checkpoint(partial(attention, device=HOPPER), q, k, v, use_reentrant=False)
+    out = checkpoint(partial(attention, device=HOPPER), q, k, v, use_reentrant=False)
     check_gradients(q, k, v, dout, torch.autograd.grad(out, inputs, dout))
 
 
@@ -108,3 +111,36 @@ def test_flops_count_what_is_seen(q_len, kv_len, causal):
     with FlopCounterMode(display=False) as counter:
         torch.ops.gluon_attn.forward(*inputs, False, None, "bhsd", None, None, "hopper")
     assert counter.get_total_flops() == 4 * 2 * 40 * 40 * 64
+
+
+def test_fake_tensors_in_their_mode_have_shapes():
+    with FakeTensorMode() as mode, torch.no_grad():
+        out, lse = attention(*map(mode.from_tensor, qkv(100, 130)), return_lse=True, device=HOPPER)
+    assert (out.shape, out.dtype) == ((1, 2, 100, 64), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((1, 2, 100), torch.float32)
+
+
+def test_modes_see_the_operators():
+    """FLOPs of both passes are counted; and it is kept what a policy of checkpointing says, so that nothing is computed
+    again. Without the operator, config= goes unseen, and right."""
+    q, k, v = inputs = qkv(40, 40)
+    dout = torch.randn_like(q)
+    with FlopCounterMode(display=False) as counter:
+        grads = torch.autograd.grad(attention(q, k, v, device=HOPPER), inputs, dout)
+    check_gradients(q, k, v, dout, grads)
+    products = 2 + 5
+    assert counter.get_total_flops() == products * 2 * 2 * 40 * 40 * 64
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        attention(q, k, v, device=dataclasses.replace(HOPPER, sm_count=1))
+    assert counter.get_total_flops() == 0
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        ours = operator == torch.ops.gluon_attn.forward.default
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    kept = partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(partial(attention, device=HOPPER), q, k, v, use_reentrant=False, context_fn=kept)
+    with FlopCounterMode(display=False) as counter:
+        grads = torch.autograd.grad(out, inputs, dout)
+    check_gradients(q, k, v, dout, grads)
+    assert counter.get_total_flops() == 5 * 2 * 2 * 40 * 40 * 64
