@@ -187,10 +187,17 @@ KERNELS: dict[str, Kernel | Backward] = {
         for mask in ("full", "causal")
         for order in ("", ", in order")
     },
-    "gradients, D=128, full, shared": Backward(head_dim=128, lengths=((512, 200),), sharers=3),
-    "gradients, D=128, full, shared, in order": Backward(
-        head_dim=128, lengths=((512, 200),), deterministic=True, sharers=4
-    ),
+    **{
+        f"gradients, D=128, {mask}, shared{order}": Backward(
+            head_dim=128,
+            lengths=((512, 200),),  # under a causal mask one share has no row blocks
+            causal=mask == "causal",
+            deterministic=bool(order),
+            sharers=4 if order else 3,
+        )
+        for mask in ("full", "causal")
+        for order in ("", ", in order")
+    },
     **{
         f"gradients, kernel {which}, D={head_dim}": Backward(
             head_dim=head_dim, lengths=lengths, deterministic=True, which=which
@@ -280,6 +287,8 @@ LOADED_BEFORE = line_of(BACKWARD, "preprocess.py", "slot, _ = loaded.producer().
 KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
 DOUT_LOADED = line_of(BACKWARD, "load.py", "dout, douts = douts.acquire()")
 KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
+ROWS_FOR_ALL = "full, shared|causal, shared, in order"  # each share has row blocks
+HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands.handed_in)")
 
 EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
@@ -291,6 +300,10 @@ EXPLAINED: tuple[Explanation, ...] = (
         rf"{IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
         rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d$)",
         "in order each program has one key block: the slot of K and V is filled once, and nobody waits for its end",
+    ),
+    Explanation(
+        rf"gradients, D=128, ({ROWS_FOR_ALL})[^|]* \| delete: grid_dependency_wait .* {HANDED_IN}",
+        "who has row blocks has waited for what the kernel before wrote; a share of the one kernel left out has none",
     ),
     Explanation(
         rf"gradients, D=(64|128)[^|]* \| delete: wait_barrier .* {DOUT_LOADED}",

@@ -54,9 +54,9 @@ def hand_in(dk, dv, handed_in):
 
 @jit
 def collect(dk, dv, order, handed_in):
-    """dK and dV [KEYS, D] of the key block that this program ends, given those of its own shares."""
+    """dK and dV [KEYS, D] of the key block that this program ends, given those of its own shares. They have row blocks,
+    and so have waited for the kernel before."""
     sums, done = handed_in
-    gdc_wait()  # as above
     first = share_of(order).block * order.sharers // order.shared  # the program that begins the key block
     for program in range(first, gl.program_id(0)):
         atomic_poll(done + program, 1, sem="acquire")
