@@ -100,7 +100,7 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(B, S, H, D), and no weights; query (B, H, S, D), key and value (B, Hkv, S, D)."""
+    """(B, S, H, D), and no weights but from eager attention; query (B, H, S, D), key and value (B, Hkv, S, D)."""
     refuse_what_is_nowhere(others)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     asked = [name for name, argument in others.items() if name not in NO_EFFECT and asks(argument)]
