@@ -17,7 +17,8 @@ from gluon_attn.device import Device
 
 PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-SUPPORTS, SDPA, BY_HAND, FLASH = SCRIPTS
+SUPPORTS, SDPA, BY_HAND, FLASH, HUGGING_FACE = SCRIPTS
+ATTENTION = [script for script in SCRIPTS if script != HUGGING_FACE]
 LONGEST, FEWER = 130, 2
 
 
@@ -43,7 +44,7 @@ def test_a_script_has_about_ten_lines(script):
     assert len(script.splitlines()) <= 11
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ATTENTION)
 def test_scripts_under_the_stand_in(script, monkeypatch, capsys):
     randn = torch.randn
 
@@ -63,6 +64,51 @@ def test_scripts_under_the_stand_in(script, monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ATTENTION)
 def test_scripts_on_a_card(script):
     check(script)
+
+
+def check_hugging_face(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's answers are eager attention's, and ours computed all but the single tokens."""
+    from gluon_attn import hf
+
+    made: list[int] = []
+
+    def counted(q: Tensor, *args: Any, **kw: Any) -> Any:
+        made.append(q.shape[2])
+        return gluon_attn.attention(q, *args, **kw)
+
+    monkeypatch.setattr(hf, "attention", counted)
+    names: dict[str, Any] = {}
+    exec(HUGGING_FACE, names)
+    assert made == [length] * 4
+    model, tokens = names["model"], names["tokens"]
+    assert names["text"].shape == (1, length + 5)
+    got, grads = model(tokens).logits.float(), [p.grad.float() for p in model.parameters()]
+    model.set_attn_implementation("eager")
+    model.zero_grad()
+    want = model(tokens, labels=tokens)
+    want.loss.backward()
+    assert (got - want.logits).norm() < 0.05 * want.logits.norm()
+    for grad, p in zip(grads, model.parameters(), strict=True):
+        assert (grad - p.grad).norm() < 0.1 * p.grad.norm()
+
+
+def test_hugging_face_under_the_stand_in(monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ModuleNotFoundError)
+    from gluon_attn import hf
+
+    randint = torch.randint
+    monkeypatch.setattr(
+        torch, "randint", lambda low, high, shape, device: randint(low, high, (1, min(LONGEST, shape[1])))
+    )
+    monkeypatch.setattr(torch.nn.Module, "cuda", lambda model: model)
+    monkeypatch.setattr(hf, "register", functools.partial(hf.register, Device.hopper()))
+    check_hugging_face(LONGEST, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_hugging_face_on_a_card(monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ModuleNotFoundError)
+    check_hugging_face(1000, monkeypatch)

@@ -23,8 +23,8 @@ MAY_IMPORT = {
     "gluon_attn": {"channels", "triton", "torch", "numpy", "ml_dtypes"},
     "gluon_cpu": {"triton", "torch", "numpy", "ml_dtypes"},
 }
-# pytest imports this one itself.
-PYTEST_PLUGIN = "gluon_cpu/pytest_plugin.py"
+# Files that may import one thing more. pytest imports the first itself; nothing of ours imports the second.
+BY_FILE = {("gluon_cpu/pytest_plugin.py", "pytest"), ("gluon_attn/hf.py", "transformers")}
 # The one file of gluon_attn that may import gluon_cpu, inside a function: who has a GPU never pays for it.
 CPU_FILE = "gluon_attn/cpu.py"
 # The one file that draws, with a library that not everybody has: inside a function.
@@ -130,7 +130,7 @@ def complaints(file: str, source: str) -> Iterator[str]:
                 yield where + f"only {CPU_FILE} may import gluon_cpu"
             elif not lazy:
                 yield where + f"{CPU_FILE} must import gluon_cpu inside a function"
-        elif (file, top) == (PYTEST_PLUGIN, "pytest") or (file, top, lazy) == (PICTURES, "matplotlib", True):
+        elif (file, top) in BY_FILE or (file, top, lazy) == (PICTURES, "matplotlib", True):
             continue
         elif package in MAY_IMPORT and top not in MAY_IMPORT[package] | {package} | sys.stdlib_module_names:
             yield where + f"{package} may import {', '.join(sorted(MAY_IMPORT[package]))} only"
@@ -157,6 +157,11 @@ def test_imports_point_down():
 
 
 PLANTED = {
+    "gluon_attn imports transformers": (
+        "gluon_attn/api.py",
+        "def f():\n    import transformers",
+        "gluon_attn may import",
+    ),
     "channels imports gluon_attn": ("channels/ring.py", "import gluon_attn", "channels may import triton only"),
     "channels imports torch": ("channels/ring.py", "from torch import nn", "channels may import triton only"),
     "channels imports torch late": (
@@ -236,6 +241,7 @@ ALLOWED = {
     "compat": ("channels/compat.py", "from triton.experimental import gluon\nfrom triton._C import libtriton"),
     "gluon_cpu, lazily": ("gluon_attn/cpu.py", "def run():\n    from gluon_cpu import run\n    return run"),
     "gluon_cpu": ("gluon_cpu/run.py", "import triton, torch, numpy, ml_dtypes"),
+    "transformers": ("gluon_attn/hf.py", "from transformers import AttentionInterface"),
     "matplotlib, lazily": ("gluon_cpu/timeline.py", "def f():\n    import matplotlib"),
     "tests import anything": ("tests/bench/test_x.py", "import gluon_cpu, gluon_attn, bench, channels.ring, pytest"),
     "another runtime": ("gluon_attn/api.py", "import torch\ntorch.runtime._x\nself.triton.runtime"),

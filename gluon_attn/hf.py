@@ -1,0 +1,231 @@
+"""Hugging Face transformers' models by these kernels, under `attn_implementation="gluon_attn"`.
+
+What they do not compute goes to transformers' own attention, which computes that model today, with one warning for
+each reason: to its SDPA, or to the model's eager attention for what SDPA lacks.
+
+Masks are those of SDPA, so that the fallback has what it needs: None where all keys are seen, or by `is_causal` those
+up to the query, and a tensor otherwise. One thing is unlike SDPA: with fewer queries than keys, None is aligned to the
+bottom right. SDPA has None there for an empty static cache, aligned to the top left; and a model that drops queries
+after the mask is made (Gemma 4) makes up for that by SDPA's name. So an empty static cache has a tensor here.
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from .api import UNSUPPORTED, attention
+from .device import Device
+from .support import supports
+
+NAME = "gluon_attn"  # with "flash" in it, transformers would call flash-attention's functions
+
+BY_EAGER = ("softcap", "s_aux", "sinks")  # transformers' SDPA computes as if they were not there, or refuses
+# The model gives these instead of a mask, because it has another name for attention than SDPA's.
+INSTEAD_OF_A_MASK = ("indices", "block_indices")
+# Arguments that say nothing of the numbers, or are looked at by name.
+NO_EFFECT = frozenset(
+    {
+        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "logits_to_keep", "max_length_k",
+        "max_length_q", "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids",
+        "return_dict", "seq_idx", "sliding_window", "use_cache",
+    }
+)  # fmt: skip
+
+# Attribute of a mask that is causal and nothing else, aligned to the bottom right: the mask's version, as code that
+# writes to the mask leaves the attribute there.
+ONLY_CAUSAL = "_gluon_attn_only_causal"
+
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+_warned: set[str] = set()
+
+
+def register(device: Device | None = None) -> None:
+    """Register attention and its masks with transformers: both, as without its mask a batch's padding is ignored.
+
+    device: as for `attention`.
+    """
+    sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
+    AttentionInterface.register(NAME, functools.partial(attend, sdpa, device))
+    AttentionMaskInterface.register(NAME, functools.partial(mask_of, sdpa_mask))
+
+
+def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor | None:
+    """SDPA's mask; also where SDPA goes without one because it aligns causal masks to the top left."""
+    mask = sdpa_mask(**options)
+    q_len = options["q_length"] if "q_length" in options else len(options["cache_position"])
+    kv_len = options["kv_length"]
+    if not options.get("allow_is_causal_skip", True) or not 1 < q_len < kv_len:
+        return mask
+    if mask is None:
+        return sdpa_mask(**{**options, "allow_is_causal_skip": False})
+    if not is_compiling() and not mask.is_inference() and continues(q_len, kv_len, options):
+        setattr(mask, ONLY_CAUSAL, mask._version)
+    return mask
+
+
+def continues(q_len: int, kv_len: int, options: dict[str, Any]) -> bool:
+    """Whether the mask is causal and nothing else, and the queries are the last positions of a cache that is full."""
+    if options.get("mask_function") is not causal_mask_function:
+        return False
+    first_query, padding = options.get("q_offset"), options.get("attention_mask")
+    if not isinstance(first_query, int) or first_query + q_len != options.get("kv_offset", 0) + kv_len:
+        return False
+    return padding is None or bool(padding.all())
+
+
+def is_only_causal(mask: Tensor | None) -> bool:
+    version = getattr(mask, ONLY_CAUSAL, None)
+    return mask is not None and version is not None and version == mask._version
+
+
+def attend(
+    sdpa: Attend,
+    device: Device | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """(B, S, H, D), and no weights but from eager attention; query (B, H, S, D), key and value (B, Hkv, S, D)."""
+    refuse_what_is_nowhere(others)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    asked = [name for name, argument in others.items() if name not in NO_EFFECT and asks(argument)]
+    continued = is_only_causal(attention_mask)
+
+    why = reason(asked, dropout, None if continued else attention_mask, causal, key, others)
+    if why is None and query.shape[2] > 1:
+        options: dict[str, Any] = {
+            "causal": causal or continued, "scale": scaling, "device": device,
+            "deterministic": others.get("deterministic") or None,
+        }  # fmt: skip
+        why = supports(query, key, value, **options)
+        if why is None:
+            out: Any = attention(query, key, value, **options)
+            return out.transpose(1, 2).contiguous(), None
+
+    by_eager = any(name in asked for name in BY_EAGER)
+    if why is not None:  # None: a single query, which is right here, but slow for want of a kernel that splits the keys
+        warn(why, "the model's eager attention" if by_eager else "transformers' SDPA")
+    if attention_mask is None:
+        attention_mask = mask_for_none(query, key, causal, others, always=by_eager)
+    options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
+    if by_eager:
+        eager = eager_of(module, asked)
+        return eager(module, query, key, value, additive(attention_mask, query.dtype), **options)
+    return sdpa(module, query, key, value, attention_mask, **options)
+
+
+def asks(value: Any) -> bool:
+    return value is not None and (isinstance(value, Tensor) or bool(value))
+
+
+def refuse_what_is_nowhere(others: dict[str, Any]) -> None:
+    """NotImplementedError for what neither SDPA nor eager attention would do right, called from here."""
+    if others.get("cache") is not None:
+        raise NotImplementedError(
+            "cache: transformers' continuous batching, which keeps keys in pages, is not supported so far; "
+            'choose another attention for it, as by model.set_attn_implementation("sdpa")'
+        )
+    for name in INSTEAD_OF_A_MASK:
+        if others.get(name) is not None:
+            raise NotImplementedError(
+                f"{name}: attention to chosen keys is not supported so far, and models give no mask for it but under "
+                'the name of "sdpa"; call model.set_attn_implementation("sdpa")'
+            )
+
+
+def reason(
+    asked: list[str], dropout: float, mask: Tensor | None, causal: bool, key: Tensor, others: dict[str, Any]
+) -> str | None:
+    """Why it is not ours to compute, besides what `supports` says. mask: unless it is causal and nothing else."""
+    for name in asked:
+        return f"{name}: {UNSUPPORTED.get(name, 'what it asks for')} is not supported so far"
+    if dropout:
+        return "dropout: dropout is not supported so far"
+    if mask is not None:
+        return "attention_mask: a mask other than causal, as for padding or a window, is not supported so far"
+    if is_packed(others):
+        return "cu_seq_lens_q: a batch of variable lengths is not supported so far"
+    window = others.get("sliding_window")
+    if causal and window is not None and key.shape[2] > window:
+        return "sliding_window: a sliding window is not supported so far"
+    return None
+
+
+def is_packed(others: dict[str, Any]) -> bool:
+    """Whether there are several sequences, for which their number suffices: where they end is known to the card."""
+    starts = others.get("cu_seq_lens_q")
+    return starts is not None and len(starts) > 2
+
+
+def mask_for_none(query: Tensor, key: Tensor, causal: bool, others: dict[str, Any], always: bool) -> Tensor | None:
+    """What a model's None hides, True where a query sees a key; None where SDPA knows it, unless `always` asks for it.
+
+    Causal is aligned to the bottom right, in each of the sequences if several are packed.
+    """
+    (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
+    packed = is_packed(others)
+    if not packed and (not causal or q_len == 1 or (q_len == kv_len and not always)):
+        return None
+    if packed:
+        q_starts = others["cu_seq_lens_q"]
+        k_starts = q_starts if others.get("cu_seq_lens_k") is None else others["cu_seq_lens_k"]
+    else:
+        q_starts, k_starts = (torch.arange(batch + 1, device=query.device) * n for n in (q_len, kv_len))
+    q_sequence, q_left = places(q_starts, batch, q_len, query.device)
+    k_sequence, k_left = places(k_starts, batch, kv_len, query.device)
+    sees = q_sequence[:, :, None] == k_sequence[:, None, :]
+    if causal:
+        sees = sees & (k_left[:, None, :] >= q_left[:, :, None])
+    return sees[:, None]
+
+
+def places(starts: Tensor, batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each token, (batch, length): which sequence it is in, and how many tokens from its end. starts: of sequences,
+    and the end of the last, counted through the whole batch."""
+    tokens, ends = torch.arange(batch * length, device=device), starts[1:].to(device)
+    sequence = torch.bucketize(tokens, ends, right=True)
+    left = ends[sequence.clamp(max=len(ends) - 1)] - tokens
+    return sequence.view(batch, length), left.view(batch, length)
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """As eager attention takes it."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
+
+
+def eager_of(module: nn.Module, asked: list[str]) -> Attend:
+    """The model's own attention in plain PyTorch: beside the module's class, or beside one that it is derived from."""
+    for cls in type(module).__mro__:
+        eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise NotImplementedError(
+        f"{', '.join(asked)}: not supported so far, and there is no eager_attention_forward beside "
+        f'{type(module).__name__} to compute it; call model.set_attn_implementation("eager")'
+    )
+
+
+@torch.compiler.assume_constant_result  # so under torch.compile it is called while the graph is made
+def warn(why: str, instead: str) -> None:
+    key = why.partition(", got")[0]  # without the numbers, which may be others in each call
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(f"gluon_attn leaves attention to {instead}: {why}", stacklevel=3)

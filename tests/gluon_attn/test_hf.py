@@ -1,0 +1,400 @@
+"""Models of transformers by our kernels: small ones of random weights, on the CPU, where ours run on gluon_cpu."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gluon_attn.device import Device
+from tests.slow import slow_if
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install transformers", exc_type=ModuleNotFoundError
+)
+from gluon_attn import hf  # noqa: E402  # it imports transformers
+
+HOPPER = Device.hopper()
+TINY: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "initializer_range": 0.2,  # so that scores are far from equal, and masks show
+}  # fmt: skip
+WINDOW, NEW_TOKENS = 8, 5
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "Llama": lambda: transformers.LlamaConfig(**TINY),
+    "Qwen 3": lambda: transformers.Qwen3Config(**TINY),
+    "Mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=WINDOW),
+    "Gemma 2": lambda: transformers.Gemma2Config(
+        **TINY, sliding_window=WINDOW, query_pre_attn_scalar=32, attn_logit_softcapping=2.0
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **TINY, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1, rope_parameters=None
+    ),
+}
+# Who computes 20 tokens, of which Mistral's window hides some.
+WHO = {"Llama": "ours", "Qwen 3": "ours", "Mistral": "SDPA", "Gemma 2": "eager", "gpt-oss": "eager"}
+WHOSE = ("transformers' SDPA", "the model's eager attention")
+
+
+@pytest.fixture
+def ran(monkeypatch) -> Iterator[list[tuple[str, int]]]:
+    """Who computed attention, and of how many queries, since the list was last cleared."""
+    calls: list[tuple[str, int]] = []
+
+    def counted(who: str, attend: Callable[..., Any], q_at: int) -> Callable[..., Any]:
+        def run(*args: Any, **kw: Any) -> Any:
+            calls.append((who, args[q_at].shape[2]))
+            return attend(*args, **kw)
+
+        return run
+
+    attentions = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(attentions, "sdpa", counted("SDPA", attentions["sdpa"], 1))
+    monkeypatch.setitem(attentions, hf.NAME, None)  # taken out again afterwards
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, hf.NAME, None)
+    monkeypatch.setattr(hf, "attention", counted("ours", hf.attention, 0))
+    eager_of = hf.eager_of
+    monkeypatch.setattr(hf, "eager_of", lambda *args: counted("eager", eager_of(*args), 1))
+    monkeypatch.setattr(hf, "_warned", set())
+    hf.register(HOPPER)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="gluon_attn leaves")
+        yield calls
+
+
+def model_of(name: Any, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    """By eager attention until told otherwise. name: in CONFIGS, or a config."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]() if isinstance(name, str) else name
+    config.update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model.generation_config.update(
+        do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, disable_compile=True
+    )
+    return model
+
+
+def tokens(length: int, batch: int = 2) -> Tensor:
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def by(implementation: str, model: Any, run: Callable[[Any], Any]) -> Any:
+    model.set_attn_implementation(implementation)
+    return run(model)
+
+
+def check_near(model: Any, run: Callable[[Any], list[Tensor]], *, by_name: str = hf.NAME) -> None:
+    """What the model gives is as near to eager attention in fp32 as eager attention in the model's dtype is."""
+    want = run(copy.deepcopy(model).float())
+    plain = by("eager", model, run)
+    got = by(by_name, model, run)
+    for exact, eager, ours in zip(want, plain, got, strict=True):
+        budget = (eager - exact).norm()
+        assert ours.isfinite().all()
+        assert (ours - exact).norm() <= 2 * budget + 1e-6 * exact.norm()
+
+
+def logits(inputs: Tensor, **options: Any) -> Callable[[Any], list[Tensor]]:
+    def run(model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return [model(inputs, **options).logits]
+
+    return run
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits(name, ran):
+    check_near(model_of(name), logits(tokens(20)))
+    assert ran == [(WHO[name], 20)] * 2
+
+
+def test_logits_within_the_window(ran):
+    """Where the window hides no key, its model is like others."""
+    check_near(model_of("Mistral"), logits(tokens(WINDOW - 1)))
+    assert ran == [("ours", WINDOW - 1)] * 2
+
+
+def test_all_keys(ran):
+    """An encoder's attention, which has no causal mask."""
+    model = model_of("Llama", is_causal=False)
+    check_near(model, logits(tokens(20)))
+    causal = model_of("Llama")
+    assert ran == [("ours", 20)] * 2
+    assert not torch.allclose(logits(tokens(20))(model)[0], logits(tokens(20))(causal)[0], atol=0.1)
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in ("Llama", "gpt-oss"), CONFIGS))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_never_ignored(name, side, ran):
+    """A padded row is as it is alone."""
+    row, model = tokens(14, batch=1), model_of(name)
+    pad = torch.zeros(1, 6, dtype=torch.long)
+    padded = torch.cat([pad, row] if side == "left" else [row, pad], 1)
+    inputs, mask = torch.cat([padded, tokens(20, batch=1)]), torch.ones(2, 20, dtype=torch.long)
+    mask[0] = padded[0] != 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    check_near(model, lambda m: [logits(inputs, attention_mask=mask, position_ids=positions)(m)[0][mask.bool()]])
+    assert set(ran) == {("SDPA" if WHO[name] == "ours" else WHO[name], 20)}
+    alone = by("eager", copy.deepcopy(model).float(), logits(row))[0][0]
+    got = by(hf.NAME, model, logits(inputs, attention_mask=mask, position_ids=positions))[0][0, mask[0].bool()]
+    assert (got - alone).norm() < 0.05 * alone.norm()
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in ("Llama", "Mistral"), CONFIGS))
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation(name, cache, ran):
+    """Token by token, the first ones at once."""
+    model = model_of(name, torch.float16)
+
+    def generate(inputs: Tensor) -> Any:
+        return model.generate(inputs, cache_implementation=cache, return_dict_in_generate=True, output_logits=True)
+
+    inputs, want = next((inputs, want) for inputs in map(tokens, range(20, 40)) if is_clear(want := generate(inputs)))
+    got = by(hf.NAME, model, lambda _: generate(inputs))
+    assert torch.equal(got.sequences, want.sequences)
+    steps = "eager" if WHO[name] == "eager" else "SDPA"  # a single query is SDPA's
+    assert ran[:2] == [(WHO[name] if cache == "dynamic" else steps, inputs.shape[1])] * 2
+    assert ran[2:] == [(steps, 1)] * (2 * (NEW_TOKENS - 1))
+
+
+def is_clear(generated: Any) -> bool:
+    """Whether the likeliest token is so by more than rounding errors, each time."""
+    best = torch.stack(generated.logits).topk(2).values
+    return bool((best[..., 0] - best[..., 1]).min() > 0.1)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_more_tokens_at_once(padded, ran):
+    """Fewer queries than keys: the next turn of a conversation."""
+    model, inputs = model_of("Llama"), tokens(30)
+    mask = torch.ones_like(inputs)
+    mask[0, :4] = 1 - padded
+
+    def run(m: Any) -> list[Tensor]:
+        with torch.no_grad():
+            cache = m(inputs[:, :20], attention_mask=mask[:, :20], use_cache=True).past_key_values
+            return [m(inputs[:, 20:], attention_mask=mask, past_key_values=cache).logits]
+
+    check_near(model, run)
+    who = "SDPA" if padded else "ours"
+    assert ran == [(who, 20)] * 2 + [(who, 10)] * 2
+
+
+def test_mask_that_is_only_causal(ran):
+    make = transformers.AttentionMaskInterface()[hf.NAME]
+    causal = {
+        "batch_size": 1, "q_length": 4, "kv_length": 9, "q_offset": 5, "attention_mask": None,
+        "mask_function": hf.causal_mask_function,
+    }  # fmt: skip
+    assert hf.is_only_causal(make(**causal))
+    assert not hf.is_only_causal(make(**causal).clone())
+    written = make(**causal)
+    written[..., 3] = False
+    assert not hf.is_only_causal(written)
+    with torch.inference_mode():  # where nobody counts what is written
+        assert not hf.is_only_causal(make(**causal))
+    padding = torch.ones(1, 9, dtype=torch.bool)
+    assert hf.is_only_causal(make(**causal | {"attention_mask": padding}))
+    padding[0, 0] = False
+    for other in (
+        {"attention_mask": padding},
+        {"mask_function": lambda *at: hf.causal_mask_function(*at)},  # as of a window
+        {"allow_is_causal_skip": False},  # as for packed sequences
+        {"q_offset": 4},
+        {"q_offset": torch.tensor(5)},
+    ):
+        assert not hf.is_only_causal(make(**causal | other))
+
+
+def test_empty_static_cache(ran):
+    """SDPA makes no mask for it, and aligns None to the top left; a model may drop queries after that."""
+    options = {"batch_size": 1, "q_length": 4, "kv_length": 9, "q_offset": 0, "attention_mask": None}
+    assert transformers.AttentionMaskInterface()["sdpa"](**options) is None
+    mask = transformers.AttentionMaskInterface()[hf.NAME](**options)
+    assert torch.equal(mask, torch.ones(1, 1, 4, 9).tril().bool())
+    assert not hf.is_only_causal(mask)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("static", [False, True])
+def test_model_that_drops_queries(static, keep, ran):
+    """Gemma 4's last layers share keys, and compute what is asked for: fewer queries than the mask was made for."""
+    layers = {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    config = transformers.Gemma4TextConfig(
+        **TINY | layers, sliding_window=64, hidden_size_per_layer_input=16, vocab_size_per_layer_input=64
+    )
+    model, inputs = model_of(config), tokens(20)
+
+    def run(m: Any) -> list[Tensor]:
+        cache = transformers.StaticCache(config, max_cache_len=40) if static else None
+        with torch.no_grad():
+            return [m(inputs, past_key_values=cache, logits_to_keep=keep).logits]
+
+    check_near(model, run)
+    rest = "ours" if keep > 1 else "SDPA"
+    assert ran == [("SDPA", 20)] * 2 + [("SDPA", keep)] * 2 if static else [("ours", 20)] * 2 + [(rest, keep)] * 2
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name in ("Qwen 3", "Mistral"), CONFIGS))
+def test_training_step(name, ran):
+    inputs, model = tokens(20), model_of(name).train()
+
+    def run(m: Any) -> list[Tensor]:
+        loss = m(inputs, labels=inputs, use_cache=False).loss
+        return list(torch.autograd.grad(loss, list(m.parameters())))
+
+    check_near(model, run)
+    assert ran == [(WHO[name], 20)] * 2
+
+
+def test_dropout_is_left_to_sdpa(ran):
+    inputs, model = tokens(20), model_of("Llama", attention_dropout=0.5).train()
+    runs = []
+    for implementation in ("sdpa", hf.NAME):
+        torch.manual_seed(1)
+        runs += by(implementation, model, logits(inputs))
+    assert torch.equal(*runs)
+    by(hf.NAME, model.eval(), logits(inputs))
+    assert [who for who, _ in ran] == ["SDPA"] * 4 + ["ours"] * 2
+
+
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens"])
+def test_packed_sequences(given, ran):
+    """Two sequences in a row see nothing of each other. Of `cu_seq_lens` with a cache, SDPA itself sees nothing."""
+    inputs, model = tokens(20, batch=1), model_of("Llama")
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    ends = torch.tensor([0, 8, 20], dtype=torch.int32)
+    options: dict[str, Any] = {"position_ids": positions, "use_cache": given == "cu_seq_lens"}
+    if given == "cu_seq_lens":
+        options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
+    exact = copy.deepcopy(model).float()
+    want = torch.cat([*logits(inputs[:, :8])(exact), *logits(inputs[:, 8:])(exact)], 1)
+    got = by(hf.NAME, model, logits(inputs, **options))[0]
+    assert (got - want).norm() < 0.05 * want.norm()
+    assert ran == [("SDPA", 20)] * 2
+
+
+def test_one_warning_for_each_reason(ran):
+    inputs = tokens(20)
+    mask = torch.ones_like(inputs)
+    mask[0, :4] = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for name in CONFIGS:
+                by(hf.NAME, model_of(name), logits(inputs))
+            by(hf.NAME, model_of("Llama"), logits(inputs, attention_mask=mask))
+            by(hf.NAME, model_of("Llama", torch.float32), logits(inputs))
+    said = [str(w.message).split(": ") for w in caught if "gluon_attn" in str(w.message)]
+    sdpa, eager = (f"gluon_attn leaves attention to {whose}" for whose in WHOSE)
+    assert [text[:2] for text in said] == [
+        [sdpa, "attention_mask"],
+        [eager, "softcap"],
+        [eager, "s_aux"],
+        [sdpa, "q"],  # its dtype
+    ]
+
+
+@pytest.mark.parametrize(("use_cache", "who"), [(True, "ours"), (False, "SDPA")])
+@pytest.mark.parametrize("dynamic", slow_if(bool, [False, True]))
+def test_compiled(use_cache, who, dynamic, ran):
+    """Without a cache transformers makes a mask, for sequences that may be packed, as it reads no positions then."""
+    model, run = model_of("Llama"), logits(tokens(20), use_cache=use_cache)
+    want = run(copy.deepcopy(model).float())[0]
+    model.set_attn_implementation(hf.NAME)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert (run(compiled)[0] - want).norm() < 0.02 * want.norm()
+    assert set(ran) == {(who, 20)}
+
+
+def attend(q: Tensor, k: Tensor, mask: Tensor | None = None, *, is_causal: bool = True, **options: Any) -> Tensor:
+    """A layer's call, without a model; v is k."""
+    module = SimpleNamespace(is_causal=is_causal, num_key_value_groups=q.shape[1] // k.shape[1], training=False)
+    out, weights = transformers.AttentionInterface()[hf.NAME](module, q, k, k, mask, **options)
+    assert weights is None
+    assert out.is_contiguous()
+    return out.transpose(1, 2)
+
+
+def seen_by(q: Tensor, k: Tensor, sees: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q.double(), k.double(), k.double(), attn_mask=sees, enable_gqa=True, scale=options.get("scaling")
+    )
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+Q, K, LATER = randn(2, 2, 24, 64), randn(2, 1, 24, 64), randn(2, 1, 40, 64)
+ALL = torch.ones(24, 40, dtype=torch.bool)
+# Queries, keys, what is asked for, which keys are seen, and who computes it.
+CALLS: dict[str, tuple[Tensor, Tensor, dict[str, Any], Tensor, str]] = {
+    "causal": (Q, K, {}, ALL[:, :24].tril(), "ours"),
+    "scale": (Q, K, {"scaling": 0.3}, ALL[:, :24].tril(), "ours"),
+    "no causal mask": (Q, K, {"is_causal": False}, ALL[:, :24], "ours"),
+    "cross attention": (Q, LATER, {"is_causal": False}, ALL, "ours"),
+    "queries were dropped": (Q, LATER, {}, ALL.tril(16), "ours"),
+    "queries were dropped, head dim": (Q[..., :36], LATER[..., :36], {}, ALL.tril(16), "SDPA"),
+    "one query": (Q[:, :, :1], LATER, {}, ALL[:1], "SDPA"),
+    "one sequence": (Q, K, {"cu_seq_lens_q": torch.tensor([0, 24])}, ALL[:, :24].tril(), "ours"),
+    "what is off": (Q, K, {"softcap": None, "s_aux": None, "dropout": 0.0, "output_attentions": False},
+                    ALL[:, :24].tril(), "ours"),
+    "what has no effect": (Q, K, {"position_ids": torch.arange(24)[None], "use_cache": True, "deterministic": True},
+                           ALL[:, :24].tril(), "ours"),
+    "a mask": (Q, K, {"mask": ALL[:, :24].tril(-1).logical_not()}, ALL[:, :24].tril(-1).logical_not(), "SDPA"),
+    "window, no mask": (Q, K, {"sliding_window": 23}, ALL[:, :24].tril(), "SDPA"),
+    "window, wide": (Q, K, {"sliding_window": 24}, ALL[:, :24].tril(), "ours"),
+    "unknown": (Q, K, {"new_argument": torch.ones(1)}, ALL[:, :24].tril(), "SDPA"),
+    "strides": (Q, K.mT.contiguous().mT, {}, ALL[:, :24].tril(), "SDPA"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name, ran):
+    q, k, options, sees, who = CALLS[name]
+    out = attend(q, k, **options)
+    assert (out - seen_by(q, k, sees, **options)).abs().max() < 0.03
+    assert ran == [(who, q.shape[2])]
+
+
+def test_packed_unequal_lengths(ran):
+    """By rows and sequences, causal to the end of each."""
+    q_ends, k_ends = torch.tensor([0, 10, 24, 48]), torch.tensor([0, 16, 40, 80])
+    out = attend(Q, LATER, cu_seq_lens_q=q_ends, cu_seq_lens_k=k_ends)
+    sees = torch.zeros(2, 1, 24, 40, dtype=torch.bool)
+    sees[0, 0, :10, :16] = ALL[:10, :16].tril(6)
+    sees[0, 0, 10:, 16:] = ALL[:14, :24].tril(10)
+    sees[1, 0] = ALL.tril(16)
+    assert (out - seen_by(Q, LATER, sees)).abs().max() < 0.03
+    assert ran == [("SDPA", 24)]
+
+
+@pytest.mark.parametrize("argument", ["cache", "indices", "block_indices"])
+def test_refused_by_name(argument, ran):
+    with pytest.raises(NotImplementedError, match=rf"^{argument}: .*set_attn_implementation\(\"sdpa\"\)"):
+        attend(Q, K, None, is_causal=True, **{argument: torch.zeros(1)})
+    assert ran == []
+
+
+def test_no_eager_attention_to_fall_back_to(ran):
+    with pytest.raises(NotImplementedError, match=r"^softcap: .*no eager_attention_forward beside SimpleNamespace"):
+        attend(Q, K, softcap=30.0)
+
+
+def test_continuous_batching_is_refused(ran):
+    """By transformers, which takes SDPA and FlashAttention for it."""
+    model = by(hf.NAME, model_of("Llama"), lambda m: m)
+    with pytest.raises(ValueError, match=r"gluon_attn\W* is not supported"):
+        model.generate_batch([[5, 6, 7]], progress_bar=False)
