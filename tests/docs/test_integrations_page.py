@@ -14,9 +14,10 @@ from torch.nn.attention import current_flash_attention_impl
 import gluon_attn
 from gluon_attn import flash, reference_attention
 from gluon_attn.device import Device
+from tests.gluon_attn.ranks import run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
-SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+*SCRIPTS, CARDS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SUPPORTS, SDPA, BY_HAND, FLASH, HUGGING_FACE = SCRIPTS
 ATTENTION = [script for script in SCRIPTS if script != HUGGING_FACE]
 LONGEST, FEWER = 130, 2
@@ -39,7 +40,7 @@ def check(script: str) -> None:
     assert current_flash_attention_impl() is None
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, CARDS])
 def test_a_script_has_about_ten_lines(script):
     assert len(script.splitlines()) <= 11
 
@@ -112,3 +113,12 @@ def test_hugging_face_under_the_stand_in(monkeypatch):
 def test_hugging_face_on_a_card(monkeypatch):
     pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ModuleNotFoundError)
     check_hugging_face(1000, monkeypatch)
+
+
+def test_the_script_for_several_cards(tmp_path):
+    """In two processes, over gloo, on a shorter sequence. No machine with several cards is at hand."""
+    (tmp_path / "script.py").write_text(CARDS, encoding="utf-8")
+    for of_rank in run_ranks(2, tmp_path, "script"):
+        q, k, v = (t.double().requires_grad_() for t in of_rank["whole"])
+        out, _ = reference_attention(q, k, v, causal=True)
+        assert (of_rank["dq"] - torch.autograd.grad(out.sum(), q)[0]).abs().max() < 0.01

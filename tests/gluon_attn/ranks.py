@@ -1,0 +1,291 @@
+"""What each process of test_distributed.py runs: every case, by gluon_cpu, over gloo.
+
+python -m tests.gluon_attn.ranks RANK SIZE FOLDER [of_torch]
+"""
+
+import datetime
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gluon_attn import distributed, torch_sdpa
+from gluon_attn.device import Device
+from gluon_attn.distributed import ring_attention, shard, ulysses_attention, unshard
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 240  # for a machine that is busy; they take 15
+HOPPER = Device.hopper()
+BF16 = torch.bfloat16
+# Lengths are for each chunk, of which a rank has two.
+RING: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal, grouped heads": {"causal": True, "heads": 4, "kv_heads": 2},
+    "causal, bshd, both outputs": {"causal": True, "layout": "bshd", "dlse": True, "kv_heads": 1},
+    "full, bshd, other lengths": {"layout": "bshd", "kv_chunk": 9, "batch": 2, "dtype": torch.float16},
+    "causal, deterministic, D=72": {"causal": True, "deterministic": True, "head_dim": 72, "scale": 0.2},
+    "shares of odd length": {"chunk": 3.5},
+    "LSE alone": {"causal": True, "dlse": True, "dout": False},
+    "strides of a packed tensor": {"causal": True, "layout": "bshd", "packed": True},
+}
+ULYSSES: dict[str, dict[str, Any]] = {
+    "causal, grouped heads": {"causal": True, "heads": 8, "kv_heads": 4},
+    "full, bshd, both outputs": {"layout": "bshd", "heads": 4, "dlse": True, "batch": 2},
+    "causal, more keys than queries": {"causal": True, "heads": 4, "kv_chunk": 9, "scale": 0.2},
+}
+CASES = {f"ring: {name}": case for name, case in RING.items()} | {
+    f"ulysses: {name}": case for name, case in ULYSSES.items()
+}
+
+
+def run_ranks(size: int, folder: Path, what: str = "every_case") -> list[Any]:
+    """What each rank found. No process is left behind."""
+    command = [sys.executable, "-m", "tests.gluon_attn.ranks", what]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    processes = []
+    for rank in range(size):
+        with open(folder / f"{rank}.log", "w") as log:
+            arguments = [str(rank), str(size), str(folder)]
+            processes.append(
+                subprocess.Popen(
+                    [*command, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+            )
+    try:
+        ended = [process.wait(LIMIT_S) for process in processes]
+        logs = [(folder / f"{rank}.log").read_text() for rank in range(size)]
+        assert not any(ended), "\n".join(logs)  # who failed first, the others do not say
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+def whole_tensors(case: dict[str, Any], size: int) -> tuple[Tensor, ...]:
+    """q, k, v, dO and dLSE of the sequence that `size` ranks share."""
+    generator = torch.Generator().manual_seed(size)
+    heads, chunk = case.get("heads", 2), case.get("chunk", 5)
+    q_len, kv_len = (int(2 * size * c) for c in (chunk, case.get("kv_chunk", chunk)))
+
+    def normal(h: int, s: int) -> Tensor:
+        middle = (h, s) if case.get("layout", "bhsd") == "bhsd" else (s, h)
+        shape = (case.get("batch", 1), *middle, case.get("head_dim", 64))
+        return torch.randn(shape, generator=generator).to(case.get("dtype", BF16))
+
+    kv_heads = case.get("kv_heads", heads)
+    q, k, v, dout = normal(heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len), normal(heads, q_len)
+    return q, k, v, dout, torch.randn(q.shape[0], heads, q_len, generator=generator)
+
+
+def options_of(case: dict[str, Any]) -> dict[str, Any]:
+    return {name: case[name] for name in ("causal", "scale", "layout") if name in case}
+
+
+def run_case(name: str, size: int) -> dict[str, Any]:
+    """O, LSE and the gradients, of the whole sequence, and what was computed here."""
+    case = CASES[name]
+    sequence = 2 if case.get("layout", "bhsd") == "bhsd" else 1
+    *qkv, dout, dlse = whole_tensors(case, size)
+    odd = qkv[0].shape[sequence] % (2 * size)
+
+    def share(t: Tensor, dim: int) -> Tensor:
+        return t.chunk(size, dim)[dist.get_rank()].contiguous() if odd else shard(t, dim=dim)
+
+    def whole(t: Tensor, dim: int) -> Tensor:
+        if not odd:
+            return unshard(t.detach(), dim=dim)
+        shares = [torch.empty_like(t) for _ in range(size)]
+        dist.all_gather(shares, t.detach().contiguous())
+        return torch.cat(shares, dim)
+
+    shares = [share(t, sequence) for t in qkv]
+    if case.get("packed"):
+        shares = list(torch.stack(shares, dim=2).unbind(2))
+    q, k, v = (t.requires_grad_() for t in shares)
+    function: Any = ring_attention if name.startswith("ring") else ulysses_attention
+    with Spy() as spy:
+        out, lse = function(
+            q, k, v, return_lse=True, deterministic=case.get("deterministic"), device=HOPPER, **options_of(case)
+        )
+        outputs = ([out] if case.get("dout", True) else []) + ([lse] if case.get("dlse") else [])
+        grads = ([share(dout, sequence)] if case.get("dout", True) else []) + (
+            [share(dlse, 2)] if case.get("dlse") else []
+        )
+        dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
+    with torch.no_grad():
+        assert torch.equal(function(q, k, v, device=HOPPER, **options_of(case)), out)
+    return {
+        "out": whole(out, sequence), "lse": whole(lse, 2), "grads": [whole(t, sequence) for t in (dq, dk, dv)],
+        "calls": spy.calls,
+    }  # fmt: skip
+
+
+class Spy:
+    """Within it, what attention and its gradients are called with: rows, keys, whether causal."""
+
+    def __enter__(self) -> "Spy":
+        self.calls: list[tuple[str, int, int, bool]] = []
+        self.originals = {name: getattr(distributed, name) for name in ("attention", "attention_backward")}
+        for name, original in self.originals.items():
+            setattr(distributed, name, self.watched(name, original))
+        return self
+
+    def watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            q, k = args[:2] if name == "attention" else args[2:4]
+            sequence = 2 if options.get("layout", "bhsd") == "bhsd" else 1
+            self.calls.append((name, q.shape[sequence], k.shape[sequence], options["causal"]))
+            return original(*args, **options)
+
+        return call
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self.originals.items():
+            setattr(distributed, name, original)
+
+
+def hidden_keys(size: int) -> dict[str, Any]:
+    """Keys whose scores are -inf: those of one share in the first head, all of them in the second."""
+    q, k, v, *_ = whole_tensors({}, size)
+    q[..., 0] = 1.0
+    k[:, 0, :5, 0] = k[:, 0, -5:, 0] = k[:, 1, :, 0] = float("-inf")  # the first rank's share
+    out, lse = ring_attention(*(shard(t, dim=2) for t in (q, k, v)), return_lse=True, device=HOPPER)
+    return {"inputs": (q, k, v), "out": unshard(out, dim=2), "lse": unshard(lse, dim=2)}
+
+
+def half_of_the_ranks(size: int) -> dict[str, Any]:
+    """Two groups, each with a sequence of its own: this rank's, and what its group has for it."""
+    halves = [list(range(size))[: size // 2], list(range(size))[size // 2 :]]
+    groups = [dist.new_group(ranks) for ranks in halves]
+    mine = int(dist.get_rank() >= size // 2)
+    group = groups[mine]
+    q, k, v, dout, _ = whole_tensors({"chunk": 5 + mine}, size)
+    found: dict[str, Any] = {"inputs": (q, k, v, dout)}
+    for function in (ring_attention, ulysses_attention):
+        q_share, k_share, v_share = (shard(t, dim=2, group=group).requires_grad_() for t in (q, k, v))
+        out: Any = function(q_share, k_share, v_share, group=group, causal=True, device=HOPPER)
+        grads = torch.autograd.grad(out, (q_share, k_share, v_share), shard(dout, dim=2, group=group))
+        found[function.__name__] = [unshard(t.detach(), dim=2, group=group) for t in (out, *grads)]
+    return found
+
+
+def no_keys(size: int) -> list[Any]:
+    q, k = torch.ones(1, 4, 6, 64, dtype=BF16), torch.ones(1, 4, 0, 64, dtype=BF16)
+    return [f(q, k, k, return_lse=True, device=HOPPER) for f in (ring_attention, ulysses_attention)]
+
+
+def bad_calls(size: int) -> dict[str, str]:
+    """What each of them raises; with nothing sent, as a rank that waited would not get to the next."""
+    q = torch.ones(1, 4, 6, 64, dtype=BF16)
+    others = dist.new_group([size - 1])
+    mesh: Any = dist.device_mesh.init_device_mesh("cpu", (size,))
+    text: Any = "all"
+    calls: dict[str, Callable[[], Any]] = {
+        "lengths": lambda: ring_attention(q, q[:, :, :4], q[:, :, :4], causal=True, device=HOPPER),
+        "odd": lambda: ring_attention(*(q[:, :, :5],) * 3, causal=True, device=HOPPER),
+        "odd keys": lambda: ulysses_attention(q, q[:, :, :5], q[:, :, :5], device=HOPPER),
+        "heads": lambda: ulysses_attention(*(q[:, :3],) * 3, device=HOPPER),
+        "KV heads": lambda: ulysses_attention(q, q[:, :1], q[:, :1], device=HOPPER),
+        "fp8": lambda: ring_attention(*(q.to(torch.float8_e4m3fn),) * 3, device=HOPPER),
+        "shapes": lambda: ring_attention(q, q, q[:, :, :4], device=HOPPER),
+        "dtype": lambda: ulysses_attention(*(q.float(),) * 3, device=HOPPER),
+        "window": lambda: ring_attention(q, q, q, window=(3, 0), device=HOPPER),
+        "card": lambda: ring_attention(*(q.clone().requires_grad_(),) * 3, device=Device.blackwell()),
+        "mesh": lambda: ring_attention(q, q, q, group=mesh, device=HOPPER),
+        "group": lambda: ring_attention(q, q, q, group=text, device=HOPPER),
+        "other group": lambda: ulysses_attention(q, q, q, group=others, device=HOPPER),
+        "shard": lambda: shard(q, dim=2),
+        "unshard": lambda: unshard(q.clone().requires_grad_(), dim=2),
+        "twice": lambda: twice(q),
+    }
+    raised = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
+
+
+def twice(q: Tensor) -> None:
+    q = q.clone().requires_grad_()
+    out, _ = ring_attention(q, q, q, return_lse=True, device=HOPPER)
+    torch.autograd.grad(torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum(), q)
+
+
+def of_torch(size: int) -> dict[str, Any]:
+    """torch's own context_parallel, by way of the operators that gluon_attn.torch_sdpa replaces."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.library import Library
+
+    def original(*_: Any, **__: Any) -> Any:
+        raise AssertionError("torch's kernel was called")
+
+    library = Library("aten", "IMPL", "CPU")  # a build for the CPU has no such kernels to replace
+    sdpa = torch.ops.aten._scaled_dot_product_flash_attention
+    for operator in (sdpa, torch.ops.aten._scaled_dot_product_flash_attention_backward):
+        library.impl(operator.default.name().partition("::")[2], original)
+    handle = torch_sdpa.override("CPU", HOPPER)
+    q, k, v, dout, _ = whole_tensors({}, size)
+    shares = [t.clone() for t in (q, k, v, dout)]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    with context_parallel(mesh, buffers=shares, buffer_seq_dims=[2] * 4, no_restore_buffers=set(shares)):
+        inputs = [t.requires_grad_() for t in shares[:3]]
+        # F.scaled_dot_product_attention would take another operator on the CPU.
+        out = sdpa(*(DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in inputs), is_causal=True)[0]
+        grads = torch.autograd.grad(out.to_local(), inputs, shares[3])
+    handle.remove()
+    library._destroy()
+    return {"out": unshard(out.to_local().detach(), dim=2), "grads": [unshard(t, dim=2) for t in grads]}
+
+
+def every_case(size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {name: run_case(name, size) for name in CASES}
+    for check in (hidden_keys, half_of_the_ranks, no_keys, bad_calls):
+        found[check.__name__] = check(size)
+    whole = torch.arange(4 * size * 3).view(3, 4 * size)
+    found["shard"] = shard(whole, dim=1)
+    assert torch.equal(unshard(found["shard"], dim=-1), whole)
+    return found
+
+
+def script(size: int, folder: Path) -> dict[str, Any]:
+    """That in the folder, for several cards, with all of them on the CPU and fewer queries and keys."""
+    randn = torch.randn
+    stand_ins = (
+        (torch, "randn", lambda b, h, s, d, dtype, device: randn(b, 2, 20, d).to(dtype)),
+        (torch.cuda, "set_device", range(size).index),
+        (dist, "init_process_group", ["nccl"].index),  # there is one already
+        (dist, "get_node_local_rank", dist.get_rank),
+        (distributed, "ring_attention", functools.partial(ring_attention, device=HOPPER)),
+    )
+    for module, name, stand_in in stand_ins:
+        setattr(module, name, stand_in)
+    names: dict[str, Any] = {}
+    exec((folder / "script.py").read_text(encoding="utf-8"), names)
+    return {"dq": names["dq"], "whole": [unshard(names[name].detach(), dim=2) for name in "qkv"]}
+
+
+def main(what: str, rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90)
+    )
+    run: dict[str, Callable[[int], Any]] = {
+        "every_case": every_case, "of_torch": of_torch, "script": functools.partial(script, folder=folder),
+    }  # fmt: skip
+    torch.save(run[what](size), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,191 @@
+"""Attention over several ranks, by gloo and gluon_cpu: against float64 on one, what is computed, what is refused."""
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+
+from gluon_attn import reference_attention
+from gluon_attn.device import Device
+from gluon_attn.distributed import block_of, merge, ring_attention, shard, ulysses_attention
+from gluon_attn.testing import check, check_gradients
+from tests.gluon_attn.ranks import CASES, options_of, run_ranks, whole_tensors
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request, tmp_path_factory) -> list[dict[str, Any]]:
+    return run_ranks(request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name, found):
+    case, got = CASES[name], found[0][name]
+    q, k, v, dout, dlse = whole_tensors(case, len(found))
+    options = options_of(case)
+    check(q, k, v, got["out"], got["lse"], what=name, **options)
+    if not case.get("dout", True):
+        dout = torch.zeros_like(dout)
+    check_gradients(q, k, v, dout, got["grads"], dlse=dlse if case.get("dlse") else None, what=name, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_mask_hides_is_not_computed(name, found):
+    """Each rank computes as much as any other: under a causal mask half of each step but its own keys'."""
+    case, size = CASES[name], len(found)
+    chunk = case.get("chunk", 5)
+    q_len, kv_len = (int(2 * c) for c in (chunk, case.get("kv_chunk", chunk)))
+    causal = case.get("causal", False)
+    for rank, of_rank in enumerate(found):
+        forward = [call[1:] for call in of_rank[name]["calls"] if call[0] == "attention"]
+        backward = [call[1:] for call in of_rank[name]["calls"] if call[0] == "attention_backward"]
+        if name.startswith("ulysses"):
+            assert (forward, backward) == ([(q_len * size, kv_len * size, causal)], [])  # it has its own gradients
+            continue
+        before = [(q_len, kv_len // 2, False)] * rank  # with the keys of those before this rank, then of those after
+        after = [(q_len // 2, kv_len, False)] * (size - 1 - rank)
+        others = [*before, *after] if causal else [(q_len, kv_len, False)] * (size - 1)
+        assert forward == backward == [(q_len, kv_len, causal), *others]
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_every_pair_is_computed_once_by_any_number_of_ranks(size):
+    chunk = 3
+    length = 2 * size * chunk
+    positions = [torch.cat([torch.arange(length).split(chunk)[c] for c in (r, 2 * size - 1 - r)]) for r in range(size)]
+    times = torch.zeros(length, length, dtype=torch.int64)
+    for rank, source in itertools.product(range(size), repeat=2):
+        rows, keys, causal = block_of(rank, source, 2 * chunk, causal=True)
+        at, to = positions[rank][rows], positions[source][keys]
+        times[at[:, None], to] += torch.ones(len(at), len(to), dtype=torch.int64).tril(0 if causal else length)
+    assert torch.equal(times, torch.ones_like(times).tril())
+
+
+def test_shares(found):
+    size = len(found)
+    chunks = torch.arange(4 * size * 3).view(3, 4 * size).split(2, dim=1)
+    for rank, of_rank in enumerate(found):
+        assert torch.equal(of_rank["shard"], torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1))
+
+
+def test_keys_that_no_row_sees(found):
+    """Those of one share, and of a whole head: O = 0 and LSE = -inf there, as of one call."""
+    hidden = found[0]["hidden_keys"]
+    q, k, v = hidden["inputs"]
+    check(q, k, v, hidden["out"], hidden["lse"])
+    assert (hidden["lse"][:, 1] == float("-inf")).all()
+    assert hidden["lse"][:, 0].isfinite().all()
+    for out, lse in found[0]["no_keys"]:
+        assert (out == 0).all()
+        assert (lse == float("-inf")).all()
+
+
+@pytest.mark.parametrize("function", ["ring_attention", "ulysses_attention"])
+def test_groups(function, found):
+    """Of half the ranks each; of two ranks, each alone."""
+    for of_rank in found:
+        q, k, v, dout = of_rank["half_of_the_ranks"]["inputs"]
+        out, *grads = of_rank["half_of_the_ranks"][function]
+        check(q, k, v, out, None, causal=True)
+        check_gradients(q, k, v, dout, grads, causal=True)
+
+
+REFUSED = {
+    "lengths": r"ValueError: k: expected 6 keys \(as queries\) under causal, got 4; pad",
+    "odd": r"ValueError: q: expected a share of even length, .* got 5; make shares with",
+    "odd keys": r"ValueError: k: expected a share of even length, .* got 5; make shares with",
+    "heads": r"ValueError: q: expected a number of heads that is a multiple of the \d ranks, got 3; use ring_attention",
+    "KV heads": r"ValueError: k: expected a number of KV heads that is a multiple of the \d ranks, got 1; use",
+    "fp8": r"NotImplementedError: q: expected float16 or bfloat16, .* got torch.float8_e4m3fn; convert",
+    "shapes": r"ValueError: v: expected 6 keys \(as k\), got 4",
+    "dtype": r"TypeError: q: expected dtype float16, .* got torch.float32; convert",
+    "window": r"NotImplementedError: window: a sliding window is not supported so far",
+    "card": r"NotImplementedError: device: expected a Hopper card, as gradients are asked for",
+    "mesh": r"TypeError: group: expected a torch.distributed ProcessGroup or None, got .*DeviceMesh; give mesh.get_gr",
+    "group": r"TypeError: group: expected a torch.distributed ProcessGroup or None, got str; leave it out",
+    "other group": r"ValueError: group: expected one that this process is in, got one without rank \d; call only in",
+    "shard": r"ValueError: t: expected a length in dimension 2 that is a multiple of \d, .* got 6; pad the sequence",
+    "unshard": r"NotImplementedError: t: expected a tensor that does not require grad, .* got requires_grad=True",
+    "twice": r"NotImplementedError: attention: gradients of its gradients are not supported",
+}
+
+
+def test_bad_calls_are_refused_before_anything_is_sent(found):
+    for rank, of_rank in enumerate(found):
+        raised = of_rank["bad_calls"]
+        wanted = dict(REFUSED)
+        if rank == len(found) - 1:
+            del wanted["other group"]  # which has this rank
+        assert raised.keys() == wanted.keys()
+        for name, message in wanted.items():
+            assert re.match(message, raised[name], re.DOTALL), raised[name]
+
+
+@pytest.mark.parametrize("function", [ring_attention, ulysses_attention])
+def test_without_processes(function):
+    q = torch.ones(1, 2, 4, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"^group: expected torch.distributed to be initialised, got none; call"):
+        function(q, q, q, device=Device.hopper())
+    with pytest.raises(RuntimeError, match=r"^group: expected torch.distributed to be initialised"):
+        shard(q, dim=2)
+
+
+@pytest.mark.parametrize("function", [ring_attention, ulysses_attention])
+def test_no_part_of_a_graph(function):
+    q = torch.ones(1, 2, 4, 64, dtype=torch.bfloat16)
+    with pytest.raises(Unsupported, match=rf"{function.__name__}: transfers in a graph are not supported; keep"):
+        torch.compile(function, fullgraph=True, backend="eager")(q, q, q, device=Device.hopper())
+
+
+def test_merged_in_any_order():
+    """Of parts that some rows, and one row in all parts, see nothing of."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 12, 16, generator=generator) for _ in range(3))
+    hidden = torch.zeros(12, 12).bool()
+    hidden[2, :4] = hidden[5, 4:8] = hidden[7] = True
+    scores = (q @ k.mT).masked_fill(hidden, float("-inf"))
+    want_lse = scores.logsumexp(-1)
+    want = scores.softmax(-1).nan_to_num(0.0) @ v
+    parts = [
+        (s.softmax(-1).nan_to_num(0.0) @ values, s.logsumexp(-1))
+        for s, values in zip(scores.split(4, -1), v.split(4, 2), strict=True)
+    ]
+    for order in itertools.permutations(parts):
+        out, lse = (t.clone() for t in order[0])
+        for part in order[1:]:
+            merge(out, lse, *part)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(lse, want_lse)
+        assert (out[:, :, 7] == 0).all()
+
+
+@pytest.mark.parametrize("score", [float("inf"), float("nan")])
+def test_what_is_not_a_number_stays_so(score):
+    """As in one call: a score of +inf makes O NaN and LSE +inf, one of NaN both NaN."""
+    q, k, v = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
+    k[:, :, 1, 0] = score
+    want, want_lse = reference_attention(q, k, v)
+    out, lse = reference_attention(q, k[:, :, :2], v[:, :, :2])
+    for first, second in (((0, 2), (2, 4)), ((2, 4), (0, 2))):
+        (out, lse), part = (reference_attention(q, k[:, :, a:b], v[:, :, a:b]) for a, b in (first, second))
+        merge(out, lse, *part)
+        torch.testing.assert_close(out, want, equal_nan=True)
+        torch.testing.assert_close(lse, want_lse, equal_nan=True)
+
+
+def test_parts_far_apart():
+    """Neither overflows, and the smaller counts nothing."""
+    out, lse = torch.ones(1, 1, 1, 8), torch.tensor([[[-3e4]]])
+    merge(out, lse, 2 * torch.ones(1, 1, 1, 8), torch.tensor([[[3e4]]]))
+    assert (out == 2).all()
+    assert lse.item() == 3e4
+
+
+def test_torchs_context_parallel(tmp_path):
+    """It calls the flash operators for each part: ours take all of them."""
+    got = run_ranks(2, tmp_path, "of_torch")[0]
+    q, k, v, dout, _ = whole_tensors({}, 2)
+    check(q, k, v, got["out"], None, causal=True)
+    check_gradients(q, k, v, dout, got["grads"], causal=True)
