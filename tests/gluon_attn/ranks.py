@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gluon_attn import distributed, torch_sdpa
+from gluon_attn import distributed
 from gluon_attn.device import Device
 from gluon_attn.distributed import ring_attention, shard, ulysses_attention, unshard
 
@@ -221,33 +221,6 @@ def twice(q: Tensor) -> None:
     torch.autograd.grad(torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum(), q)
 
 
-def of_torch(size: int) -> dict[str, Any]:
-    """torch's own context_parallel, by way of the operators that gluon_attn.torch_sdpa replaces."""
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.library import Library
-
-    def original(*_: Any, **__: Any) -> Any:
-        raise AssertionError("torch's kernel was called")
-
-    library = Library("aten", "IMPL", "CPU")  # a build for the CPU has no such kernels to replace
-    sdpa = torch.ops.aten._scaled_dot_product_flash_attention
-    for operator in (sdpa, torch.ops.aten._scaled_dot_product_flash_attention_backward):
-        library.impl(operator.default.name().partition("::")[2], original)
-    handle = torch_sdpa.override("CPU", HOPPER)
-    q, k, v, dout, _ = whole_tensors({}, size)
-    shares = [t.clone() for t in (q, k, v, dout)]
-    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
-    with context_parallel(mesh, buffers=shares, buffer_seq_dims=[2] * 4, no_restore_buffers=set(shares)):
-        inputs = [t.requires_grad_() for t in shares[:3]]
-        # F.scaled_dot_product_attention would take another operator on the CPU.
-        out = sdpa(*(DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in inputs), is_causal=True)[0]
-        grads = torch.autograd.grad(out.to_local(), inputs, shares[3])
-    handle.remove()
-    library._destroy()
-    return {"out": unshard(out.to_local().detach(), dim=2), "grads": [unshard(t, dim=2) for t in grads]}
-
-
 def every_case(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: run_case(name, size) for name in CASES}
     for check in (hidden_keys, half_of_the_ranks, no_keys, bad_calls):
@@ -281,8 +254,9 @@ def main(what: str, rank: int, size: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90)
     )
     run: dict[str, Callable[[int], Any]] = {
-        "every_case": every_case, "of_torch": of_torch, "script": functools.partial(script, folder=folder),
-    }  # fmt: skip
+        "every_case": every_case,
+        "script": functools.partial(script, folder=folder),
+    }
     torch.save(run[what](size), folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -181,11 +181,3 @@ def test_parts_far_apart():
     merge(out, lse, 2 * torch.ones(1, 1, 1, 8), torch.tensor([[[3e4]]]))
     assert (out == 2).all()
     assert lse.item() == 3e4
-
-
-def test_torchs_context_parallel(tmp_path):
-    """It calls the flash operators for each part: ours take all of them."""
-    got = run_ranks(2, tmp_path, "of_torch")[0]
-    q, k, v, dout, _ = whole_tensors({}, 2)
-    check(q, k, v, got["out"], None, causal=True)
-    check_gradients(q, k, v, dout, got["grads"], causal=True)
