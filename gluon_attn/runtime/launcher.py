@@ -17,7 +17,8 @@ def enter_context(device_index: int) -> None:
     that call may be ours.
     """
     if not hasattr(THREAD, "has_context"):
-        torch.cuda.mem_get_info(device_index)  # a call of the runtime, allowed in a graph's capture
+        if not torch.cuda.is_current_stream_capturing():  # also a call of the runtime, and allowed in a capture
+            torch.cuda.mem_get_info(device_index)
         THREAD.has_context = True
 
 
