@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,12 +55,12 @@ class Device:
             raise RuntimeError(
                 f"q: expected a tensor on a Hopper or Blackwell card, got one on {device.type!r}; {todo}"
             )
-        card = torch.cuda.get_device_properties(device)
+        card: Any = torch.cuda.get_device_properties(device)  # not every release's stubs have all of its fields
         return Device(
             name=card.name,
             capability=(card.major, card.minor),
             sm_count=card.multi_processor_count,
-            smem_bytes=card.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs lack it
+            smem_bytes=card.shared_memory_per_block_optin,
             l2_bytes=card.L2_cache_size,
         )
 

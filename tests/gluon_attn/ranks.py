@@ -166,7 +166,7 @@ def half_of_the_ranks(size: int) -> dict[str, Any]:
     halves = [list(range(size))[: size // 2], list(range(size))[size // 2 :]]
     groups = [dist.new_group(ranks) for ranks in halves]
     mine = int(dist.get_rank() >= size // 2)
-    group = groups[mine]
+    group: Any = groups[mine]
     q, k, v, dout, _ = whole_tensors({"chunk": 5 + mine}, size)
     found: dict[str, Any] = {"inputs": (q, k, v, dout)}
     for function in (ring_attention, ulysses_attention):
@@ -185,7 +185,7 @@ def no_keys(size: int) -> list[Any]:
 def bad_calls(size: int) -> dict[str, str]:
     """What each of them raises; with nothing sent, as a rank that waited would not get to the next."""
     q = torch.ones(1, 4, 6, 64, dtype=BF16)
-    others = dist.new_group([size - 1])
+    others: Any = dist.new_group([size - 1])
     mesh: Any = dist.device_mesh.init_device_mesh("cpu", (size,))
     text: Any = "all"
     calls: dict[str, Callable[[], Any]] = {
