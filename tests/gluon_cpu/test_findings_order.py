@@ -334,3 +334,46 @@ def test_bytes_that_can_count_for_the_phase_before(schedule):
     run(False)
     with pytest.raises((gluon_cpu.BarrierMisuse, gluon_cpu.RaceError, gluon_cpu.UninitialisedRead)):
         run(True)
+
+
+@jit
+def touch_and_fence(tile, out_ptr, WRITE: gl.constexpr):
+    if WRITE:
+        tile.store(gl.full([32, 32], 1.0, gl.float32, MATRIX))
+    else:
+        store_matrix(out_ptr, tile.load(MATRIX))
+    fence_async_shared()
+
+
+@jit
+def copy(desc, tile, loaded, OUT: gl.constexpr):
+    if OUT:
+        tma.async_store(desc, [0, 0], tile)
+        tma.store_wait(0)
+    else:
+        mbarrier.expect(loaded, 4096)
+        tma.async_load(desc, [0, 0], loaded, tile)
+        mbarrier.wait(loaded, 0)
+
+
+@jit
+def fenced_and_unordered(desc, out_ptr, WRITE: gl.constexpr):
+    """One role writes or reads a tile, with a fence; a copy out of it or into it is ordered by nothing."""
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout, gl.zeros([32, 32], gl.float32, MATRIX))
+    loaded = new_barrier(1)
+    fence_async_shared()
+    gl.barrier()
+    gl.warp_specialize([(touch_and_fence, (tile, out_ptr, WRITE)), (copy, (desc, tile, loaded, WRITE))], [1])
+    mbarrier.invalidate(loaded)
+
+
+@pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+def test_no_fence_is_asked_for_where_order_is_missing(write):
+    def run_it():
+        memory = normal(1024).reshape(32, 32)
+        fenced_and_unordered[(1,)](descriptor(memory, [32, 32]), poisoned(1024), write)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        gluon_cpu.check(run_it, schedules=20, keep_going=True, quiet=True)
+    assert {type(f).__name__ for f in caught.value.exceptions} <= {"DataRace", "ReuseRace"}
+    assert gluon_cpu.check(run_it, schedules=20, skip=["DataRace"], quiet=True)
