@@ -1,6 +1,6 @@
 """The public call: validate, pick a config, launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from .call import Extras, Options, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
 from .forward.launch import launches_on_card
@@ -61,8 +62,6 @@ _launches: dict[tuple[Any, ...], Launches | None] = {}
 MAX_LAUNCHES = 4096
 
 LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
-
-Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
 
 
 def attention(
@@ -142,49 +141,44 @@ def attention(
         RuntimeError: no Hopper or Blackwell card; or a version of Triton without kernels for it (docs/install.md).
     """
     check_options(return_lse, deterministic, unsupported)
-    as_operator = is_compiling() or is_seen_by_a_mode(device, config, out, q_scale, k_scale, v_scale)
-    gradient = not as_operator and torch.is_grad_enabled() and wants_gradient(q, k, v)
-    if as_operator or gradient:
-        q, k, v = autocast(q, k, v)
-    if as_operator:
-        both = attention_op(
-            q, k, v, causal=causal, scale=scale, layout=layout, deterministic=deterministic, num_ctas=num_ctas,
-            device=device, config=config, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
+    options = Options(causal, scale, layout, deterministic, num_ctas, config, device)
+    extras = Extras(out, q_scale, k_scale, v_scale)
+    if is_compiling() or is_seen_by_a_mode(extras, options):
+        both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
-    scales = (q_scale, k_scale, v_scale)
-    if gradient:
-        check_differentiable(q, k, v, out, scales, device)
-        options = {
-            "causal": causal, "scale": scale, "layout": layout, "num_ctas": num_ctas, "config": config,
-            "device": device, "deterministic": deterministic,
-        }  # fmt: skip
-        out, lse = Attention.apply(q, k, v, options, attention)
+    if torch.is_grad_enabled() and wants_gradient(q, k, v):
+        q, k, v = autocast(q, k, v)
+        check_differentiable(q, k, v, extras, device)
+        out, lse = Attention.apply(q, k, v, extras, options, attend)
         return (out, lse) if return_lse else out
+    return attend(q, k, v, extras, options, return_lse)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` itself, without gradients."""
     try:
-        key = key_of(q, k, v, out, scales, causal, scale, layout, num_ctas, config, device)
+        key = key_of(q, k, v, extras, options)
         launch = _launches[key]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # New; or no dense tensor, or not hashable: prepare() says what is wrong.
         cast = autocast(q, k, v)
         if cast[0] is not q or cast[1] is not k or cast[2] is not v:
-            return attention(
-                *cast, causal=causal, scale=scale, layout=layout, return_lse=return_lse, deterministic=deterministic,
-                out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, num_ctas=num_ctas, config=config,
-                device=device,
-            )  # fmt: skip
-        launch = prepare(q, k, v, out, scales, causal, scale, layout, num_ctas, config, device)
+            return attend(*cast, extras, options, return_lse)
+        launch = prepare(q, k, v, extras, options)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
     else:
-        check_call(q, k, v, out, scales)
+        check_call(q, k, v, extras)
 
+    out = extras.out
     if out is None:
         out = torch.empty_like(q, dtype=output_dtype(q.dtype))
     lse = None
     if return_lse:
-        heads, q_len = q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1])
+        heads, q_len = q.shape[1:3] if options.layout == "bhsd" else (q.shape[2], q.shape[1])
         lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
     if launch is None:
         out.zero_()
@@ -192,34 +186,12 @@ def attention(
             lse.fill_(float("-inf"))
     else:
         if q.dtype in FP8_DTYPES:
-            check_scales(scales)
+            check_scales(extras.scales)
+        _, q_scale, k_scale, v_scale = extras
         launch(
             {"q": q, "k": k, "v": v, "out": out, "lse": lse, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         )
     return out if lse is None else (out, lse)
-
-
-def key_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    scales: Scales,
-    causal: bool,
-    scale: float | None,
-    layout: str,
-    num_ctas: int | None,
-    config: ForwardConfig | None,
-    device: Device | None,
-) -> tuple[Any, ...]:
-    """All that `plan_of` depends on, but for what `check_call` looks at. True, 1 and 1.0 are equal, their types not."""
-    q_scale, k_scale, v_scale = scales
-    return (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, causal, type(causal), scale, type(scale), layout, num_ctas, type(num_ctas),
-        config, device, out is None or identity(out), q_scale is None or identity(q_scale),
-        k_scale is None or identity(k_scale), v_scale is None or identity(v_scale),
-    )  # fmt: skip
 
 
 def check_options(return_lse: object, deterministic: object, unsupported: dict[str, Any]) -> None:
@@ -232,14 +204,12 @@ def check_options(return_lse: object, deterministic: object, unsupported: dict[s
         check_bool("deterministic", deterministic)
 
 
-def check_differentiable(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales, device: Device | None
-) -> None:
+def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, device: Device | None) -> None:
     """What a call with gradients asks for beyond one without."""
     refuse_unusual(q=q, k=k, v=v)
     check_device(device, q)
-    require_gradients(q, out, device)
-    for name, one in zip(SCALES, scales, strict=True):
+    require_gradients(q, extras.out, device)
+    for name, one in zip(SCALES, extras.scales, strict=True):
         check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
 
 
@@ -283,14 +253,10 @@ def refuse(**unsupported: Any) -> None:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")
 
 
-def identity(t: Tensor) -> tuple[Any, ...]:
-    """What a launch may depend on of a tensor."""
-    return t.shape, t.stride(), t.dtype, t.device
-
-
-def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales) -> None:
+def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
     """What may differ from call to call with the same shapes: addresses, shared memory, gradients. Of fp8 scales what
     `check_scales` does is left out."""
+    out = extras.out
     # A Parameter is fine, a FakeTensor has the address 0.
     if not type(q) is type(k) is type(v) is Tensor or (out is not None and type(out) is not Tensor):
         refuse_unusual(q=q, k=k, v=v, out=out)
@@ -318,7 +284,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scal
             if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES:
                 refuse_address(name, t)
     if torch.is_grad_enabled():
-        for name, t in zip(("q", "k", "v", "out", *SCALES), (q, k, v, out, *scales), strict=True):
+        for name, t in zip(("q", "k", "v", *Extras._fields), (q, k, v, *extras), strict=True):
             if t is not None and t.requires_grad:
                 refuse_gradient(name)
 
@@ -330,7 +296,7 @@ def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
             check_readable(name, t)
 
 
-def check_scales(scales: Scales) -> None:
+def check_scales(scales: Sequence[Tensor | None]) -> None:
     """What may differ from call to call in fp8 scales, their sign only on the CPU: on a card the numbers are there."""
     for name, scale in zip(SCALES, scales, strict=True):
         if scale is not None:
@@ -347,24 +313,12 @@ def refuse_gradient(name: str) -> NoReturn:
     )
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    scales: Scales,
-    causal: bool,
-    scale: float | None,
-    layout: str,
-    num_ctas: int | None,
-    config: ForwardConfig | None,
-    device: Device | None,
-) -> Launches | None:
+def prepare(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Launches | None:
     """Validate everything that depends on shapes, strides and options, and compile the kernel."""
-    plan = plan_of(q, k, v, out, scales, causal, scale, layout, num_ctas, config, device)
+    plan = plan_of(q, k, v, extras, options)
     if plan is None:
         return None
-    like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if out is None else out
+    like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if extras.out is None else extras.out
     if q.device.type == "cpu":
         from .cpu import launches_on_cpu
 
@@ -372,23 +326,12 @@ def prepare(
     return launches_on_card(plan, q, k, v, like_out)
 
 
-def plan_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    scales: Scales,
-    causal: bool,
-    scale: float | None,
-    layout: str,
-    num_ctas: int | None,
-    config: ForwardConfig | None,
-    device: Device | None,
-) -> Plan | None:
+def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Plan | None:
     """What to launch; None if there is nothing to compute. All that can be refused is refused here, on the host."""
     check_triton_version()
-    refuse_unusual(q=q, k=k, v=v, out=out, **dict(zip(SCALES, scales, strict=True)))
-    problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=out, scales=scales)
+    refuse_unusual(q=q, k=k, v=v, **extras._asdict())
+    causal, scale, layout, _, num_ctas, config, device = options
+    problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=extras.out, scales=extras.scales)
     if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):
         raise TypeError(f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1 or 2, or leave it out")
     if config is not None and not isinstance(config, ForwardConfig):
@@ -399,8 +342,8 @@ def plan_of(
         )
     check_device(device, q)
     if not is_compiling():  # where `supports` is traced, tensors have no memory
-        check_memory(q, k, v, out)
-        check_call(q, k, v, out, scales)
+        check_memory(q, k, v, extras.out)
+        check_call(q, k, v, extras)
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
     if q.device.type != "cpu" and device is not None:

@@ -23,12 +23,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .api import attention, autocast, check_differentiable, check_options, wants_gradient
+from .call import Extras, Options
 from .device import Device
 from .gradients import Gradients, attention_backward
 from .problem import FP8_DTYPES, in_bhsd, type_name
 from .support import check_forward
-
-NO_SCALES = (None, None, None)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks and their shares
@@ -133,10 +132,10 @@ def check_inputs(
         )
     check_options(options["return_lse"], options["deterministic"], unsupported)
     if torch.is_grad_enabled() and wants_gradient(q, k, v):
-        check_differentiable(q, k, v, None, NO_SCALES, options["device"])
+        check_differentiable(q, k, v, Extras(), options["device"])
     with torch.no_grad():
-        causal, scale, layout, device = (options[name] for name in ("causal", "scale", "layout", "device"))
-        check_forward(q, k, v, None, NO_SCALES, causal, scale, layout, None, None, device)
+        names = ("causal", "scale", "layout", "device")
+        check_forward(q, k, v, Extras(), Options(**{name: options[name] for name in names}))
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
             f"q: expected float16 or bfloat16, as fp8 is not supported over several cards so far, got {q.dtype}; "

@@ -8,11 +8,13 @@ from torch import Tensor
 from .backward.launch import NOT_SHARED, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
+from .call import Extras, Key, Options, identity, key_of
 from .device import Device
 from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, Problem, in_bhsd
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 
+NO_EXTRAS = Extras()
 ARCHS = (90,)  # for which there are backward kernels
 
 _launches: dict[tuple[Any, ...], Launches | None] = {}  # by everything they depend on, see api.py
@@ -53,6 +55,23 @@ def attention_backward(
         TypeError, ValueError: a tensor that is not as above; the message says which.
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernels.
     """
+    options = Options(causal, scale, layout, deterministic, device=device)
+    return differentiate(dout, dlse, q, k, v, out, lse, options, key_of(q, k, v, NO_EXTRAS, options))
+
+
+def differentiate(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+    key: Key,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` of a call. key: of that call, by `key_of`."""
+    deterministic = options.deterministic
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
@@ -60,15 +79,14 @@ def attention_backward(
         dlse = dlse.resolve_neg().contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     key = (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), *identity(out), *identity(dout), *identity(lse),
-        None if dlse is None else identity(dlse), q.dtype, q.device, causal, scale, layout, deterministic, device,
+        key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse)
     )  # fmt: skip
     try:
         launch = _launches[key]
     except KeyError:
-        check_outputs(q, layout, out=out, dout=dout, lse=lse, dlse=dlse)
+        check_outputs(q, options.layout, out=out, dout=dout, lse=lse, dlse=dlse)
         tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-        launch = prepare(tensors, causal, scale, layout, deterministic, device)
+        launch = prepare(tensors, options, deterministic)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -79,10 +97,6 @@ def attention_backward(
         **NOT_SHARED,
     })  # fmt: skip
     return dq, dk, dv
-
-
-def identity(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.device
 
 
 def check_outputs(q: Tensor, layout: str, **tensors: Tensor | None) -> None:
@@ -107,18 +121,11 @@ def check_outputs(q: Tensor, layout: str, **tensors: Tensor | None) -> None:
             )
 
 
-def prepare(
-    tensors: dict[str, Tensor],
-    causal: bool,
-    scale: float | None,
-    layout: str,
-    deterministic: bool,
-    device: Device | None,
-) -> Launches | None:
+def prepare(tensors: dict[str, Tensor], options: Options, deterministic: bool) -> Launches | None:
     """The launches for tensors of these shapes and strides; None if there is nothing to compute."""
-    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    q, k, v, device = tensors["q"], tensors["k"], tensors["v"], options.device
     require_gradients(q, None, device)
-    problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout)
+    problem = Problem.of(q, k, v, causal=options.causal, scale=options.scale, layout=options.layout)
     if problem.is_empty:
         return None
     chosen = Device.of(q.device) if device is None else device
@@ -163,34 +170,32 @@ def require_gradients(q: Tensor, out: Tensor | None, device: Device | None) -> N
 
 
 class Attention(torch.autograd.Function):
-    """(O, LSE) with gradients, of q, k, v, a dict of the other options, and the function that computes them."""
+    """(O, LSE) with gradients, of q, k, v, what else a call has, and the function that computes them."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], attend: Any) -> Any:
-        deterministic = options.pop("deterministic")
-        out, lse = attend(q, k, v, return_lse=True, **options)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, attend: Any) -> Any:
+        out, lse = attend(q, k, v, extras, options, True)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = {name: options[name] for name in ("causal", "scale", "layout", "device")}
-        ctx.options["deterministic"] = deterministic
+        ctx.call = options, key_of(q, k, v, NO_EXTRAS, options)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         if dout is None and dlse is None:
-            return None, None, None, None, None
-        if torch.is_grad_enabled():  # create_graph=True
-            return *Gradients.apply(dout, dlse, *ctx.saved_tensors, ctx.options), None, None
-        return *attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.options), None, None
+            return (None,) * 6
+        arguments = (dout, dlse, *ctx.saved_tensors, *ctx.call)
+        # A graph of the backward pass is made if its caller gives create_graph=True.
+        grads = Gradients.apply(*arguments) if torch.is_grad_enabled() else differentiate(*arguments)
+        return *grads, None, None, None
 
 
 class Gradients(torch.autograd.Function):
-    """`attention_backward` where a graph of the backward pass is made: says what is missing if that is used."""
+    """`differentiate` where a graph of the backward pass is made: says what is missing if that is used."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *tensors, options = arguments
-        return attention_backward(*tensors, **options)
+        return differentiate(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:

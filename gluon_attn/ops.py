@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .call import Extras, Options
 from .device import Device
 from .gradients import attention_backward, require_gradients
 from .problem import in_bhsd, output_dtype
@@ -119,40 +120,38 @@ def _(
     return forward_flops(q, k, causal, layout) * 5 // 2  # five products
 
 
-def attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    layout: str,
-    deterministic: bool | None,
-    num_ctas: int | None,
-    device: Device | None,
-    **others: Any,
-) -> tuple[Tensor, Tensor]:
-    """What `attention` is in a graph. others: its other arguments, of which none may be given there."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and device is not None:
-        require_gradients(q, None, device)
-    return forward(q, k, v, causal, scale, layout, deterministic, num_ctas, card_in_graph(device, **others))
+def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
+    """What `attention` is in a graph."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and options.device:
+        require_gradients(q, None, options.device)
+    card = card_in_graph(extras, options)
+    return forward(
+        q, k, v, options.causal, options.scale, options.layout, options.deterministic, options.num_ctas, card
+    )
 
 
-def is_seen_by_a_mode(device: Device | None, *others: Any) -> bool:
+def not_in_a_graph(extras: Extras, options: Options) -> dict[str, Any]:
+    """Arguments that an operator does not take, by name."""
+    return {"config": options.config} | extras._asdict()
+
+
+def is_seen_by_a_mode(extras: Extras, options: Options) -> bool:
     """Whether a dispatch mode is on, as one that counts FLOPs or that chooses what to keep for a backward pass, and the
     operator can serve the call: modes see operators alone."""
-    return torch._C._len_torch_dispatch_stack() > 0 and others == (None,) * len(others) and device in CARDS.values()
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return set(not_in_a_graph(extras, options).values()) == {None} and options.device in CARDS.values()
 
 
-def card_in_graph(device: Device | None, **others: Any) -> str:
-    """One of CARDS. NotImplementedError, by name, for another device, and for `others` that are given."""
-    for name, value in others.items():
+def card_in_graph(extras: Extras, options: Options) -> str:
+    """One of CARDS. NotImplementedError, by name, for another device, and for what no operator takes."""
+    for name, value in not_in_a_graph(extras, options).items():
         if value is not None:
             raise NotImplementedError(
                 f"{name}: expected None under torch.compile or torch.export, got a value; leave it out, or keep the "
                 "call out of the graph by a function of your own under @torch.compiler.disable"
             )
-    cards = [name for name, known in CARDS.items() if device == known]
+    cards = [name for name, known in CARDS.items() if options.device == known]
     if not cards:
         raise NotImplementedError(
             "device: expected Device.hopper(), Device.blackwell() or None in a graph, got another; leave it out"

@@ -9,16 +9,15 @@ from torch.compiler import is_compiling
 
 from .api import (
     MAX_LAUNCHES,
-    Scales,
     autocast,
     check_call,
     check_differentiable,
     check_options,
     check_scales,
-    key_of,
     plan_of,
     wants_gradient,
 )
+from .call import Extras, Options, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
 from .ops import card_in_graph
@@ -57,37 +56,38 @@ def supports(
 
     needs_grad: whether gradients will be asked for. None: as `attention` finds it, by grad mode and `requires_grad`.
     """
-    scales = (q_scale, k_scale, v_scale)
+    options = Options(causal, scale, layout, deterministic, num_ctas, config, device)
+    extras = Extras(out, q_scale, k_scale, v_scale)
     try:
         check_options(return_lse, deterministic, unsupported)
         gradient = torch.is_grad_enabled() and wants_gradient(q, k, v) if needs_grad is None else needs_grad
         q, k, v = autocast(q, k, v, convert=torch.empty_like)  # memory for what attention() converts to, no numbers
         if is_compiling():
-            card_in_graph(device, config=config, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+            card_in_graph(extras, options)
         if gradient:
-            check_differentiable(q, k, v, out, scales, device)
+            check_differentiable(q, k, v, extras, device)
         with torch.no_grad() if gradient or needs_grad is False else contextlib.nullcontext():
-            check_forward(q, k, v, out, scales, causal, scale, layout, num_ctas, config, device)
+            check_forward(q, k, v, extras, options)
     except REFUSALS as refusal:
         return str(refusal)
     return None
 
 
-def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scales: Scales, *options: Any) -> None:
-    """What `attention` refuses without gradients. options: the others that `plan_of` has."""
+def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
+    """What `attention` refuses without gradients."""
     if is_compiling():  # shapes may be symbols, which are no key
-        plan_of(q, k, v, out, scales, *options)
+        plan_of(q, k, v, extras, options)
         return
     try:
-        key = key_of(q, k, v, out, scales, *options)
+        key = key_of(q, k, v, extras, options)
         computes = _taken[key]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # New; or no dense tensor, or not hashable: plan_of() says what is wrong.
-        computes = plan_of(q, k, v, out, scales, *options) is not None
+        computes = plan_of(q, k, v, extras, options) is not None
         if len(_taken) >= MAX_LAUNCHES:
             _taken.clear()
         _taken[key] = computes
     else:
-        check_call(q, k, v, out, scales)
+        check_call(q, k, v, extras)
     if computes and q.dtype in FP8_DTYPES:
-        check_scales(scales)
+        check_scales(extras.scales)

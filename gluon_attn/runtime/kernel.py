@@ -160,9 +160,9 @@ class CardLaunch:
         kernel = build.kernel
         self.launcher = Launcher(compiled, launch.programs, device_index)
         self.device_index = device_index
-        self.described = getter(launch.tensor_names(kernel.tma))
+        self.tensors = getter(launch.tensor_names((*kernel.tma, *kernel.pointers)))
+        self.described = len(kernel.tma)
         self.describe = descriptions([launch.views[p.tensor] for p in kernel.tma], compiled)
-        self.pointers = getter(launch.tensor_names(kernel.pointers))
         # A launch takes a place for each compile-time parameter, and no value.
         numbers = tuple(launch.scalars[p.name] for p in kernel.scalars)
         listed = len(kernel.tma) + len(kernel.pointers) + len(kernel.scalars)
@@ -171,8 +171,9 @@ class CardLaunch:
     def __call__(self, tensors: Tensors) -> None:
         """Enqueue on the current stream of the tensors' device."""
         enter_context(self.device_index)
-        addresses = map(Tensor.data_ptr, self.described(tensors))
-        self.launcher((*self.describe(*addresses), *self.pointers(tensors), *self.rest))
+        # Addresses, not tensors: Triton's launcher would ask the driver about each.
+        addresses = [t if t is None else t.data_ptr() for t in self.tensors(tensors)]
+        self.launcher((*self.describe(*addresses[: self.described]), *addresses[self.described :], *self.rest))
 
 
 class Launches:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from gluon_attn import attention
+from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
 from gluon_attn.ops import attention_op, forward_flops
 from gluon_attn.testing import check_gradients
@@ -94,12 +95,11 @@ def test_autocast_converts_fp32(grad):
 
 def test_refused_in_a_graph():
     q, k, v = (t.detach() for t in qkv())
-    options = {"causal": True, "scale": None, "layout": "bhsd", "deterministic": None, "num_ctas": None}
     with pytest.raises(NotImplementedError, match=r"^out: expected None under torch.compile"):
-        attention_op(q, k, v, **options, device=HOPPER, out=torch.empty_like(q))  # type: ignore[arg-type]
+        attention_op(q, k, v, Extras(out=torch.empty_like(q)), Options(causal=True, device=HOPPER))
     other = dataclasses.replace(HOPPER, sm_count=1)
     with pytest.raises(NotImplementedError, match=r"^device: expected Device.hopper\(\)"):
-        attention_op(q, k, v, **options, device=other)  # type: ignore[arg-type]
+        attention_op(q, k, v, Extras(), Options(causal=True, device=other))
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "causal"), [(5, 7, False), (5, 7, True), (7, 5, True), (4, 4, True)])

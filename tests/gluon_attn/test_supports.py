@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gluon_attn import api, attention, supports
+from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
 from gluon_attn.forward.table import blackwell_config
 from gluon_attn.ops import attention_op
@@ -216,8 +217,5 @@ def test_what_a_graph_does_not_take(monkeypatch):
     q = q_of()
     said = supports(q, q, q, out=q_of(), device=HOPPER)
     with pytest.raises(NotImplementedError) as caught:
-        attention_op(
-            q, q, q, causal=False, scale=None, layout="bhsd", deterministic=None, num_ctas=None, device=HOPPER,
-            out=q_of(),
-        )  # fmt: skip
+        attention_op(q, q, q, Extras(out=q_of()), Options(device=HOPPER))
     assert said == str(caught.value)
