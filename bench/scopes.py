@@ -19,7 +19,7 @@ from triton import knobs
 from bench.compat import builtin, set_profile_allocator
 from channels.compat import mbarrier, tma
 from gluon_attn.forward.configs import HopperConfig
-from gluon_attn.forward.launch import compiled, launches_on_card, temporaries_of
+from gluon_attn.forward.launch import compiled, launches_on_card, workspaces_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.kernels.hopper.forward import softmax
 from gluon_attn.problem import SCALES, output_dtype
@@ -139,7 +139,8 @@ def tensors_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     out = torch.empty_like(q, dtype=output_dtype(q.dtype))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     tensors: Tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **dict.fromkeys(SCALES)}
-    tensors |= {name: make(tensors) for name, make in temporaries_of(plan).items()}
+    if (workspaces := workspaces_of(plan)) is not None:
+        tensors |= workspaces(tensors)
     for step in launches_on_card(plan, q, k, v, out).steps[:-1]:
         step(tensors)
     return tensors

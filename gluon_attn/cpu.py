@@ -6,10 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .backward.launch import backward_launches_of
-from .backward.launch import temporaries_of as backward_temporaries_of
+from .backward.launch import allocated_apart, backward_launches_of
 from .backward.plan import BackwardPlan
-from .forward.launch import launches_of, temporaries_of
+from .forward.launch import launches_of, workspaces_of
 from .forward.plan import Plan
 from .kernels.hopper.inline_asm import twins
 from .runtime.kernel import Launch, Launches, Tensors
@@ -61,11 +60,11 @@ def launches_on_cpu(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) ->
     """A call on CPU tensors. They are looked at for their shapes and strides only; `out` may be on the meta device."""
     register_twins()
     steps = [CpuLaunch(launch, plan.arch) for launch in launches_of(plan, q, k, v, out)]
-    return Launches(steps, temporaries_of(plan))
+    return Launches(steps, workspaces_of(plan))
 
 
 def backward_on_cpu(plan: BackwardPlan, tensors: Tensors) -> Launches:
     """As `launches_on_cpu`, of the gradients. tensors: as for `backward_launches_of`."""
     register_twins()
     steps = [CpuLaunch(launch, plan.arch) for launch in backward_launches_of(plan, tensors)]
-    return Launches(steps, backward_temporaries_of(plan))
+    return Launches(steps, allocated_apart(plan))

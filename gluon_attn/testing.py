@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .backward.configs import HopperBackward
-from .backward.launch import NOT_SHARED, backward_on_card
+from .backward.launch import NOT_SHARED, allocated_apart, backward_on_card
 from .backward.plan import BackwardPlan
 from .device import Device
 from .forward.configs import ForwardConfig
@@ -158,12 +158,8 @@ def backward_call(
     else:
         launches = backward_on_card(plan, shapes)
     if workspaces is not None:
-        replace = workspaces
-        made = launches.temporaries
-        launches.temporaries = {
-            name: lambda given, name=name, make=make: replace(name, make(given))  # type: ignore[misc]
-            for name, make in made.items()
-        }
+        make, replace = allocated_apart(plan), workspaces
+        launches.workspaces = lambda given: {name: replace(name, memory) for name, memory in make(given).items()}
 
     def call() -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (output(t) for t in (q, k, v))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from ..kernels.common.mask import Mask
 from ..kernels.hopper.backward.kernel import attention_backward
@@ -13,7 +12,18 @@ from ..kernels.hopper.backward.preprocess import prepare_backward
 from ..problem import in_bhsd
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
-from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
+from ..runtime.kernel import (
+    Build,
+    CardLaunch,
+    Kernel,
+    Launch,
+    Launches,
+    Pointer,
+    Scalar,
+    Tensors,
+    Tma,
+    allocated_at_once,
+)
 from .configs import HopperBackward
 from .plan import MOST_SHARERS, BackwardPlan
 
@@ -147,13 +157,12 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     ]
 
 
-def temporaries_of(plan: BackwardPlan) -> dict[str, Callable[[Tensors], Tensor]]:
-    """`workspaces` as `Launches` asks for them, on q's device."""
-
-    def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[Tensors], Tensor]:
-        return lambda tensors: torch.empty(shape, dtype=dtype, device=tensors["q"].device)
-
-    return {name: maker(*like) for name, like in workspaces(plan).items()}
+def allocated_apart(plan: BackwardPlan) -> Callable[[Tensors], Tensors]:
+    """`workspaces` as `Launches` asks for them, each a tensor on q's device."""
+    like = workspaces(plan)
+    return lambda tensors: {
+        name: torch.empty(shape, dtype=dtype, device=tensors["q"].device) for name, (shape, dtype) in like.items()
+    }
 
 
 def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
@@ -171,4 +180,4 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
     )
     launches = backward_launches_of(plan, tensors)
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
-    return Launches(steps, temporaries_of(plan))
+    return Launches(steps, allocated_at_once(workspaces(plan)))

@@ -1,5 +1,6 @@
 """From a plan to the launches of attention forward: which kernels, for which tensors, with which numbers."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..kernels.hopper.transpose.kernel import transpose_values
 from ..problem import FP8_DTYPES, in_bhsd, output_dtype
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
-from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tma
+from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
 from .configs import BlackwellConfig, ForwardConfig
 from .plan import TRANSPOSE_BLOCK_N, Plan
 
@@ -124,11 +125,11 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> lis
     return [before, attention]
 
 
-def temporaries_of(plan: Plan) -> dict[str, Any]:
+def workspaces_of(plan: Plan) -> Callable[[Tensors], Tensors] | None:
     """What makes the memory that the launches of a call hand on to each other; see `Launches`."""
     if not plan.config.transposes_before(plan.problem.dtype.itemsize):
-        return {}
-    return {"transposed_v": lambda tensors: empty_transposed(tensors["v"], plan.problem.layout)}
+        return None
+    return lambda tensors: {"transposed_v": empty_transposed(tensors["v"], plan.problem.layout)}
 
 
 def empty_transposed(v: Tensor, layout: str) -> Tensor:
@@ -157,4 +158,4 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -
     if len(launches) > 1:
         kernels.insert(0, compiled_transpose(problem.dtype, problem.padded_head_dim, device_index=index))
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
-    return Launches(steps, temporaries_of(plan))
+    return Launches(steps, workspaces_of(plan))

@@ -1,6 +1,7 @@
 """One description of a kernel's parameters, and of a launch of it, from which all else is derived: the types it is
 compiled for, the order of arguments, TMA descriptors, the launch on a card, on gluon_cpu and in a proof."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -8,7 +9,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
 
 from .compat import CompiledKernel
 from .compiler import compile_gluon, front_end
@@ -16,7 +17,9 @@ from .descriptors import Block, View
 from .launcher import Launcher, enter_context
 
 Compiled = TypeVar("Compiled")
-Tensors = dict[str, Any]  # what a call is given, by name: a Tensor, or None where a pointer may be null
+# What a call is given, by name: a Tensor; or None where a pointer may be null; on a card, or its address.
+Tensors = dict[str, Any]
+WORKSPACE_ALIGNMENT = 256  # bytes; TMA asks for 16, and lines of the L2 cache have 128
 
 
 @dataclass(frozen=True)
@@ -172,31 +175,46 @@ class CardLaunch:
         """Enqueue on the current stream of the tensors' device."""
         enter_context(self.device_index)
         # Addresses, not tensors: Triton's launcher would ask the driver about each.
-        addresses = [t if t is None else t.data_ptr() for t in self.tensors(tensors)]
+        addresses = [t if t is None or type(t) is int else t.data_ptr() for t in self.tensors(tensors)]
         self.launcher((*self.describe(*addresses[: self.described]), *addresses[self.described :], *self.rest))
 
 
 class Launches:
     """A call: launches one after the other, and memory of its own that they hand on to each other.
 
-    temporaries: makes a tensor for each name from those that the call was given. It is released when all launches are
-    enqueued: the allocator keeps it for work on the same stream that comes later.
+    workspaces: makes that memory, by name, from the tensors that the call was given. It is released when all launches
+    are enqueued: the allocator keeps it for work on the same stream that comes later.
     """
 
     def __init__(
         self,
         steps: Sequence[Callable[[Tensors], None]],
-        temporaries: Mapping[str, Callable[[Tensors], Tensor]] | None = None,
+        workspaces: Callable[[Tensors], Tensors] | None = None,
     ) -> None:
         self.steps = tuple(steps)
-        self.temporaries = dict(temporaries or {})
+        self.workspaces = workspaces
 
     def __call__(self, tensors: Tensors) -> None:
         """Enqueue on the current stream of the tensors' device. `tensors` is the call's own."""
-        for name, make in self.temporaries.items():
-            tensors[name] = make(tensors)
+        if self.workspaces is not None:
+            tensors |= self.workspaces(tensors)
         for step in self.steps:
             step(tensors)
+
+
+def allocated_at_once(like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Callable[[Tensors], Tensors]:
+    """Workspaces of these shapes and dtypes in one allocation, by address; on q's card."""
+    offsets, size = {}, 0
+    for name, (shape, dtype) in like.items():
+        offsets[name] = size
+        size += -(-math.prod(shape) * dtype.itemsize // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+
+    def workspaces(tensors: Tensors) -> Tensors:
+        memory = torch.empty(size, dtype=torch.uint8, device=tensors["q"].device)
+        first = memory.data_ptr()
+        return {"memory": memory} | {name: first + offset for name, offset in offsets.items()}
+
+    return workspaces
 
 
 def getter(names: Sequence[str]) -> Callable[[Tensors], tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from gluon_attn.backward.table import pick_config
 from gluon_attn.cpu import register_twins
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig
-from gluon_attn.forward.launch import launches_of, temporaries_of
+from gluon_attn.forward.launch import launches_of, workspaces_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
 from gluon_attn.problem import SCALES, Problem, in_bhsd, output_dtype
@@ -90,7 +90,9 @@ class TransposeRun:
         """v: in plan.problem's layout."""
         self.v = in_bhsd(v, plan.problem.layout)
         self.launch, self.target = launch, f"sm_{plan.arch}a"
-        self.transposed = temporaries_of(plan)["transposed_v"]({"v": v})
+        made = workspaces_of(plan)
+        assert made is not None
+        self.transposed = made({"v": v})["transposed_v"]
         self.tensors = {"v": v, "transposed_v": self.transposed}
 
     def __call__(self, **options: Any) -> Any:

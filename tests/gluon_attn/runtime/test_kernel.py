@@ -1,20 +1,30 @@
 """The description of a kernel's parameters, and all that is derived from it."""
 
 import gc
+import math
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import gluon_cpu
 from channels.compat import gl, jit
 from gluon_attn.runtime import kernel as kernel_module
 from gluon_attn.runtime.compat import TensorDescriptor
 from gluon_attn.runtime.descriptors import Block, View
-from gluon_attn.runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tma
+from gluon_attn.runtime.kernel import (
+    Build,
+    CardLaunch,
+    Kernel,
+    Launch,
+    Launches,
+    Pointer,
+    Scalar,
+    Tma,
+    allocated_at_once,
+)
 
 
 @jit
@@ -178,7 +188,7 @@ def test_on_a_card_the_same_in_the_same_order(monkeypatch):
     described = []
     for name, address in (("a", a), ("b", b)):
         described += [("map", address, f"meta {name}"), *views[name].shape, *views[name].strides]
-    assert passed == [(*described, given["sum"], None, 7, 0.5, None, None)]
+    assert passed == [(*described, given["sum"].data_ptr(), None, 7, 0.5, None, None)]
     on_card(given)
     assert encoded == [1, a, b, 1], "in a context; and the same addresses are encoded once"
 
@@ -209,8 +219,8 @@ def twice(in_ptr, out_ptr, SIZE: gl.constexpr):
     gl.store(out_ptr + at, 2 * gl.load(in_ptr + at))
 
 
-def test_a_temporary_is_handed_on_and_released():
-    """Two launches of one kernel: from x to a temporary, and from that to y; on the machine."""
+def test_a_workspace_is_handed_on_and_released():
+    """Two launches of one kernel: from x to a workspace, and from that to y; on the machine."""
     kernel = Kernel(twice, Pointer("in_ptr", "x"), Pointer("out_ptr", "y"))
     of: dict[str, Any] = {
         "build": Build(kernel=kernel, blocks={}, constants={"SIZE": 32}),
@@ -221,10 +231,10 @@ def test_a_temporary_is_handed_on_and_released():
     steps: list[Launch] = [Launch(**of, given={"y": "between"}), Launch(**of, given={"x": "between"})]
     made: list[Any] = []
 
-    def make(given: dict[str, Any]) -> Tensor:
+    def make(given: dict[str, Any]) -> dict[str, Any]:
         t = torch.full_like(given["x"], float("nan"))
         made.append(weakref.ref(t))
-        return t
+        return {"between": t}
 
     def on_machine(one: Launch) -> Any:
         def step(given: dict[str, Any]) -> None:
@@ -233,7 +243,7 @@ def test_a_temporary_is_handed_on_and_released():
 
         return step
 
-    call = Launches([on_machine(one) for one in steps], {"between": make})
+    call = Launches([on_machine(one) for one in steps], make)
     for _ in range(2):
         x, y = torch.randn(32), torch.full((32,), float("nan"))
         call({"x": x, "y": y})
@@ -252,6 +262,21 @@ def test_the_steps_of_a_call_share_its_tensors():
     def second(given: dict[str, Any]) -> None:
         order.append(("second", given["made"]))
 
-    Launches([first, second], {"made": lambda given: given["x"] + 1})({"x": torch.zeros(())})
+    Launches([first, second], lambda given: {"made": given["x"] + 1})({"x": torch.zeros(())})
     assert order[0] == ("first", ["made", "x"])
     assert order[1] == ("second", torch.ones(()))
+
+
+def test_workspaces_of_one_allocation_share_no_memory():
+    like = {"a": ((3, 5), torch.float32), "none": ((0,), torch.int32), "b": ((7,), torch.bfloat16)}
+    found = allocated_at_once(like)({"q": torch.zeros(1)})
+    memory = found.pop("memory")
+    assert sorted(found) == sorted(like)
+    taken: set[int] = set()
+    for name, (shape, dtype) in like.items():
+        first, size = found[name] - memory.data_ptr(), math.prod(shape) * dtype.itemsize
+        assert first % 16 == 0
+        assert first >= 0
+        assert first + size <= memory.numel()
+        assert taken.isdisjoint(range(first, first + size))
+        taken |= set(range(first, first + size))
