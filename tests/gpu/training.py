@@ -79,15 +79,23 @@ def text(shape: Shape, step: int) -> Tensor:
 
 
 def train(attend: Attend, shape: Shape, steps: int, device: str) -> Tensor:
-    """The loss at each step, under bf16 autocast. The same start and the same text each time."""
+    """The loss at each step. The same start each time."""
     torch.manual_seed(0)
     model = Model(shape, attend).to(device)
+    return losses_of(model, model, shape, steps, device)
+
+
+def losses_of(model: nn.Module, logits_of: Callable[[Tensor], Tensor], shape: Shape, steps: int, device: str) -> Tensor:
+    """The loss at each step, under bf16 autocast. The same text each time; weights are changed in place.
+
+    logits_of: what the model makes of tokens, (B, S), as (B, S, vocabulary).
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = torch.zeros(steps)
     for step in range(steps):
         tokens = text(shape, step).to(device)
         with torch.autocast(device, torch.bfloat16):
-            logits = model(tokens[:, :-1])
+            logits = logits_of(tokens[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
