@@ -12,10 +12,11 @@ forward pass: five products for two. They count the same whatever is computed ag
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -67,12 +68,13 @@ def pass_of(
     return partial(torch.autograd.grad, forward(), inputs, dout, retain_graph=True)
 
 
-def deterministic(call: Callable[[], object]) -> object:
-    """As torch runs it when it may use no other than deterministic kernels."""
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Within it, torch may use no other than deterministic kernels."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # which would take time
     try:
-        return call()
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -110,7 +112,7 @@ def calls_of(point: Point, with_deterministic: bool, with_forward: bool = False)
     calls = {"cudnn": by_torch(SDPBackend.CUDNN_ATTENTION), "ours": ours()}
     if with_deterministic:
         calls["ours, deterministic"] = ours(deterministic=True)
-        calls["fa2, deterministic"] = partial(deterministic, by_torch(SDPBackend.FLASH_ATTENTION))
+        calls["fa2, deterministic"] = deterministic()(by_torch(SDPBackend.FLASH_ATTENTION))
     return calls
 
 
