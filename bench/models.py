@@ -1,0 +1,278 @@
+"""What our attention does for a model: a Llama of random weights, with the layers of one of 8B, in transformers.
+
+    python -m bench.models --out FILE             # on a Hopper card, some minutes; needs transformers
+    python -m bench.models --only train           # or prefill, or losses, or two of them
+    python -m bench.models --show FILE            # anywhere
+
+Training steps (forward, loss, backward, AdamW) and prefills (forward, logits of the last position) of 16384 tokens in
+bf16, by each attention in turn on the same weights. Then the losses of a smaller model of that shape that learns text
+from the same start by each: are ours as near to torch's as those of torch's kernels are to each other?
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gradients import deterministic, save
+from bench.provenance import SEED, provenance
+from bench.timing import time_interleaved
+from gluon_attn import hf, torch_sdpa
+from tests.gpu.training import WINDOW, Shape, averaged, disagreement, losses_of
+
+Call = Callable[[], object]
+
+TOKENS = 16384  # of a step
+LENGTHS = [2048, 8192, 16384]
+SHAPE = Shape(layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=32000)
+RUNS, WARMUP = 3, 1  # in a round: each takes tenths of a second
+
+LEARNS = Shape(layers=4, heads=8, kv_heads=2, head_dim=128, vocabulary=256, batch=8, length=1024)
+STEPS = 3 * WINDOW
+
+# What transformers is told to call, and what is on meanwhile.
+ATTENTION: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = {
+    "sdpa": ("sdpa", contextlib.nullcontext),
+    "sdpa, enabled()": ("sdpa", torch_sdpa.enabled),
+    "gluon_attn": (hf.NAME, contextlib.nullcontext),
+    "sdpa, deterministic": ("sdpa", deterministic),
+    "gluon_attn, deterministic": (hf.NAME, deterministic),
+    "sdpa, FlashAttention-2": ("sdpa", partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
+    "sdpa, plain torch": ("sdpa", partial(sdpa_kernel, SDPBackend.MATH)),
+}
+PREFILLS = ["sdpa", "sdpa, enabled()", "gluon_attn"]
+TRAINS = [*PREFILLS, "sdpa, deterministic", "gluon_attn, deterministic"]
+JUDGED = ["sdpa, enabled()", "gluon_attn"]
+PEERS = ["sdpa", "sdpa, FlashAttention-2", "sdpa, plain torch"]
+
+# Kernels of attention, by name: ours, FlashAttention-2's, cuDNN's.
+OF_ATTENTION = re.compile(r"attention|prepare_backward|finish_backward|flash|sdpa|cudnn::fusion")
+
+
+def model_of(shape: Shape, dtype: torch.dtype, device: str) -> Any:
+    """Of random weights, the same each time; an MLP has 3.5 times the width, as in 8B."""
+    width = shape.heads * shape.head_dim
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocabulary, hidden_size=width, intermediate_size=width * 7 // 2,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=TOKENS,
+    )  # fmt: skip
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def by(name: str, model: Any, call: Call) -> Call:
+    """The call with an attention of ATTENTION."""
+    implementation, context = ATTENTION[name]
+
+    def run() -> object:
+        model.set_attn_implementation(implementation)
+        with context():
+            return call()
+
+    return run
+
+
+def training_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    optimizer.zero_grad()
+    model(tokens, labels=tokens, use_cache=False).loss.backward()
+    optimizer.step()
+
+
+def prefill(model: Any, tokens: Tensor) -> None:
+    with torch.no_grad():
+        model(tokens, use_cache=False, logits_to_keep=1)
+
+
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    return model(tokens, use_cache=False).logits
+
+
+def measure_training(model: Any, lengths: Iterable[int], rounds: int) -> list[dict[str, Any]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    step = partial(training_step, model, optimizer)
+    return [measure(model, step, TRAINS, length, rounds) for length in lengths]
+
+
+def measure_prefill(model: Any, lengths: Iterable[int], rounds: int) -> list[dict[str, Any]]:
+    return [measure(model, partial(prefill, model), PREFILLS, length, rounds) for length in lengths]
+
+
+def measure(
+    model: Any, run: Callable[[Tensor], object], names: Iterable[str], length: int, rounds: int
+) -> dict[str, Any]:
+    """TOKENS tokens in sequences of a length, by each attention; what torch refuses, or has no memory for, is told."""
+    gc.collect()  # what a part before left would count as memory of this one
+    tokens = torch.randint(model.config.vocab_size, (TOKENS // length, length), device=model.device)
+    calls, alone, refused = {}, {}, {}
+    for name in names:
+        call = by(name, model, partial(run, tokens))
+        try:
+            call()  # compiles; the first makes the optimizer's state
+            alone[name] = {"peak_gib": peak_gib(call), "attention_ms": attention_ms(call)}
+        except RuntimeError as error:
+            refused[name] = f"{type(error).__name__}: {str(error)[:300]}"
+        else:
+            calls[name] = call
+    timings = time_interleaved(calls, rounds=rounds, runs=RUNS, warmup=WARMUP)
+    results = {
+        name: {"ms": t.median * 1e3, "tokens_per_second": TOKENS / t.median, "spread": t.spread, **alone[name]}
+        for name, t in timings.items()
+    }
+    return {"length": length, "results": results, "refused": refused}
+
+
+def peak_gib(call: Call) -> float:
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def attention_ms(call: Call) -> dict[str, float]:
+    """The kernels of attention that a call runs, and the milliseconds that each takes in all; by this one sees whose
+    they are."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return of_attention(profiled.key_averages())
+
+
+def of_attention(events: Iterable[Any]) -> dict[str, float]:
+    return {
+        event.key: event.self_device_time_total / 1e3
+        for event in events
+        if event.device_type == DeviceType.CUDA and OF_ATTENTION.search(event.key)
+    }
+
+
+def measure_losses(shape: Shape, steps: int, device: str) -> dict[str, list[float]]:
+    """At each step, by each attention, under bf16 autocast."""
+    found = {}
+    for name in [*PEERS, *JUDGED]:
+        model = model_of(shape, torch.float32, device)
+        train = partial(losses_of, model, partial(logits_of, model), shape, steps, device)
+        losses = by(name, model, train)()
+        assert isinstance(losses, Tensor)
+        found[name] = losses.tolist()
+    return found
+
+
+def markdown(head: list[str], rows: dict[str, list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def ratio(results: dict[str, Any], name: str) -> float:
+    """Of tokens per second, over those of SDPA, which is deterministic too if `name` is."""
+    peer = "sdpa, deterministic" if ATTENTION[name][1] is deterministic else "sdpa"
+    if peer not in results:
+        return float("nan")
+    return results[name]["tokens_per_second"] / results[peer]["tokens_per_second"]
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any], str], str]] = {
+    "tokens/s": lambda results, name: f"{results[name]['tokens_per_second']:.0f}",
+    "× sdpa": lambda results, name: f"{ratio(results, name):.3f}",
+    "spread, %": lambda results, name: f"{results[name]['spread'] * 100:.1f}",
+    "in kernels of attention, ms": lambda results, name: f"{sum(results[name]['attention_ms'].values()):.1f}",
+    "peak memory, GiB": lambda results, name: f"{results[name]['peak_gib']:.2f}",
+}
+
+
+def show_points(what: str, points: list[dict[str, Any]]) -> None:
+    """A table for each of COLUMNS, and the kernels that ran."""
+    names = dict.fromkeys(name for point in points for name in [*point["results"], *point["refused"]])
+    for column, cell in COLUMNS.items():
+        rows = {
+            name: [cell(point["results"], name) if name in point["results"] else "-" for point in points]
+            for name in names
+        }
+        print(markdown([f"{what}: {column}", *(str(point["length"]) for point in points)], rows))
+    for name in names:
+        kernels = dict.fromkeys(k for p in points if name in p["results"] for k in p["results"][name]["attention_ms"])
+        print(f"{name}: {', '.join(kernel[:80] for kernel in kernels) or 'no kernels of attention seen'}")
+        for point in points:
+            if name in point["refused"]:
+                print(f"{name}, {point['length']}: {point['refused'][name]}")
+    print()
+
+
+def show_losses(losses: dict[str, list[float]]) -> None:
+    """Means of the windows, and the verdict."""
+    runs = {name: torch.tensor(run) for name, run in losses.items()}
+    rows = {name: [f"{loss:.4f}" for loss in averaged(run).tolist()] for name, run in runs.items()}
+    head = [f"to {WINDOW * (1 + i)}" for i in range(len(rows[PEERS[0]]))]
+    print(markdown(["mean loss of steps", *head], rows))
+    wrong = disagreement({name: runs[name] for name in JUDGED}, {name: runs[name] for name in PEERS})
+    print(wrong or "ours is within the noise of torch's kernels")
+
+
+def show(found: dict[str, Any]) -> None:
+    for what, part in (("training step", "train"), ("prefill", "prefill")):
+        if part in found:
+            show_points(what, found[part])
+    if "losses" in found:
+        show_losses(found["losses"])
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "train": lambda args: measure_training(speed_model(args.layers), args.lengths, args.rounds),
+    "prefill": lambda args: measure_prefill(speed_model(args.layers), args.lengths, args.rounds),
+    "losses": lambda args: measure_losses(LEARNS, STEPS, "cuda"),
+}
+
+
+def speed_model(layers: int) -> Any:
+    return model_of(replace(SHAPE, layers=layers), torch.bfloat16, "cuda")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.models", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, help="result file to write (JSON)")
+    parser.add_argument("--show", type=Path, help="print the tables of a result file, and measure nothing")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--layers", type=int, default=SHAPE.layers, help="of the model that is timed")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--rounds", type=int, default=5, help=f"of {RUNS} runs of each, interleaved")
+    parser.add_argument("--commit", help="of the tree that is measured, if git cannot tell")
+    args = parser.parse_args()
+    for length in args.lengths:
+        if length < 1 or TOKENS % length:
+            parser.error(f"--lengths: expected divisors of {TOKENS}, got {length}")
+    if args.show:
+        show(json.loads(args.show.read_text(encoding="utf-8")))
+        return
+    if not torch.cuda.is_available():
+        sys.exit("bench.models: expected a Hopper card, got none; use --show FILE to see a result file")
+    # Without it torch refuses cuBLAS under use_deterministic_algorithms. It is set for all that is measured.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    hf.register()
+    found: dict[str, Any] = {
+        "provenance": provenance(args.commit) | {"transformers": transformers.__version__},
+        "model": asdict(replace(SHAPE, layers=args.layers)),
+    }
+    for part in args.only:
+        found[part] = PARTS[part](args)
+        save(found, args.out)
+    show(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The bench of models: who computes what, on a tiny model on the CPU, and what is shown of a result."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from bench.timing import Timing
+from gluon_attn.device import Device
+from tests.gpu.training import WINDOW, Shape
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install transformers", exc_type=ModuleNotFoundError
+)
+from bench import models  # noqa: E402  # it imports transformers
+from gluon_attn import hf  # noqa: E402  # likewise
+
+TINY = Shape(layers=1, heads=2, kv_heads=1, head_dim=32, vocabulary=32, batch=1, length=48)
+LENGTHS = [20, 40]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small products gain nothing by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[tuple[int, bool, bool]]:
+    """Length, with gradients or not, deterministic or not, of each call of ours; gluon_cpu is there for the card."""
+    calls = []
+
+    def counted(q: Any, *args: Any, **kw: Any) -> Any:
+        calls.append((q.shape[2], torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()))
+        return attention(q, *args, **kw)
+
+    def timed(timed_calls, **options):
+        return {name: Timing(0.5, (call() is None and 0.5, 0.6)) for name, call in timed_calls.items()}
+
+    attention = hf.attention
+    monkeypatch.setattr(hf, "attention", counted)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, hf.NAME, None)  # taken out again afterwards
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, hf.NAME, None)
+    hf.register(Device.hopper())
+    monkeypatch.setattr(models, "TOKENS", 40)
+    monkeypatch.setattr(models, "time_interleaved", timed)
+    monkeypatch.setattr(models, "peak_gib", lambda call: 1.0)
+    monkeypatch.setattr(models, "attention_ms", lambda call: {"kernel": 2.0})
+    return calls
+
+
+@pytest.fixture
+def model(ran) -> Any:
+    return models.model_of(TINY, torch.bfloat16, "cpu")
+
+
+def test_training_steps(model, ran):
+    before = model.lm_head.weight.clone()
+    points = json.loads(json.dumps(models.measure_training(model, LENGTHS, 1)))
+    assert [point["length"] for point in points] == LENGTHS
+    assert all(list(point["results"]) == models.TRAINS and not point["refused"] for point in points)
+    assert points[0]["results"]["sdpa"]["tokens_per_second"] == 80.0
+    each_twice = [(True, False), (True, True)] * 2
+    assert ran == [(length, *flags) for length in LENGTHS for flags in each_twice]
+    assert not torch.equal(model.lm_head.weight, before)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_prefills(model, ran):
+    points = models.measure_prefill(model, LENGTHS, 1)
+    assert all(list(point["results"]) == models.PREFILLS and not point["refused"] for point in points)
+    assert ran == [(length, False, False) for length in LENGTHS for _ in range(2)]
+
+
+def test_what_fails_is_told_and_the_rest_is_timed(model):
+    def run(tokens: Any) -> None:
+        if torch.are_deterministic_algorithms_enabled():
+            raise torch.OutOfMemoryError("too large")
+
+    point = models.measure(model, run, models.TRAINS, 20, 1)
+    assert list(point["results"]) == models.PREFILLS
+    assert point["refused"] == {
+        name: "OutOfMemoryError: too large" for name in models.TRAINS if "deterministic" in name
+    }
+
+
+def test_losses(ran):
+    """From the same start, on the same text."""
+    losses = models.measure_losses(TINY, 2, "cpu")
+    assert list(losses) == [*models.PEERS, *models.JUDGED]
+    assert all(run == pytest.approx(losses["sdpa"], abs=0.01) for run in losses.values())
+    assert losses["sdpa"][0] != losses["sdpa"][1]
+    assert ran == [(TINY.length, True, False)] * 2
+
+
+def result(rates: dict[str, float], refused: dict[str, str]) -> dict[str, Any]:
+    of_each = {"ms": 1.0, "spread": 0.01, "peak_gib": 30.25, "attention_ms": {"attention_forward": 1.0, "other": 2.5}}
+    return {"results": {n: {**of_each, "tokens_per_second": rate} for n, rate in rates.items()}, "refused": refused}
+
+
+POINTS = [
+    {"length": 2048, **result({"sdpa": 1000.0, "gluon_attn": 1250.0}, {})},
+    {"length": 4096, **result({"sdpa": 500.0}, {"gluon_attn": "OutOfMemoryError: too large"})},
+]
+
+
+def test_tables(capsys):
+    models.show({"prefill": POINTS})
+    shown = capsys.readouterr().out
+    assert "| prefill: tokens/s | 2048 | 4096 |\n| --- | --- | --- |\n| sdpa | 1000 | 500 |" in shown
+    for row in ("| gluon_attn | 1250 | - |", "| gluon_attn | 1.250 | - |", "| sdpa | 3.5 | 3.5 |"):
+        assert row in shown
+    assert "sdpa: attention_forward, other\n" in shown
+    assert "gluon_attn, 4096: OutOfMemoryError: too large\n" in shown
+
+
+def test_deterministic_is_compared_with_deterministic():
+    rates = {"sdpa": 1000.0, "sdpa, deterministic": 500.0, "gluon_attn, deterministic": 750.0}
+    assert models.ratio(result(rates, {})["results"], "gluon_attn, deterministic") == 1.5
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.002, "ours is within"), (0.1, "gluon_attn: expected losses within")])
+def test_the_verdict_on_losses(off, verdict, capsys):
+    run = torch.linspace(5, 1, 2 * WINDOW)
+    losses = {name: (run + 0.001 * i).tolist() for i, name in enumerate([*models.PEERS, *models.JUDGED])}
+    losses["gluon_attn"] = (run + off).tolist()
+    models.show({"losses": losses})
+    assert capsys.readouterr().out.splitlines()[-1].startswith(verdict)
+
+
+def test_kernels_of_attention_are_told_from_others():
+    def event(key: str, device: DeviceType = DeviceType.CUDA) -> Any:
+        return SimpleNamespace(key=key, device_type=device, self_device_time_total=1500.0)
+
+    kernels = ("attention_forward", "finish_backward", "void pytorch_flash::flash_fwd_kernel<1>", "cudnn_native_sdpa_1")
+    others = (event("embedding_backward_kernel"), event("sm90_gemm"), event("aten::attention", DeviceType.CPU))
+    assert models.of_attention([*map(event, kernels), *others]) == dict.fromkeys(kernels, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "2048", "3000"], "--lengths: expected divisors of 16384, got 3000"),
+        (["--lengths", "0"], "--lengths: expected divisors of 16384, got 0"),
+        (["--only", "decode"], "invalid choice: 'decode'"),
+    ],
+)
+def test_arguments(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.models", *arguments])
+    with pytest.raises(SystemExit):
+        models.main()
+    assert message in capsys.readouterr().err
+
+
+def test_a_result_file_is_shown_and_without_a_card_nothing_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "found.json").write_text(json.dumps({"train": POINTS}), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["bench.models", "--show", str(tmp_path / "found.json")])
+    models.main()
+    assert "| training step: tokens/s | 2048 | 4096 |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["bench.models"])
+    with pytest.raises(SystemExit, match="expected a Hopper card, got none"):
+        models.main()
+
+
+def test_the_parts_that_are_asked_for_are_measured_and_saved(ran, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(models.hf, "register", lambda: None)
+    monkeypatch.setattr(models.torch_sdpa, "let_torch_order", lambda: None)
+    monkeypatch.setattr(models, "provenance", lambda commit: {"commit": commit})
+    monkeypatch.setattr(models, "SHAPE", TINY)
+    model_of = models.model_of
+    monkeypatch.setattr(models, "model_of", lambda shape, dtype, device: model_of(shape, dtype, "cpu"))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(
+        sys, "argv", f"bench.models --only prefill --lengths 20 --layers 2 --commit abc --out {out}".split()
+    )
+    models.main()
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["provenance"] == {"commit": "abc", "transformers": transformers.__version__}
+    assert found["model"] == asdict(replace(TINY, layers=2))
+    assert "train" not in found
+    assert len(ran) == 2 * 2
+    assert "| prefill: peak memory, GiB | 20 |" in capsys.readouterr().out
