@@ -2,6 +2,7 @@
 CPU, and `attention` is told to execute the kernel as on an H200."""
 
 import functools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 import gluon_attn
+from bench.models import COLUMNS
 from gluon_attn import flash, reference_attention
 from gluon_attn.device import Device
 from tests.gluon_attn.ranks import run_ranks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
 *SCRIPTS, CARDS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SUPPORTS, SDPA, BY_HAND, FLASH, HUGGING_FACE = SCRIPTS
 ATTENTION = [script for script in SCRIPTS if script != HUGGING_FACE]
@@ -122,3 +125,42 @@ def test_the_script_for_several_cards(tmp_path):
         q, k, v = (t.double().requires_grad_() for t in of_rank["whole"])
         out, _ = reference_attention(q, k, v, causal=True)
         assert (of_rank["dq"] - torch.autograd.grad(out.sum(), q)[0]).abs().max() < 0.01
+
+
+def rows_of(table: str) -> dict[str, list[float]]:
+    """By the first cell, the numbers of the table under that heading."""
+    lines = PAGE.partition(f"| {table} |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {name: [float(number) for number in numbers] for name, *numbers in cells}
+
+
+def measured(part: str, name: str, column: str) -> list[float]:
+    """At each length."""
+    found = json.loads((ROOT / "bench/results/h200_models.json").read_text(encoding="utf-8"))
+    cell = COLUMNS[column]
+    return [float(cell(point["results"], name)) for point in found[part]]
+
+
+def test_the_gains_are_those_of_the_result_file():
+    named = {
+        "a training step, SDPA with `enabled()`": ("train", "sdpa, enabled()"),
+        "a training step, `gluon_attn` in transformers": ("train", "gluon_attn"),
+        "a prefill, SDPA with `enabled()`": ("prefill", "sdpa, enabled()"),
+        "a prefill, `gluon_attn` in transformers": ("prefill", "gluon_attn"),
+        "a training step, both deterministic, `gluon_attn` in transformers": ("train", "gluon_attn, deterministic"),
+    }
+    want = {row: [round(x, 2) for x in measured(*of, "× sdpa")] for row, of in named.items()}
+    assert rows_of("× SDPA") == want
+
+
+def test_the_times_are_those_of_the_result_file():
+    named = {
+        "training, SDPA": ("train", "sdpa"),
+        "training, `gluon_attn`": ("train", "gluon_attn"),
+        "training, SDPA, deterministic: FlashAttention-2": ("train", "sdpa, deterministic"),
+        "training, `gluon_attn`, deterministic": ("train", "gluon_attn, deterministic"),
+        "prefill, SDPA": ("prefill", "sdpa"),
+        "prefill, `gluon_attn`": ("prefill", "gluon_attn"),
+    }
+    want = {row: measured(*of, "in kernels of attention, ms") for row, of in named.items()}
+    assert rows_of("milliseconds of a step in them") == want

@@ -48,7 +48,8 @@ CASES = {f"ring: {name}": case for name, case in RING.items()} | {
 def run_ranks(size: int, folder: Path, what: str = "every_case") -> list[Any]:
     """What each rank found. No process is left behind."""
     command = [sys.executable, "-m", "tests.gluon_attn.ranks", what]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))  # where this process found Triton, ranks do too
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     processes = []
     for rank in range(size):
         with open(folder / f"{rank}.log", "w") as log:
