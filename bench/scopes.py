@@ -19,10 +19,10 @@ from triton import knobs
 from bench.compat import builtin, set_profile_allocator
 from channels.compat import mbarrier, tma
 from gluon_attn.forward.configs import HopperConfig
-from gluon_attn.forward.launch import compiled, launches_on_card, workspaces_of
+from gluon_attn.forward.launch import NOT_GIVEN, compiled, launches_on_card, workspaces_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.kernels.hopper.forward import softmax
-from gluon_attn.problem import SCALES, output_dtype
+from gluon_attn.problem import output_dtype
 from gluon_attn.runtime.kernel import Tensors
 
 WAITS = ((mbarrier, "wait"), (tma, "store_wait"), (softmax, "warpgroup_mma_wait"))  # as the kernel's files call them
@@ -138,7 +138,7 @@ def tensors_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     """What the attention kernel is given. What transposes V before it has run: it is not looked at, nor timed."""
     out = torch.empty_like(q, dtype=output_dtype(q.dtype))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    tensors: Tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **dict.fromkeys(SCALES)}
+    tensors: Tensors = {**NOT_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if (workspaces := workspaces_of(plan)) is not None:
         tensors |= workspaces(tensors)
     for step in launches_on_card(plan, q, k, v, out).steps[:-1]:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from .call import Extras, Options, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
-from .forward.launch import launches_on_card
+from .forward.launch import NOT_GIVEN, launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_config, require_ctas, require_fits, require_supported
 from .gradients import Attention, require_gradients
@@ -187,10 +187,7 @@ def attend(
     else:
         if q.dtype in FP8_DTYPES:
             check_scales(extras.scales)
-        _, q_scale, k_scale, v_scale = extras
-        launch(
-            {"q": q, "k": k, "v": v, "out": out, "lse": lse, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        )
+        launch({**NOT_GIVEN, **extras._asdict(), "q": q, "k": k, "v": v, "out": out, "lse": lse})
     return out if lse is None else (out, lse)
 
 

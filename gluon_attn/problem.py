@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .kernels.common.mask import Mask
+from .score_mod import ScoreFunction
 
 LAYOUTS = ("bhsd", "bshd")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -35,7 +36,8 @@ class Problem:
     causal: bool
     scale: float
     layout: str
-    score_mod: Any = None  # a jitted function of raw scores, see `Rows.modified` in kernels/common/keys.py
+    score_mod: ScoreFunction | None = None  # how scores are changed
+    sinks: torch.dtype | None = None  # of each head's score without a value, if there are such
     left: int | None = None  # how many keys before its own position a query sees, see `Mask`; None: no limit
 
     @staticmethod

@@ -1,5 +1,7 @@
 """Attention in plain PyTorch: the specification that the kernels are tested against."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ def reference_attention(
     causal: bool = False,
     scale: float | None = None,
     layout: str = "bhsd",
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -23,6 +28,8 @@ def reference_attention(
     q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D) with H a multiple of Hkv; with layout "bshd", dimensions 1 and 2 swapped.
     causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right, as flash-attention has it; the `is_causal`
     of torch's scaled_dot_product_attention is aligned to the top left). scale: default 1/sqrt(D).
+    softcap: scores, scaled, become softcap · tanh(score / softcap). alibi_slopes: (H,) or (B, H): minus the slope times
+    |i + Sk - Sq - j|. sinks: (H,): for each row a further score that has no value.
     q_scale, k_scale, v_scale: (B, Hkv), for fp8 inputs: what they are multiplied with, default 1; that is then done in
     fp32, and the rest too.
 
@@ -34,7 +41,8 @@ def reference_attention(
     if q.dtype in FP8_DTYPES:
         kv_heads = k.shape[1 if layout == "bhsd" else 2]
         q, k, v = (dequantise(t, by, kv_heads, layout) for t, by in ((q, q_scale), (k, k_scale), (v, v_scale)))
-        out, lse = reference_attention(q, k, v, causal=causal, scale=scale, layout=layout)
+        changes: dict[str, Any] = {"softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        out, lse = reference_attention(q, k, v, causal=causal, scale=scale, layout=layout, **changes)
         return out.to(torch.bfloat16), lse
     if layout == "bshd":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -43,11 +51,19 @@ def reference_attention(
     statistics = torch.promote_types(q.dtype, torch.float32)
 
     scores = (q @ k.mT).to(statistics) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if alibi_slopes is not None:
+        q_index = torch.arange(q.shape[2], device=q.device)[:, None] + (k.shape[2] - q.shape[2])
+        distance = (q_index - torch.arange(k.shape[2], device=q.device)).abs()
+        scores = scores - alibi_slopes.to(statistics)[..., None, None] * distance
     if causal:
         rows = torch.arange(q.shape[2], device=q.device)[:, None]
         keys = torch.arange(k.shape[2], device=q.device)[None, :]
         scores = scores.masked_fill(keys > rows + (k.shape[2] - q.shape[2]), float("-inf"))
     lse = scores.logsumexp(dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(statistics)[:, None])
     # exp(-inf - lse) is NaN only where lse is -inf too: in rows that see no key.
     p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
     out = p.to(v.dtype) @ v

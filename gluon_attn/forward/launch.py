@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from ..problem import FP8_DTYPES, in_bhsd, output_dtype
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
 from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
+from ..score_mod import MAX_TENSORS, TENSOR_TYPES, ScoreFunction
 from .configs import BlackwellConfig, ForwardConfig
 from .plan import TRANSPOSE_BLOCK_N, Plan
 
@@ -26,10 +26,11 @@ STATISTICS = (
     Pointer("v_scale_ptr", "v_scale"),
 )
 SCALE_POINTERS = tuple(p.name for p in STATISTICS[1:])
+SCORES = (Pointer("sinks_ptr", "sinks"), *(Pointer(f"aux{i}_ptr", f"aux{i}") for i in range(MAX_TENSORS)))
 NUMBERS = (Scalar("scale_log2", "fp32"), Scalar("blocks_per_item"))
 
-HOPPER = Kernel(hopper.attention_forward, *OPERANDS, *STATISTICS, *NUMBERS, Scalar("last_heads"))
-BLACKWELL = Kernel(blackwell.attention_forward, *OPERANDS, *STATISTICS, *NUMBERS, Scalar("l2_heads"))
+HOPPER = Kernel(hopper.attention_forward, *OPERANDS, *STATISTICS, *SCORES, *NUMBERS, Scalar("last_heads"))
+BLACKWELL = Kernel(blackwell.attention_forward, *OPERANDS, *STATISTICS, *SCORES, *NUMBERS, Scalar("l2_heads"))
 TRANSPOSE = Kernel(transpose_values, Tma("v_desc", "v"), Tma("out_desc", "transposed_v"))
 KEYS_MULTIPLE = 16  # of V transposed: a row of it is a multiple of 16 bytes, and keys change places among 16
 
@@ -40,11 +41,16 @@ def kernel_of(config: ForwardConfig) -> Kernel:
 
 
 def build_of(
-    dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: ForwardConfig, score_mod: Any = None
+    dtype: torch.dtype,
+    padded_head_dim: int,
+    mask: Mask,
+    config: ForwardConfig,
+    score_mod: ScoreFunction | None = None,
+    sinks: torch.dtype | None = None,
 ) -> Build:
     """The kernel of attention for these compile-time choices.
 
-    dtype: of q, k and v. score_mod: a jitted function, see `Rows.modified` in kernels/common/keys.py.
+    dtype: of q, k and v. sinks: their dtype, if there are any.
     """
     before = config.transposes_before(dtype.itemsize)
     blocks = {}
@@ -53,13 +59,23 @@ def build_of(
         size = (padded_head_dim, rows) if name == "v" and before else (rows, padded_head_dim)
         blocks[name] = Block.of(output_dtype(dtype) if name == "out" else dtype, *size, cga_layout)
     absent = {} if dtype in FP8_DTYPES else dict.fromkeys(SCALE_POINTERS)
+    pointers = types_of(score_mod, sinks)
+    absent |= dict.fromkeys(p.name for p in SCORES if p.name not in pointers)
     return Build(
         kernel=kernel_of(config),
         blocks=blocks,
         constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, **absent},
         num_ctas=config.num_ctas,
         starts_early=before,
+        pointers=pointers,
     )
+
+
+def types_of(score_mod: ScoreFunction | None, sinks: torch.dtype | None) -> dict[str, str]:
+    """Triton's types behind those of the pointers SCORES that are there."""
+    types = {} if sinks is None else {"sinks_ptr": TENSOR_TYPES[sinks]}
+    read = () if score_mod is None else score_mod.tensors
+    return types | {f"aux{i}_ptr": of for i, of in enumerate(read)}
 
 
 def transpose_build(dtype: torch.dtype, padded_head_dim: int) -> Build:
@@ -78,7 +94,8 @@ def compiled(
     mask: Mask,
     config: ForwardConfig,
     *,
-    score_mod: Any = None,
+    score_mod: ScoreFunction | None = None,
+    sinks: torch.dtype | None = None,
     arch: int | None = None,
     device_index: int | None = None,
 ) -> CompiledKernel:
@@ -87,7 +104,9 @@ def compiled(
     arch: 90, 100 or 103, for sm_90a and so on; None: the first that the config is for.
     device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
     """
-    return build_of(dtype, padded_head_dim, mask, config, score_mod).compile(config.archs[0] if arch is None else arch)
+    return build_of(dtype, padded_head_dim, mask, config, score_mod, sinks).compile(
+        config.archs[0] if arch is None else arch
+    )
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +124,7 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> lis
     views = {name: View.of(in_bhsd(t, problem.layout)) for name, t in {"q": q, "k": k, "v": v, "out": out}.items()}
     numbers: dict[str, float] = {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
     numbers["l2_heads" if isinstance(config, BlackwellConfig) else "last_heads"] = plan.heads_longest_first
-    build = build_of(problem.dtype, problem.padded_head_dim, problem.mask, config, problem.score_mod)
+    build = build_of(problem.dtype, problem.padded_head_dim, problem.mask, config, problem.score_mod, problem.sinks)
     if not config.transposes_before(problem.dtype.itemsize):
         return [Launch(build=build, programs=plan.programs, views=views, scalars=numbers)]
     transposed = View.of(empty_transposed(v.to("meta"), problem.layout))
@@ -151,6 +170,7 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -
         problem.mask,
         plan.config,
         score_mod=problem.score_mod,
+        sinks=problem.sinks,
         arch=plan.arch,
         device_index=index,
     )
@@ -159,3 +179,6 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -
         kernels.insert(0, compiled_transpose(problem.dtype, problem.padded_head_dim, device_index=index))
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
     return Launches(steps, workspaces_of(plan))
+
+
+NOT_GIVEN = dict.fromkeys(p.tensor for p in (*STATISTICS, *SCORES))  # what a call gives for tensors that it has not

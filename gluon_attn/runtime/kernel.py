@@ -68,10 +68,10 @@ class Kernel:
                 f"{tuple(p.name for p in parameters)}; list TMA descriptors, then pointers, then scalars"
             )
 
-    def types(self, blocks: Mapping[str, Block]) -> dict[str, str]:
-        """Triton's type of each parameter. blocks: of each TMA parameter's tensor."""
+    def types(self, blocks: Mapping[str, Block], pointers: Mapping[str, str]) -> dict[str, str]:
+        """Triton's type of each parameter. blocks: of each TMA parameter's tensor. pointers: as `Build` has them."""
         types = {p.name: blocks[p.tensor].type_name for p in self.tma}
-        types |= {p.name: f"*{p.type}" for p in self.pointers}
+        types |= {p.name: f"*{pointers.get(p.name, p.type)}" for p in self.pointers}
         return types | {p.name: p.type for p in self.scalars}
 
 
@@ -81,7 +81,8 @@ class Build:
 
     blocks: of each TMA parameter's tensor. constants: the compile-time parameters; and None for a pointer that is not
     there in this kernel at all. starts_early: it may begin before the kernel launched before it ends.
-    num_warps: that it is launched with; those of further roles come on top.
+    num_warps: that it is launched with; those of further roles come on top. pointers: Triton's types of what pointers
+    point to where it is not what the kernel says, by parameter.
     """
 
     kernel: Kernel
@@ -90,6 +91,7 @@ class Build:
     num_ctas: int = 1
     starts_early: bool = False
     num_warps: int = 4
+    pointers: Mapping[str, str] = field(default_factory=dict)
 
     def compile(self, arch: int) -> CompiledKernel:
         """arch: 90, 100 or 103, for sm_90a and so on. Needs no card."""
@@ -102,7 +104,7 @@ class Build:
     def given_to(self, compiling: Callable[..., Compiled], arch: int) -> Compiled:
         return compiling(
             self.kernel.fn,
-            self.kernel.types(self.blocks),
+            self.kernel.types(self.blocks, self.pointers),
             dict(self.constants),
             arch=arch,
             num_warps=self.num_warps,

@@ -13,7 +13,7 @@ from gluon_attn.backward.table import pick_config
 from gluon_attn.cpu import register_twins
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig
-from gluon_attn.forward.launch import launches_of, workspaces_of
+from gluon_attn.forward.launch import NOT_GIVEN, launches_of, workspaces_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
 from gluon_attn.problem import SCALES, Problem, in_bhsd, output_dtype
@@ -56,7 +56,7 @@ class Run:
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
         self.target = f"sm_{plan.arch}a"
         *before, self.launch = launches_of(plan, q, k, v, self.out)
-        self.tensors: Tensors = {"q": q, "k": k, "v": v, "out": self.out, "lse": self.lse, **dict.fromkeys(SCALES)}
+        self.tensors: Tensors = {**NOT_GIVEN, "q": q, "k": k, "v": v, "out": self.out, "lse": self.lse}
         self.tensors |= dict(zip(SCALES, scales, strict=False))
         self.before = TransposeRun(plan, v, before[0]) if before else None
         if self.before is not None:

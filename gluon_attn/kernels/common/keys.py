@@ -6,6 +6,7 @@ one, the queries that see a key would end, and there would be masked steps befor
 
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
+from .score_mod import modified
 from .sequence import RowBlock
 from .thread_view import hide_first_columns, keep_first_columns
 
@@ -64,7 +65,8 @@ class Rows:
     ROWS: gl.constexpr
     BLOCK_N: gl.constexpr
     MASK: gl.constexpr  # a Mask
-    SCORE_MOD: gl.constexpr  # see `modified`
+    SCORE_MOD: gl.constexpr  # a ScoreFunction, or None
+    aux: gl.tuple  # pointers to the tensors that it reads, None where there is none
 
     @jit
     def visible(self, i):
@@ -88,7 +90,7 @@ class Rows:
     def slice(self, offset, ROWS: gl.constexpr):
         """ROWS of these rows, from row first + offset on."""
         seen = self.visible(offset)
-        return Rows(self.block, self.first + offset, seen, ROWS, self.BLOCK_N, self.MASK, self.SCORE_MOD)
+        return Rows(self.block, self.first + offset, seen, ROWS, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux)
 
     @jit
     def keys(self):
@@ -117,19 +119,16 @@ class Rows:
         return scores
 
     @jit
-    def modified(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
-        """Raw scores of key block `block` as SCORE_MOD, a jitted function or None, makes them, before the mask.
-
-        It is called as SCORE_MOD(scores, q_index, k_index, head, batch): raw scores q · k [ROWS, N], not yet scaled;
-        q_index [ROWS, 1] and k_index [1, N], positions in the sequence; head and batch, scalars. All int32 but the
-        scores. It returns [ROWS, N].
-        """
+    def modified(self, scores, block, before, FIRST_COLUMN: gl.constexpr = 0):
+        """Raw scores q · k [ROWS, N] of key block `block` as SCORE_MOD makes them, before the mask; in its units, see
+        `ScoreScale`. before: what they are multiplied with first."""
         if self.SCORE_MOD is None:
             return scores
         else:
             LAYOUT: gl.constexpr = scores.type.layout
             row = gl.arange(0, scores.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
             column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+            sequence = self.block.sequence
             q_index, k_index = self.first + row, block * self.BLOCK_N + FIRST_COLUMN + column
-            modified = self.SCORE_MOD(scores, q_index, k_index, self.block.head, self.block.batch)
-            return gl.convert_layout(modified, LAYOUT)
+            place = (q_index, k_index, self.block.head, self.block.batch)
+            return modified(self.SCORE_MOD, scores * before, place, sequence, self.aux)

@@ -2,6 +2,8 @@
 
 from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit, tma_descriptor
 
+from .score_mod import LOG2_E, score_scale_of
+
 # P is in [0, 1]. In fp8 it is computed times 2^8, where the numbers that matter are normal ones (e4m3 ends at 448): the
 # row sum has the same factor, so that it cancels in O.
 FP8_SHIFT_LOG2 = gl.constexpr(8.0)
@@ -38,6 +40,7 @@ class Operands:
     o: tma_descriptor  # as q, or bf16
     lse: gl.tensor  # (B, H, Sq) fp32; null if nobody asked for it
     scale_log2: gl.tensor  # softmax scale times log2(e)
+    sinks: gl.tuple  # of one: (H,), in natural-log units; or None
     scales: gl.tuple  # of q, k and v in fp8: (B, Hkv) fp32 each, or null for 1; in 16 bits None each
 
     @jit
@@ -62,16 +65,26 @@ class Operands:
             return self.scale_of(self.scales[2], row_block)
 
     @jit
-    def score_scale(self, row_block):
-        """What a row block's raw scores are multiplied with before exp2.
+    def score_scale(self, rows):
+        """The ScoreScale of some rows.
 
         Positive: the largest raw score is to be the largest after it too, and 0 times a masked score, -inf, is NaN. A
         head that is quantised by its largest number has a scale of 0 if it is all zeros. NaN for one that is NaN or
         negative.
         """
+        row_block = rows.block
         if self.scales[0] is None:
-            return self.scale_log2
+            return score_scale_of(self.scale_log2, rows.SCORE_MOD)
         else:
             q_scale, k_scale = self.scale_of(self.scales[0], row_block), self.scale_of(self.scales[1], row_block)
             scale = self.scale_log2 * q_scale * k_scale
-            return gl.where(scale >= 0.0, gl.maximum(scale, SMALLEST_SCALE_LOG2), float("nan"))
+            scale = gl.where(scale >= 0.0, gl.maximum(scale, SMALLEST_SCALE_LOG2), float("nan"))
+            return score_scale_of(scale, rows.SCORE_MOD)
+
+    @jit
+    def sink(self, row_block):
+        """The sink of a row block's head, in base 2; None if there are none."""
+        if self.sinks[0] is None:
+            return None
+        else:
+            return gl.load(self.sinks[0] + row_block.head).to(gl.float32) * LOG2_E

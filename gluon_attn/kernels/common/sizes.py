@@ -26,6 +26,7 @@ class Lengths:
     BLOCK_N: gl.constexpr
     MASK: gl.constexpr
     SCORE_MOD: gl.constexpr
+    aux: gl.tuple
 
     @jit
     def row_blocks(self):
@@ -40,7 +41,7 @@ class Lengths:
         if self.MASK.causal:
             seen = gl.minimum(sequence.k_len, first + (sequence.k_len - sequence.q_len) + 1)
         row_block = RowBlock(batch, head, first, sequence)
-        return Rows(row_block, first, seen, self.BLOCK_M, self.BLOCK_N, self.MASK, self.SCORE_MOD)
+        return Rows(row_block, first, seen, self.BLOCK_M, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux)
 
 
 @jit

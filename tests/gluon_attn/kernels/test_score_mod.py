@@ -13,9 +13,11 @@ from gluon_attn import BlackwellConfig, HopperConfig
 from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig
+from gluon_attn.forward.launch import NOT_GIVEN
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config, require_fits
 from gluon_attn.problem import Problem
+from gluon_attn.score_mod import ScoreMod
 from tests.gluon_attn.problems import problem
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
@@ -25,9 +27,12 @@ H200, B200, B300 = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()
 
 @jit
 def alibi(scores, q_index, k_index, head, batch):
-    """Raw scores with a slope for each head and batch, times the distance; another one for keys to the right."""
+    """Scores with a slope for each head and batch, times the distance; another one for keys to the right."""
     slope = 0.25 * (head + 1) + 0.125 * batch
     return scores + slope * (k_index - q_index)
+
+
+ALIBI = ScoreMod(alibi).function
 
 
 def alibi_in_torch(scores: Tensor) -> Tensor:
@@ -41,15 +46,13 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, device: Device, config: ForwardConfig, programs: int
 ) -> tuple[Tensor, Tensor]:
     """O and LSE of our kernel."""
-    problem = dataclasses.replace(Problem.of(q, k, v, causal=causal), score_mod=alibi)
+    problem = dataclasses.replace(Problem.of(q, k, v, causal=causal), score_mod=ALIBI)
     require_fits(config, problem, device)
     device = dataclasses.replace(device, sm_count=programs * config.num_ctas)
     out = torch.full(q.shape, float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
-    tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    launches_on_cpu(Plan.of(problem, config, device), q, k, v, out)(
-        tensors | {"q_scale": None, "k_scale": None, "v_scale": None}
-    )
+    tensors: dict[str, Any] = {**NOT_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    launches_on_cpu(Plan.of(problem, config, device), q, k, v, out)(tensors)
     return out, lse
 
 
@@ -58,7 +61,8 @@ def want(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, modified: bool = True
     q, k, v = (t.double() for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT
-    scores = (alibi_in_torch(scores) if modified else scores) * q.shape[-1] ** -0.5
+    scores = scores * q.shape[-1] ** -0.5
+    scores = alibi_in_torch(scores) if modified else scores
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
         scores = scores.masked_fill(hidden, -math.inf)
@@ -112,10 +116,10 @@ LONG = {"batch": 1, "heads": 32, "kv_heads": 8, "q_len": 4096, "kv_len": 4096}
 @pytest.mark.parametrize(("lever", "config", "device"), LEVERS.values(), ids=LEVERS.keys())
 def test_a_lever_that_looks_at_raw_scores_is_refused(lever, config, device):
     with pytest.raises(ValueError, match=rf"^config: expected {lever}=False with a score_mod, .*got True$"):
-        require_fits(config, problem(**LONG, score_mod=alibi), device)
+        require_fits(config, problem(**LONG, score_mod=ALIBI), device)
     require_fits(config, problem(**LONG), device)
     changes: dict[str, Any] = {lever: False}
-    require_fits(dataclasses.replace(config, **changes), problem(**LONG, score_mod=alibi), device)
+    require_fits(dataclasses.replace(config, **changes), problem(**LONG, score_mod=ALIBI), device)
 
 
 @pytest.mark.parametrize(("lever", "device"), [(lever, device) for lever, _, device in LEVERS.values()], ids=LEVERS)
@@ -126,10 +130,10 @@ def test_the_table_leaves_such_a_lever_out(lever, device):
         for num_ctas in (None, 1, 2):
             asked = problem(**LONG, head_dim=head_dim, causal=causal)
             plain = pick_config(asked, device, num_ctas)
-            config = pick_config(dataclasses.replace(asked, score_mod=alibi), device, num_ctas)
+            config = pick_config(dataclasses.replace(asked, score_mod=ALIBI), device, num_ctas)
             assert isinstance(config, (HopperConfig, BlackwellConfig))
             assert not getattr(config, lever)
             assert config == dataclasses.replace(plain, **changes)
-            require_fits(config, dataclasses.replace(asked, score_mod=alibi), device)
+            require_fits(config, dataclasses.replace(asked, score_mod=ALIBI), device)
             had_it += getattr(plain, lever)
     assert had_it > 0

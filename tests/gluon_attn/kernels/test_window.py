@@ -12,11 +12,11 @@ import gluon_cpu
 from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig, HopperConfig
-from gluon_attn.forward.launch import compiled
+from gluon_attn.forward.launch import NOT_GIVEN, compiled
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_config, hopper_config, require_fits
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import FP8_DTYPES, SCALES, Problem, output_dtype
+from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
 from gluon_attn.resources import resources
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
@@ -35,7 +35,7 @@ def run(
     device = dataclasses.replace(device, sm_count=programs * config.num_ctas)
     out = torch.full(q.shape, float("nan"), dtype=output_dtype(q.dtype))
     lse = torch.full(q.shape[:3], float("nan"))
-    tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **dict.fromkeys(SCALES)}
+    tensors: dict[str, Any] = {**NOT_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     launches_on_cpu(Plan.of(problem, config, device), q, k, v, out)(tensors)
     return out.double(), lse.double()
 

@@ -4,7 +4,7 @@ from channels import SignalConsumer, SignalProducer, TensorMemoryConsumer
 from gluon_attn.runtime.compat import aggregate, gl, jit, tensor_memory_descriptor
 
 from ...common.operands import unshift
-from ...common.row_stats import inverse, log_sum_exp
+from ...common.row_stats import inverse, log_sum_exp, with_sink
 from ...common.sequence import store_lse
 from ..arithmetic import scale_rows
 from .tmem import ALPHA, MAX, SUM, load_statistic, own_statistic_of
@@ -117,12 +117,14 @@ def correction(wires, order, operands):
         # Both at once, as the products of the next row block wait for it.
         max_one, sum_one, one = one.read_statistics(wires.CONFIG)
         max_two, sum_two, two = two.read_statistics(wires.CONFIG)
-        scale_log2 = operands.score_scale(rows.block)
+        scale_log2, sink = operands.score_scale(rows).log2, operands.sink(rows.block)
         v_scale = operands.output_scale(rows.block)
+        sum_one = with_sink(max_one, sum_one, scale_log2, sink, UNSHIFT)
+        sum_two = with_sink(max_two, sum_two, scale_log2, sink, UNSHIFT)
         results, one = one.take_out(results, inverse(sum_one) * v_scale, wires.CONFIG.packed_arithmetic)
         results, two = two.take_out(results, inverse(sum_two) * v_scale, wires.CONFIG.packed_arithmetic)
-        lse_one = log_sum_exp(max_one, sum_one * UNSHIFT, scale_log2)
-        lse_two = log_sum_exp(max_two, sum_two * UNSHIFT, scale_log2)
+        lse_one = log_sum_exp(max_one, sum_one * UNSHIFT, scale_log2, sink)
+        lse_two = log_sum_exp(max_two, sum_two * UNSHIFT, scale_log2, sink)
         store_lse(operands.lse, operands.q.shape, rows.slice(0, ROWS), lse_one)
         store_lse(operands.lse, operands.q.shape, rows.slice(ROWS, ROWS), lse_two)
         work = work.next()

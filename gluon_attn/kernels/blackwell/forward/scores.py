@@ -9,7 +9,7 @@ from .tmem import probabilities_of
 
 
 @jit
-def load_scores(scores, rows, block, MASKED: gl.constexpr, CONFIG: gl.constexpr):
+def load_scores(scores, rows, block, before, MASKED: gl.constexpr, CONFIG: gl.constexpr):
     """S in CONFIG.exp_pieces tensors side by side, -inf where masked, and the maximum of each row [ROWS] fp32, NaN if
     a score is NaN.
 
@@ -20,7 +20,7 @@ def load_scores(scores, rows, block, MASKED: gl.constexpr, CONFIG: gl.constexpr)
     pieces = ()
     row_max = None
     for i in gl.static_range(LOADS):
-        piece, piece_max = load_piece(scores, rows, block, i * WIDTH, WIDTH, MASKED, CONFIG.max_in_load)
+        piece, piece_max = load_piece(scores, rows, block, before, i * WIDTH, WIDTH, MASKED, CONFIG.max_in_load)
         pieces = pieces + split_columns(piece, CONFIG.exp_pieces // LOADS)
         row_max = piece_max if row_max is None else larger(row_max, piece_max)
     return pieces, row_max
@@ -31,6 +31,7 @@ def load_piece(
     scores,
     rows,
     block,
+    before,
     FIRST_COLUMN: gl.constexpr,
     WIDTH: gl.constexpr,
     MASKED: gl.constexpr,
@@ -42,7 +43,7 @@ def load_piece(
         values, row_max = piece.load_max(propagate_nan=PROPAGATE_NAN)
         row_max = gl.convert_layout(row_max, gl.SliceLayout(1, values.type.layout), assert_trivial=True)
     else:
-        values = rows.modified(piece.load(), block, FIRST_COLUMN)
+        values = rows.modified(piece.load(), block, before, FIRST_COLUMN)
         if MASKED:
             values = rows.mask(values, block, FIRST_COLUMN)
         row_max = row_maxima(values)

@@ -36,23 +36,23 @@ class RowStats:
 
 
 @jit
-def first_block(ends, rows, block, scale_log2, dtype: gl.constexpr, CONFIG: gl.constexpr):
+def first_block(ends, rows, block, scale, dtype: gl.constexpr, CONFIG: gl.constexpr):
     """The first block walked: nothing to rescale. Masked whether it needs it or not, as on Hopper: once per tile."""
     slot, ends = ends.acquire_scores()
-    pieces, row_max = load_scores(slot.memory, rows, block, MASKED=True, CONFIG=CONFIG)
+    pieces, row_max = load_scores(slot.memory, rows, block, scale.before, MASKED=True, CONFIG=CONFIG)
     ends = ends.take_turn()
-    sums = store_probabilities(slot, ends, pieces, row_max, scale_log2, dtype, MASKED=True, CONFIG=CONFIG)
+    sums = store_probabilities(slot, ends, pieces, row_max, scale.log2, dtype, MASKED=True, CONFIG=CONFIG)
     ends.turn.pass_on()
-    return RowStats(first_maximum(row_max, scale_log2), sums), ends
+    return RowStats(first_maximum(row_max, scale.log2), sums), ends
 
 
 @jit
-def next_block(ends, stats, rows, block, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr, CONFIG: gl.constexpr):
+def next_block(ends, stats, rows, block, scale, dtype: gl.constexpr, MASKED: gl.constexpr, CONFIG: gl.constexpr):
     """A further block: its row statistics, and the factor for what was accumulated before to the correction role."""
     slot, ends = ends.acquire_scores()
-    pieces, row_max = load_scores(slot.memory, rows, block, MASKED, CONFIG)
+    pieces, row_max = load_scores(slot.memory, rows, block, scale.before, MASKED, CONFIG)
     row_max = larger(stats.max, row_max)
-    growth = (stats.max - finite(row_max, MASKED)) * scale_log2  # <= 0, or NaN
+    growth = (stats.max - finite(row_max, MASKED)) * scale.log2  # <= 0, or NaN
     if CONFIG.rescale_threshold > 0:
         # A maximum that is a little too small does no harm: P just exceeds 1, up to 2^threshold.
         keep = growth >= -CONFIG.rescale_threshold
@@ -61,7 +61,7 @@ def next_block(ends, stats, rows, block, scale_log2, dtype: gl.constexpr, MASKED
     store_statistic(slot.memory, ALPHA, alpha)
     ends.alphas.release()
     ends = ends.take_turn()
-    sums = store_probabilities(slot, ends, pieces, row_max, scale_log2, dtype, MASKED, CONFIG)
+    sums = store_probabilities(slot, ends, pieces, row_max, scale.log2, dtype, MASKED, CONFIG)
     ends.turn.pass_on()
     return RowStats(row_max, stats.sum * alpha + sums), ends
 
@@ -85,24 +85,20 @@ def softmax(wires, order, operands, QUERY_TILE: gl.constexpr):
     while work.is_left():
         all_rows = work.rows()
         rows = all_rows.slice(QUERY_TILE * ROWS, ROWS)
-        scale_log2 = operands.score_scale(rows.block)
+        scale = operands.score_scale(rows)
         keys = all_rows.keys().masked_as(rows.keys())  # both query tiles walk what either of them sees
         # The first block is masked in any case.
         unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
 
-        stats, ends = first_block(ends, rows, keys.block(0), scale_log2, dtype, CONFIG)
+        stats, ends = first_block(ends, rows, keys.block(0), scale, dtype, CONFIG)
         if rows.MASK.causal:  # otherwise no block but the first one needs a mask before the unmasked ones
             for j in range(1, unmasked):
-                stats, ends = next_block(
-                    ends, stats, rows, keys.block(j), scale_log2, dtype, MASKED=True, CONFIG=CONFIG
-                )
+                stats, ends = next_block(ends, stats, rows, keys.block(j), scale, dtype, MASKED=True, CONFIG=CONFIG)
         for j in range(unmasked, end):
-            stats, ends = next_block(ends, stats, rows, keys.block(j), scale_log2, dtype, MASKED=False, CONFIG=CONFIG)
+            stats, ends = next_block(ends, stats, rows, keys.block(j), scale, dtype, MASKED=False, CONFIG=CONFIG)
         if rows.MASK.hides_early_keys:
             for j in range(gl.maximum(end, 1), keys.steps()):
-                stats, ends = next_block(
-                    ends, stats, rows, keys.block(j), scale_log2, dtype, MASKED=True, CONFIG=CONFIG
-                )
+                stats, ends = next_block(ends, stats, rows, keys.block(j), scale, dtype, MASKED=True, CONFIG=CONFIG)
 
         store_statistic(scores, MAX, stats.max)
         store_statistic(scores, SUM, stats.sum)

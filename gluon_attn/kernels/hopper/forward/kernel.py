@@ -22,17 +22,23 @@ def attention_forward(
     q_scale_ptr,  # (B, Hkv) fp32, contiguous, or null for 1, if q, k and v are in fp8; else None
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,  # (H,), contiguous: of each head a score without a value; None: there are none
+    aux0_ptr,  # what SCORE_MOD reads; None where it reads less
+    aux1_ptr,
+    aux2_ptr,
+    aux3_ptr,
     scale_log2,  # softmax scale times log2(e)
     blocks_per_item,  # 1, or 2 for a heavy row block with a light one
     last_heads,  # of the last heads, how many are computed together, if CONFIG.last_heads_longest_first
     MASK: gl.constexpr,  # a Mask
-    SCORE_MOD: gl.constexpr,  # a jitted function of scores, or None; see Rows.modified
+    SCORE_MOD: gl.constexpr,  # a ScoreFunction, or None
     CONFIG: gl.constexpr,  # a HopperConfig
 ):
     BLOCK_M: gl.constexpr = CONFIG.softmax_roles * q_desc.block_shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     wires = alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG)
-    lengths = Lengths(q_desc.shape[2], k_desc.shape[2], BLOCK_M, BLOCK_N, MASK, SCORE_MOD)
+    aux = (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr)
+    lengths = Lengths(q_desc.shape[2], k_desc.shape[2], BLOCK_M, BLOCK_N, MASK, SCORE_MOD, aux)
     order = Order(
         counts=counts_of(q_desc.shape, lengths),
         blocks_per_item=blocks_per_item,
@@ -45,7 +51,9 @@ def attention_forward(
     # Divided here: in the role that needs it, the compiler would have it live in registers through every role.
     heads_per_kv_head = q_desc.shape[1] // k_desc.shape[1]
     scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
-    operands = Operands(q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2, scales=scales)
+    operands = Operands(
+        q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2, sinks=(sinks_ptr,), scales=scales
+    )
 
     TRANSPOSERS: gl.constexpr = 1 if CONFIG.transpose_registers > 0 else 0
     gl.warp_specialize(

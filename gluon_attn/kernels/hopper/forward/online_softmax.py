@@ -3,7 +3,7 @@
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from ...common.operands import probability_dtype, shift_log2
-from ...common.row_stats import finite, inverse, log_sum_exp
+from ...common.row_stats import finite, inverse, log_sum_exp, with_sink
 from ..packing import pack
 
 LARGER_P_LOG2 = gl.constexpr(8.0)  # P may be larger than 1 by two to this power: fp16 ends at 2^16
@@ -72,12 +72,13 @@ def rescale(sums, alpha):
 
 
 @jit
-def finish(stats, scale_log2, output_scale, UNSHIFT: gl.constexpr, LAYOUT: gl.constexpr):
+def finish(stats, scale_log2, sink, output_scale, UNSHIFT: gl.constexpr, LAYOUT: gl.constexpr):
     """(what accumulated P V is multiplied with [M], natural-log LSE [M]), in LAYOUT. A row that saw no key: 1 times
     its P V, which is 0, and LSE = -inf.
 
-    output_scale: what O is multiplied with. UNSHIFT: takes a power of two out of the row sums.
+    sink: see `with_sink`. output_scale: what O is multiplied with. UNSHIFT: takes a power of two out of the row sums.
     """
     row_sum = gl.convert_layout(gl.sum(stats.sum, axis=1), LAYOUT)
     row_max = gl.convert_layout(stats.max, LAYOUT)
-    return inverse(row_sum) * output_scale, log_sum_exp(row_max, row_sum * UNSHIFT, scale_log2)
+    row_sum = with_sink(row_max, row_sum, scale_log2, sink, UNSHIFT)
+    return inverse(row_sum) * output_scale, log_sum_exp(row_max, row_sum * UNSHIFT, scale_log2, sink)

@@ -58,7 +58,7 @@ class State:
 
 @jit
 def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
-    """(P [ROWS, BLOCK_N], packed; its row statistics; what scores and what the output are multiplied with; next ends)
+    """(P [ROWS, BLOCK_N], packed; its row statistics; the ScoreScale; what the output is multiplied with; next ends)
     of the first block walked.
 
     It has nothing to rescale and no product of an earlier block to overlap with. Keys end in it, maybe within it, so
@@ -69,24 +69,22 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
     turn.pass_on()
     # Beside the product: in fp8, scales are loaded.
-    scale_log2 = operands.score_scale(rows.block)
+    scale = operands.score_scale(rows)
     v_scale = operands.output_scale(rows.block)
     scores = warpgroup_mma_wait(0, deps=[scores])
     k.release()
-    scores = rows.modified(scores, block)
+    scores = rows.modified(scores, block, scale.before)
     # 8-bit kernels always mask: without, up to 7 % slower from 1024 keys on: docs/lab_log.md#8-bit-masks.
     if rows.MASK.differs_by_row or q.dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
         scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
-    p, sums = probabilities(quarters(scores), row_max, scale_log2, q.dtype, MASKED=True)
-    stats = RowStats(first_maximum(row_max, scale_log2), total(sums))
-    return join_quarters(p), stats, scale_log2, v_scale, Blocks(keys, blocks.values, turn)
+    p, sums = probabilities(quarters(scores), row_max, scale.log2, q.dtype, MASKED=True)
+    stats = RowStats(first_maximum(row_max, scale.log2), total(sums))
+    return join_quarters(p), stats, scale, v_scale, Blocks(keys, blocks.values, turn)
 
 
 @jit
-def next_block(
-    state, q, rows, block, scale_log2, CONFIG: gl.constexpr, MASKED: gl.constexpr, AS_INTEGERS: gl.constexpr
-):
+def next_block(state, q, rows, block, scale, CONFIG: gl.constexpr, MASKED: gl.constexpr, AS_INTEGERS: gl.constexpr):
     """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
     that product, the rest beside those of the other roles. Returns the next State."""
     p, acc, stats, blocks = state.p, state.acc, state.stats, state.blocks
@@ -101,12 +99,12 @@ def next_block(
     scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     k.release()
     turn.pass_on()
-    scores = rows.modified(scores, block)
+    scores = rows.modified(scores, block, scale.before)
     if MASKED:
         scores = rows.mask(scores, block)
-    row_max, alpha = next_maximum(scores, stats, scale_log2, MASKED, AS_INTEGERS)
+    row_max, alpha = next_maximum(scores, stats, scale.log2, MASKED, AS_INTEGERS)
     pieces = quarters(scores)
-    early, early_sums = probabilities(pieces[: CONFIG.early_exp], row_max, scale_log2, q.dtype, MASKED)
+    early, early_sums = probabilities(pieces[: CONFIG.early_exp], row_max, scale.log2, q.dtype, MASKED)
     if CONFIG.early_exp > 0:
         blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
@@ -114,7 +112,7 @@ def next_block(
     acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
     v.release()
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    late, late_sums = probabilities(pieces[CONFIG.early_exp :], row_max, scale_log2, q.dtype, MASKED)
+    late, late_sums = probabilities(pieces[CONFIG.early_exp :], row_max, scale.log2, q.dtype, MASKED)
     stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
     return State(Blocks(keys, values, turn), join_quarters(early + late), stats, acc)
 
@@ -126,7 +124,7 @@ def walk(
     rows,
     first,
     end,
-    scale_log2,
+    scale,
     CONFIG: gl.constexpr,
     MASKED: gl.constexpr,
     AS_INTEGERS: gl.constexpr = False,
@@ -134,7 +132,7 @@ def walk(
     """Steps `first` to `end` - 1 of the rows' key range."""
     keys = rows.keys()
     for step in range(first, end):
-        state = next_block(state, q, rows, keys.block(step), scale_log2, CONFIG, MASKED, AS_INTEGERS)
+        state = next_block(state, q, rows, keys.block(step), scale, CONFIG, MASKED, AS_INTEGERS)
     return state
 
 
@@ -176,24 +174,25 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
             for _ in range(rows.keys().end, all_rows.keys().end):
                 blocks = blocks.skip()
 
-        p, stats, scale_log2, v_scale, blocks = first_block(q, blocks, rows, last, operands, SCORES)
+        p, stats, scale, v_scale, blocks = first_block(q, blocks, rows, last, operands, SCORES)
         as_integers = CONFIG.integer_max  # if not, only the loop with floats is compiled
         if CONFIG.integer_max:
-            as_integers = may_compare_as_integers(stats.max, scale_log2)
+            as_integers = may_compare_as_integers(stats.max, scale.log2)
         state = State(blocks, p, stats, gl.zeros([ROWS, D], gl.float32, OUT))
         keys = rows.keys()
         if rows.MASK.causal:  # otherwise no block but the first one needs a mask before the unmasked ones
-            state = walk(state, q, rows, 1, keys.masked_steps(), scale_log2, CONFIG, MASKED=True)
+            state = walk(state, q, rows, 1, keys.masked_steps(), scale, CONFIG, MASKED=True)
         unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
         if as_integers:
-            state = walk(state, q, rows, unmasked, end, scale_log2, CONFIG, MASKED=False, AS_INTEGERS=True)
+            state = walk(state, q, rows, unmasked, end, scale, CONFIG, MASKED=False, AS_INTEGERS=True)
         else:
-            state = walk(state, q, rows, unmasked, end, scale_log2, CONFIG, MASKED=False)
+            state = walk(state, q, rows, unmasked, end, scale, CONFIG, MASKED=False)
         if rows.MASK.hides_early_keys:
-            state = walk(state, q, rows, gl.maximum(end, 1), keys.steps(), scale_log2, CONFIG, MASKED=True)
+            state = walk(state, q, rows, gl.maximum(end, 1), keys.steps(), scale, CONFIG, MASKED=True)
         if not CONFIG.stage_in_queries:
             q_slot.release()
-        factor, lse = finish(state.stats, scale_log2, v_scale, unshift(operands.q.dtype), gl.SliceLayout(1, OUT))
+        sink, UNSHIFT = operands.sink(rows.block), unshift(operands.q.dtype)
+        factor, lse = finish(state.stats, scale.log2, sink, v_scale, UNSHIFT, gl.SliceLayout(1, OUT))
         store_lse(operands.lse, operands.q.shape, rows, lse)
         acc, blocks = last_product(state.p, state.acc, state.blocks, rows)
         if may_skip_early_keys(rows.MASK, ROLE, wires.queries.PARTS):  # before the store: others wait for their turns

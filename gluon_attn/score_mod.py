@@ -1,0 +1,113 @@
+"""Functions that change scores within a kernel, between the product Q Kᵀ and the softmax, and their derivatives."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels.common.score_mods import cap, cap_backward, slope, slope_backward
+
+MAX_TENSORS = 4
+TENSOR_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreFunction:
+    """What a kernel is compiled with of a `ScoreMod`: all but its tensors. Hashable.
+
+    tensors: Triton's types of what it reads. before, after: what scores are multiplied with before the function, and
+    what comes out of it.
+    """
+
+    forward: Any
+    backward: Any | None = None
+    constants: tuple[float | int, ...] = ()
+    before: float = 1.0
+    after: float = 1.0
+    aligned: bool = False
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def cache_key(self) -> str:
+        """For Triton's cache: of the source of both functions, with all that they call, and of the numbers."""
+        sources = [f"{f.fn.__module__}.{f.fn.__qualname__} {f.cache_key}" for f in (self.forward, self.backward) if f]
+        said = repr((sources, self.constants, self.before, self.after, self.aligned, self.tensors))
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return f"ScoreFunction({self.cache_key})"
+
+
+class ScoreMod:
+    """A change of scores that is computed within the kernel: jitted functions, and the tensors that they read.
+
+    Args:
+        forward: `forward(score, q_index, k_index, head, batch, *constants, *tensors) -> score`, a function under
+            `gluon_attn.jit`. score: fp32, a tile of scale · q · k. q_index, k_index: int32, the positions of its
+            queries and keys in the sequence, which broadcast against the tile. head: of the query, and batch: int32
+            scalars. It returns a tile of the same shape. Which way the tile lies is left open, so the function has to
+            be elementwise.
+        backward: `backward(dscore, score, modified, q_index, k_index, head, batch, *constants, *tensors)`: dscore, the
+            gradient of `modified`, which `forward` made of `score`, times the derivative of `forward`. None: the call
+            has no gradients.
+        constants: numbers that a kernel is compiled with.
+        tensors: up to four, contiguous, on q's card, of fp32, fp16, bf16, int32 or int64. The functions are given
+            pointers, and load from them with `gl.load`. They have no gradients.
+        aligned: count q_index as masks do, from the bottom right: query i is at i + Sk - Sq.
+
+    Two of them made of the same functions and constants share a kernel, whatever their tensors.
+    """
+
+    def __init__(
+        self,
+        forward: Any,
+        backward: Any | None = None,
+        *,
+        constants: tuple[float | int, ...] = (),
+        tensors: tuple[Tensor, ...] = (),
+        aligned: bool = False,
+    ) -> None:
+        for name, function in (("forward", forward), ("backward", backward)):
+            if not hasattr(function, "cache_key") and (name == "forward" or function is not None):
+                raise TypeError(
+                    f"score_mod: expected {name} to be a function under gluon_attn.jit, got "
+                    f"{type(function).__name__}; decorate it"
+                )
+        if len(tensors) > MAX_TENSORS:
+            raise ValueError(
+                f"score_mod: expected at most {MAX_TENSORS} tensors, got {len(tensors)}; join some of them"
+            )
+        for i, t in enumerate(tensors):
+            if not isinstance(t, Tensor) or t.dtype not in TENSOR_TYPES:
+                got = t.dtype if isinstance(t, Tensor) else type(t).__name__
+                raise TypeError(
+                    f"score_mod: expected tensors[{i}] to be a tensor of one of {list(TENSOR_TYPES)}, got {got}; "
+                    "convert it"
+                )
+        self.function = ScoreFunction(
+            forward=forward,
+            backward=backward,
+            constants=tuple(constants),
+            aligned=aligned,
+            tensors=tuple(TENSOR_TYPES[t.dtype] for t in tensors),
+        )
+        self.tensors = tuple(tensors)
+
+
+def softcap(limit: float) -> ScoreFunction:
+    """limit · tanh(score / limit). The card's tanh is right to 2^-11 of itself."""
+    return ScoreFunction(forward=cap, backward=cap_backward, before=1 / limit, after=limit)
+
+
+def alibi(slopes: Tensor) -> ScoreFunction:
+    """score - slope · |i + Sk - Sq - j|, of query i and key j; slopes: (H,) or (B, H) fp32."""
+    of_batch = slopes.shape[-1] if slopes.dim() == 2 else 0
+    return ScoreFunction(forward=slope, backward=slope_backward, constants=(of_batch,), aligned=True, tensors=("fp32",))
