@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .call import Extras, Options, key_of
+from .call import Extras, Options, Window, key_of, problem_of
 from .device import Device
 from .forward.configs import ForwardConfig
 from .forward.launch import NOT_GIVEN, launches_on_card
@@ -20,7 +20,6 @@ from .problem import (
     FP8_DTYPES,
     SCALES,
     TMA_ALIGNMENT_BYTES,
-    Problem,
     check_bool,
     check_no_overlap,
     check_readable,
@@ -41,7 +40,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "a batch of variable lengths"),
     **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
     **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),
-    **dict.fromkeys(("window", "window_size", "sliding_window", "attention_chunk"), "a sliding window"),
     **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
     **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "an attention sink"),
     "alibi_slopes": "ALiBi",
@@ -53,6 +51,9 @@ RENAMED = {
     "sm_scale": "scale",
     "is_causal": "causal (aligned to the bottom right, unlike torch's is_causal)",
     "enable_gqa": "nothing: fewer KV heads than query heads just work",
+    "window_size": "window (None for no limit, which is -1 there)",
+    "sliding_window": "window: (sliding_window - 1, 0) sees that many keys, the query's own among them",
+    "attention_chunk": "chunk",
     "return_softmax_lse": "return_lse",
     "return_attn_probs": "return_lse",
 }
@@ -70,6 +71,8 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: Window = (None, None),
+    chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -95,7 +98,7 @@ def attention(
     Those gradients have none. Under torch.compile and torch.export it is one operator, `gluon_attn::forward`, and takes
     no `config`, `out` and scales. Under torch.autocast, q, k and v in fp32 are converted.
 
-    Only q, k and v are positional. There is no `attn_mask`: the only mask is `causal`.
+    Only q, k and v are positional. There is no `attn_mask`: masks are `causal`, `window` and `chunk`.
 
     Args:
         q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a
@@ -104,6 +107,11 @@ def attention(
             others and the base address multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
         causal: query i sees keys j <= i + Sk - Sq, aligned to the BOTTOM RIGHT as in flash-attention. (`is_causal` of
             torch's scaled_dot_product_attention is aligned to the top left: they differ where Sq != Sk.)
+        window: (left, right), how many keys a query sees before and after its own position, besides the one at it; None
+            for no limit. Aligned as `causal` is, which is a right of 0 and may be given as well. Blocks of keys that no
+            query of a block sees are left out, so that the time grows with the window. Each size is a kernel of its
+            own, compiled at its first call.
+        chunk: a query sees the keys of its own chunk only: position p those from p // chunk * chunk on, `chunk` many.
         scale: finite and positive; default 1/sqrt(D). Scores times scale are fp32: beyond 1e5 their differences, and
             with them O, lose digits, and beyond 1e9 there are NaN, as in other kernels of this method.
         layout: "bhsd" or "bshd".
@@ -141,7 +149,7 @@ def attention(
         RuntimeError: no Hopper or Blackwell card; or a version of Triton without kernels for it (docs/install.md).
     """
     check_options(return_lse, deterministic, unsupported)
-    options = Options(causal, scale, layout, deterministic, num_ctas, config, device)
+    options = Options(causal, window, chunk, scale, layout, deterministic, num_ctas, config, device)
     extras = Extras(out, q_scale, k_scale, v_scale)
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
@@ -327,8 +335,8 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
     """What to launch; None if there is nothing to compute. All that can be refused is refused here, on the host."""
     check_triton_version()
     refuse_unusual(q=q, k=k, v=v, **extras._asdict())
-    causal, scale, layout, _, num_ctas, config, device = options
-    problem = Problem.of(q, k, v, causal=causal, scale=scale, layout=layout, out=extras.out, scales=extras.scales)
+    problem = problem_of(q, k, v, extras, options)
+    num_ctas, config, device = options.num_ctas, options.config, options.device
     if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):
         raise TypeError(f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1 or 2, or leave it out")
     if config is not None and not isinstance(config, ForwardConfig):

@@ -6,12 +6,15 @@ from torch import Tensor
 
 from .device import Device
 from .forward.configs import ForwardConfig
+from .problem import Problem, Window
 
 
 class Options(NamedTuple):
     """All of `attention`'s arguments that are no tensors, but for `return_lse`. Hashable."""
 
     causal: bool = False
+    window: Window = (None, None)
+    chunk: int | None = None
     scale: float | None = None
     layout: str = "bhsd"
     deterministic: bool | None = None
@@ -49,3 +52,19 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
         q.device, k.device, v.device, options, type(options.causal), type(options.scale), type(options.num_ctas),
         *[t if t is None else identity(t) for t in extras],
     )  # fmt: skip
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
+    """What a call poses, checked; see `Problem.of`."""
+    return Problem.of(
+        q,
+        k,
+        v,
+        causal=options.causal,
+        window=options.window,
+        chunk=options.chunk,
+        scale=options.scale,
+        layout=options.layout,
+        out=extras.out,
+        scales=extras.scales,
+    )

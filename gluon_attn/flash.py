@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .api import UNSUPPORTED, attention, refuse
-
-Window = tuple[int | None, int | None]
+from .problem import Window
 
 
 def flash_attn_func(
@@ -40,10 +39,11 @@ def flash_attn_func(
         q: (B, Sq, H, D). k, v: (B, Sk, Hkv, D), H a multiple of Hkv. One whose last stride is not 1 is copied.
         softmax_scale: default 1/sqrt(D).
         causal: aligned to the bottom right: query i sees keys j <= i + Sk - Sq. A row that sees none has O = 0.
-        window_size: (left, right); -1: no limit. So far one that hides no key, or is the causal mask.
+        window_size: (left, right), keys that a query sees before and after its own position, aligned as `causal`; -1 or
+            None: no limit. attention_chunk: a query sees its own chunk of so many keys only; 0: no limit.
         q_descale, k_descale, v_descale: of fp8 inputs, (B, Hkv) fp32, contiguous.
         deterministic: gradients in a fixed order. False: as `torch.use_deterministic_algorithms` says.
-        qv, attention_chunk, softcap, sm_margin: as they are by default.
+        qv, softcap, sm_margin: as they are by default.
 
     Raises:
         NotImplementedError: what is not supported so far, by its name.
@@ -52,8 +52,6 @@ def flash_attn_func(
     """
     if qv is not None:
         refuse(qv=qv)
-    if attention_chunk:
-        refuse(attention_chunk=attention_chunk)
     if softcap:
         refuse(softcap=softcap)
     if sm_margin:
@@ -65,7 +63,9 @@ def flash_attn_func(
         q,
         k,
         v,
-        causal=only_causal(window_size, causal, q, k),
+        causal=causal,
+        window=window_of(window_size),
+        chunk=attention_chunk or None,
         scale=softmax_scale,
         layout="bshd",
         return_lse=return_attn_probs,
@@ -76,19 +76,10 @@ def flash_attn_func(
     )
 
 
-def only_causal(window_size: Window, causal: bool, q: Tensor, k: Tensor) -> bool:
-    """Whether the mask is the causal one; NotImplementedError unless it is that or none.
-
-    A window says how many keys a query sees before and after its own position, aligned to the bottom right.
-    """
-    left, right = window_size
-    if left is not None and 0 <= left < k.shape[1] - 1:
-        refuse(window_size=window_size)
-    if causal or right is None or right < 0 or right >= q.shape[1] - 1:
-        return causal
-    if right > 0:
-        refuse(window_size=window_size)
-    return True
+def window_of(window_size: Window) -> Window:
+    """As `attention` has it, where -1 is no number of keys."""
+    left, right = (limit if limit is not None and limit >= 0 else None for limit in window_size)
+    return left, right
 
 
 def flash_attn_varlen_func(

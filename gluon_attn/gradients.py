@@ -8,9 +8,9 @@ from torch import Tensor
 from .backward.launch import NOT_SHARED, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
-from .call import Extras, Key, Options, identity, key_of
+from .call import Extras, Key, Options, Window, identity, key_of, problem_of
 from .device import Device
-from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, Problem, in_bhsd
+from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, in_bhsd
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 
@@ -31,6 +31,8 @@ def attention_backward(
     lse: Tensor,
     *,
     causal: bool = False,
+    window: Window = (None, None),
+    chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     deterministic: bool | None = None,
@@ -41,7 +43,8 @@ def attention_backward(
     Args:
         dout: of O, in O's shape and dtype, with any strides: if TMA cannot take them, it is copied. None: zero.
         dlse: (B, H, Sq) fp32, of LSE; None: zero.
-        q, k, v, causal, scale, layout, device: as `attention` was given them; float16 or bfloat16, on Hopper.
+        q, k, v, causal, window, chunk, scale, layout, device: as `attention` was given them; float16 or bfloat16, on
+            Hopper.
         out, lse: what it returned.
         deterministic: add up dQ in a fixed order, so that each run gives the same bits. None: as
             `torch.use_deterministic_algorithms` says. It takes one int32 more for each block of rows.
@@ -55,7 +58,7 @@ def attention_backward(
         TypeError, ValueError: a tensor that is not as above; the message says which.
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernels.
     """
-    options = Options(causal, scale, layout, deterministic, device=device)
+    options = Options(causal, window, chunk, scale, layout, deterministic, device=device)
     return differentiate(dout, dlse, q, k, v, out, lse, options, key_of(q, k, v, NO_EXTRAS, options))
 
 
@@ -125,7 +128,7 @@ def prepare(tensors: dict[str, Tensor], options: Options, deterministic: bool) -
     """The launches for tensors of these shapes and strides; None if there is nothing to compute."""
     q, k, v, device = tensors["q"], tensors["k"], tensors["v"], options.device
     require_gradients(q, None, device)
-    problem = Problem.of(q, k, v, causal=options.causal, scale=options.scale, layout=options.layout)
+    problem = problem_of(q, k, v, NO_EXTRAS, options)
     if problem.is_empty:
         return None
     chosen = Device.of(q.device) if device is None else device

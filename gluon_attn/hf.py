@@ -13,16 +13,18 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from .api import UNSUPPORTED, attention
 from .device import Device
+from .problem import Window
 from .support import supports
 
 NAME = "gluon_attn"  # with "flash" in it, transformers would call flash-attention's functions
@@ -39,9 +41,9 @@ NO_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-# Attribute of a mask that is causal and nothing else, aligned to the bottom right: the mask's version, as code that
-# writes to the mask leaves the attribute there.
-ONLY_CAUSAL = "_gluon_attn_only_causal"
+# Attribute of a mask that is causal, aligned to the bottom right, maybe with a sliding window, and nothing else: the
+# mask's version, as code that writes to the mask leaves the attribute there; and the window, for `attention`.
+KNOWN = "_gluon_attn_known"
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -63,28 +65,49 @@ def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor |
     mask = sdpa_mask(**options)
     q_len = options["q_length"] if "q_length" in options else len(options["cache_position"])
     kv_len = options["kv_length"]
-    if not options.get("allow_is_causal_skip", True) or not 1 < q_len < kv_len:
+    if not options.get("allow_is_causal_skip", True) or q_len == 1:
         return mask
     if mask is None:
-        return sdpa_mask(**{**options, "allow_is_causal_skip": False})
+        return mask if q_len >= kv_len else sdpa_mask(**{**options, "allow_is_causal_skip": False})
     if not is_compiling() and not mask.is_inference() and continues(q_len, kv_len, options):
-        setattr(mask, ONLY_CAUSAL, mask._version)
+        window = window_of(options.get("mask_function"), options.get("local_size"))
+        if window is not None:
+            setattr(mask, KNOWN, (mask._version, window))
     return mask
 
 
 def continues(q_len: int, kv_len: int, options: dict[str, Any]) -> bool:
-    """Whether the mask is causal and nothing else, and the queries are the last positions of a cache that is full."""
-    if options.get("mask_function") is not causal_mask_function:
-        return False
+    """Whether the queries are the last positions of the keys, and no token is padding."""
     first_query, padding = options.get("q_offset"), options.get("attention_mask")
     if not isinstance(first_query, int) or first_query + q_len != options.get("kv_offset", 0) + kv_len:
         return False
     return padding is None or bool(padding.all())
 
 
-def is_only_causal(mask: Tensor | None) -> bool:
-    version = getattr(mask, ONLY_CAUSAL, None)
-    return mask is not None and version is not None and version == mask._version
+def window_of(mask_function: Any, size: Any) -> Window | None:
+    """What a causal mask's function lets a query see; None if it is not known to be such a function. size: of the
+    sliding window that its maker says it has."""
+    if mask_function is causal_mask_function:
+        return None, 0
+    if isinstance(size, int) and same_code(mask_function, sliding_window_causal_mask_function(size)):
+        return size - 1, 0  # the query's own position counts there
+    return None
+
+
+def same_code(one: Any, other: Any) -> bool:
+    """Whether two functions are of the same source, and what they close over is, or is equal."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same_code, one, other))
+    if not isinstance(one, FunctionType) or not isinstance(other, FunctionType):
+        return type(one) is type(other) is int and one == other
+    cells = [tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, other)]
+    return one.__code__ is other.__code__ and same_code(*cells)
+
+
+def known_window(mask: Tensor | None) -> Window | None:
+    """Of a mask that `mask_of` knows."""
+    version, window = getattr(mask, KNOWN, (None, None))
+    return window if mask is not None and version == mask._version else None
 
 
 def attend(
@@ -104,12 +127,12 @@ def attend(
     refuse_what_is_nowhere(others)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     asked = [name for name, argument in others.items() if name not in NO_EFFECT and asks(argument)]
-    continued = is_only_causal(attention_mask)
+    window = known_window(attention_mask)
 
-    why = reason(asked, dropout, None if continued else attention_mask, causal, key, others)
+    why = reason(asked, dropout, attention_mask, window, causal, key, others)
     if why is None and query.shape[2] > 1:
         options: dict[str, Any] = {
-            "causal": causal or continued, "scale": scaling, "device": device,
+            "causal": causal or window is not None, "window": window or (None, None), "scale": scaling, "device": device,
             "deterministic": others.get("deterministic") or None,
         }  # fmt: skip
         why = supports(query, key, value, **options)
@@ -149,20 +172,26 @@ def refuse_what_is_nowhere(others: dict[str, Any]) -> None:
 
 
 def reason(
-    asked: list[str], dropout: float, mask: Tensor | None, causal: bool, key: Tensor, others: dict[str, Any]
+    asked: list[str],
+    dropout: float,
+    mask: Tensor | None,
+    window: Window | None,
+    causal: bool,
+    key: Tensor,
+    others: dict[str, Any],
 ) -> str | None:
-    """Why it is not ours to compute, besides what `supports` says. mask: unless it is causal and nothing else."""
+    """Why it is not ours to compute, besides what `supports` says. window: that the mask is known to be."""
     for name in asked:
         return f"{name}: {UNSUPPORTED.get(name, 'what it asks for')} is not supported so far"
     if dropout:
         return "dropout: dropout is not supported so far"
-    if mask is not None:
-        return "attention_mask: a mask other than causal, as for padding or a window, is not supported so far"
+    if mask is not None and window is None:
+        return "attention_mask: a mask other than causal or a sliding window, as for padding, is not supported so far"
     if is_packed(others):
         return "cu_seq_lens_q: a batch of variable lengths is not supported so far"
-    window = others.get("sliding_window")
-    if causal and window is not None and key.shape[2] > window:
-        return "sliding_window: a sliding window is not supported so far"
+    size = others.get("sliding_window")
+    if mask is None and causal and size is not None and key.shape[2] > size:
+        return "sliding_window: expected a mask that says so too, got none"
     return None
 
 

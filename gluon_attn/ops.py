@@ -3,16 +3,22 @@
 Inductor would rebuild a Gluon kernel that it sees as one of plain Triton; so it sees an operator, by its shapes alone.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .call import Extras, Options
+from .call import Extras, Options, key_of
 from .device import Device
-from .gradients import attention_backward, require_gradients
+from .gradients import differentiate, require_gradients
+from .kernels.common.mask import Mask, visible_pairs
 from .problem import in_bhsd, output_dtype
+
+Shape = Sequence[int]
+FORWARD_PRODUCTS = (1, 1)  # S, and O
+BACKWARD_PRODUCTS = (3, 2)  # S, dQ and dK, and dP and dV
 
 # Devices that an operator's schema can name: it takes no objects.
 CARDS = {"": None, "hopper": Device.hopper(), "blackwell": Device.blackwell()}
@@ -24,24 +30,29 @@ def forward(
     k: Tensor,
     v: Tensor,
     causal: bool,
+    left: int | None,
+    right: int | None,
+    chunk: int | None,
     scale: float | None,
     layout: str,
     deterministic: bool | None,
     num_ctas: int | None,
     card: str,
 ) -> tuple[Tensor, Tensor]:
-    """(O, LSE), as `attention` has them. card: one of CARDS, to execute it on the CPU; "" for the tensors' own."""
-    from .api import attention
+    """(O, LSE), as `attention` has them. left, right: its window. card: one of CARDS, to execute it on the CPU; "" for
+    the tensors' own."""
+    from .api import attend
 
+    options = Options(causal, (left, right), chunk, scale, layout, None, num_ctas, None, CARDS[card])
     with torch.no_grad():  # what records gradients here is the operator
-        out, lse = attention(
-            q, k, v, causal=causal, scale=scale, layout=layout, num_ctas=num_ctas, device=CARDS[card], return_lse=True
-        )
+        out, lse = attend(q, k, v, Extras(), options, return_lse=True)
     return out, lse
 
 
 @forward.register_fake
-def _(q: Tensor, k: Any, v: Any, causal: Any, scale: Any, layout: str, *others: Any) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Any, v: Any, causal: Any, left: Any, right: Any, chunk: Any, scale: Any, layout: str, *others: Any
+) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _ = in_bhsd(q, layout).shape
     return torch.empty_like(q, dtype=output_dtype(q.dtype)), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
@@ -56,14 +67,17 @@ def backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
+    left: int | None,
+    right: int | None,
+    chunk: int | None,
     scale: float | None,
     layout: str,
     deterministic: bool | None,
     card: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV), as `attention_backward` has them."""
-    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout, "device": CARDS[card]}
-    return attention_backward(dout, dlse, q, k, v, out, lse, deterministic=deterministic, **options)
+    options = Options(causal, (left, right), chunk, scale, layout, deterministic, device=CARDS[card])
+    return differentiate(dout, dlse, q, k, v, out, lse, options, key_of(q, k, v, Extras(), options))
 
 
 @backward.register_fake
@@ -72,52 +86,40 @@ def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, causal, scale, layout, deterministic, _, card = inputs
+    q, k, v, *options, _, card = inputs  # but for num_ctas
     ctx.save_for_backward(q, k, v, *output)
-    ctx.options = (causal, scale, layout, deterministic, card)
+    ctx.options = (*options, card)
     ctx.set_materialize_grads(False)
 
 
-def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = (None, None, None) if dout is dlse is None else backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
-    return (*grads, *(None,) * 6)
+    return (*grads, *(None,) * (len(ctx.options) + 1))
 
 
-forward.register_autograd(differentiate, setup_context=save)
+forward.register_autograd(backward_of, setup_context=save)
 
 
-def forward_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool, layout: str) -> int:
-    """Two products of 2 · D for each query and key that it sees, as `torch.utils.flop_counter` asks for it."""
-    q_len, kv_len = (q[2], k[2]) if layout == "bhsd" else (q[1], k[1])
-    heads = q[1] if layout == "bhsd" else q[2]
-    seen = q_len * kv_len
-    if causal:  # query i sees i + 1 + kv_len - q_len keys, and none if that is negative
-        rows = min(q_len, kv_len)
-        seen = rows * (2 * kv_len - rows + 1) // 2
-    return 4 * q[0] * heads * seen * q[3]
+def flops(q: Shape, k: Shape, v: Shape, layout: str, mask: Mask, products: tuple[int, int]) -> int:
+    """As `torch.utils.flop_counter` asks for them: 2 for each column, of so many `products` over those of Q and over
+    those of V, for each query and key that it sees."""
+    (batch, heads, q_len), kv_len = (q[:3], k[2]) if layout == "bhsd" else ((q[0], q[2], q[1]), k[1])
+    of_pair = 2 * (products[0] * q[3] + products[1] * v[3])
+    return batch * heads * visible_pairs(q_len, kv_len, mask) * of_pair
 
 
 @register_flop_formula(torch.ops.gluon_attn.forward)
-def _(q: Any, k: Any, v: Any, causal: bool, scale: Any, layout: str, *_: Any, **__: Any) -> int:
-    return forward_flops(q, k, causal, layout)
+def _(
+    q: Shape, k: Shape, v: Shape, causal: bool, left: Any, right: Any, chunk: Any, scale: Any, layout: str, *_: Any,
+    **__: Any,
+) -> int:  # fmt: skip
+    return flops(q, k, v, layout, Mask(causal=causal, left=left, right=right, chunk=chunk), FORWARD_PRODUCTS)
 
 
 @register_flop_formula(torch.ops.gluon_attn.backward)
-def _(
-    dout: Any,
-    dlse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    causal: bool,
-    scale: Any,
-    layout: str,
-    *_: Any,
-    **__: Any,
-) -> int:
-    return forward_flops(q, k, causal, layout) * 5 // 2  # five products
+def _(dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, causal: bool, left: Any, right: Any,
+      chunk: Any, scale: Any, layout: str, *_: Any, **__: Any) -> int:  # fmt: skip
+    return flops(q, k, v, layout, Mask(causal=causal, left=left, right=right, chunk=chunk), BACKWARD_PRODUCTS)
 
 
 def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
@@ -125,9 +127,8 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Optio
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and options.device:
         require_gradients(q, None, options.device)
     card = card_in_graph(extras, options)
-    return forward(
-        q, k, v, options.causal, options.scale, options.layout, options.deterministic, options.num_ctas, card
-    )
+    causal, (left, right), chunk, scale, layout, deterministic, num_ctas, *_ = options
+    return forward(q, k, v, causal, left, right, chunk, scale, layout, deterministic, num_ctas, card)
 
 
 def not_in_a_graph(extras: Extras, options: Options) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 from .kernels.common.mask import Mask
 from .score_mod import ScoreFunction
 
+Window = tuple[int | None, int | None]  # keys before and after a query's own position; None: no limit
+
 LAYOUTS = ("bhsd", "bshd")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float16, torch.bfloat16, *FP8_DTYPES)
@@ -47,6 +49,8 @@ class Problem:
         v: Tensor,
         *,
         causal: bool = False,
+        window: Window = (None, None),
+        chunk: int | None = None,
         scale: float | None = None,
         layout: str = "bhsd",
         out: Tensor | None = None,
@@ -72,6 +76,7 @@ class Problem:
                 "the head dim"
             )
         check_bool("causal", causal)
+        left, right = checked_window(window, chunk)
         for name, t in named.items():
             check_kind(name, t, q)
         batch, heads, q_len, head_dim = in_bhsd(q, layout).shape
@@ -101,7 +106,10 @@ class Problem:
             q_len=q_len,
             kv_len=in_bhsd(k, layout).shape[2],
             head_dim=head_dim,
-            causal=causal,
+            causal=causal or right == 0,
+            left=left,
+            right=None if causal or right == 0 else right,
+            chunk=chunk,
             scale=checked_scale(scale, head_dim),
             layout=layout,
         )
@@ -139,6 +147,25 @@ def type_name(x: object) -> str:
     """Of a value's type, with the module of all but Python's own: numpy's bool is not Python's."""
     kind = type(x)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def checked_window(window: object, chunk: object) -> Window:
+    """(left, right). Raises TypeError or ValueError by name."""
+    todo = "give (left, right), keys before and after a query's own position, None for no limit"
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window: expected two numbers, got {window!r}; {todo}")
+    for limit in window:
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise TypeError(f"window: expected ints or None, got {type_name(limit)}; {todo}")
+        if limit is not None and limit < 0:
+            raise ValueError(f"window: expected numbers from 0 on, got {limit}; {todo}")
+    if chunk is not None:
+        if isinstance(chunk, bool) or not isinstance(chunk, int):
+            raise TypeError(f"chunk: expected an int or None, got {type_name(chunk)}; give a number of keys")
+        if chunk < 1:
+            raise ValueError(f"chunk: expected at least 1 key, got {chunk}; leave it out for no limit")
+    left, right = window
+    return left, right
 
 
 def check_bool(name: str, value: object) -> None:

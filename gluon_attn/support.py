@@ -17,7 +17,7 @@ from .api import (
     plan_of,
     wants_gradient,
 )
-from .call import Extras, Options, key_of
+from .call import Extras, Options, Window, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
 from .ops import card_in_graph
@@ -35,6 +35,8 @@ def supports(
     v: Tensor,
     *,
     causal: bool = False,
+    window: Window = (None, None),
+    chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -56,7 +58,7 @@ def supports(
 
     needs_grad: whether gradients will be asked for. None: as `attention` finds it, by grad mode and `requires_grad`.
     """
-    options = Options(causal, scale, layout, deterministic, num_ctas, config, device)
+    options = Options(causal, window, chunk, scale, layout, deterministic, num_ctas, config, device)
     extras = Extras(out, q_scale, k_scale, v_scale)
     try:
         check_options(return_lse, deterministic, unsupported)

@@ -22,12 +22,12 @@ from torch.nn.attention import SDPBackend, register_flash_attention_impl, sdpa_k
 from .api import attention
 from .device import Device
 from .gradients import attention_backward, check_outputs, readable_by_tma
-from .problem import in_bhsd
+from .problem import Window, in_bhsd
 from .support import supports
 
 NAME = "GLUON"
 DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
-UNLIMITED = (None, -1)  # windows
+WINDOW = ("window_size_left", "window_size_right")  # -1, or None: no limit
 
 Original = Callable[..., Any]
 
@@ -102,14 +102,16 @@ def flash_first() -> list[SDPBackend]:
     return [SDPBackend.FLASH_ATTENTION, *on]
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, **options: Any) -> bool:
-    """Whether it is ours to compute. Left to torch, besides what `supports` refuses: a causal mask over unequal
-    lengths, whose rows without keys have another LSE there; and what has no numbers."""
+def takes(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, window: Window = (None, None), **options: Any
+) -> bool:
+    """Whether it is ours to compute. Left to torch, besides what `supports` refuses: a mask over unequal lengths, whose
+    rows without keys have another LSE there; and what has no numbers."""
     if q.dtype not in DTYPES or q.numel() == 0 or k.numel() == 0:
         return False
-    if supports(q, k, v, causal=causal, layout=layout, **options) is not None:
+    if supports(q, k, v, causal=causal, layout=layout, window=window, **options) is not None:
         return False
-    return not causal or in_bhsd(q, layout).shape[2] == in_bhsd(k, layout).shape[2]
+    return not (causal or window != (None, None)) or in_bhsd(q, layout).shape[2] == in_bhsd(k, layout).shape[2]
 
 
 def takes_gradients(
@@ -211,7 +213,7 @@ def flash_forward(
     out: where to put O, for the operator that has it as its first argument. others: windows, and options that differ
     from release to release: each may be None.
     """
-    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bshd", "device": device, "out": out}
+    options = options_of(device, is_causal, scale, others) | {"out": out}
     dense = cum_seq_q is None and cum_seq_k is None and not dropout_p and not return_debug_mask
     if not dense or asks_more(others) or not takes(query, key, value, needs_grad=False, **options):
         return original(
@@ -249,7 +251,7 @@ def flash_backward(
     **others: Any,
 ) -> Any:
     tensors = (grad_out, query, key, value, out, logsumexp)
-    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bshd", "device": device}
+    options = options_of(device, is_causal, scale, others)
     dense = cum_seq_q is None and cum_seq_k is None and not dropout_p
     if not dense or asks_more(others) or not takes_gradients(*tensors, **options):
         return original(
@@ -258,10 +260,15 @@ def flash_backward(
     return gradients(*tensors, **options)
 
 
+def options_of(device: Device | None, causal: bool, scale: float | None, others: dict[str, Any]) -> dict[str, Any]:
+    """For `attention`, of (B, S, H, D)."""
+    left, right = (limit if limit is not None and limit >= 0 else None for limit in map(others.get, WINDOW))
+    return {"causal": causal, "window": (left, right), "scale": scale, "layout": "bshd", "device": device}
+
+
 def asks_more(others: dict[str, Any]) -> bool:
-    """Whether options are given that are not ours: windows, slopes, pages, splits."""
-    windows = ("window_size_left", "window_size_right")
-    return any(value not in UNLIMITED if name in windows else value is not None for name, value in others.items())
+    """Whether options are given that are not ours: slopes, pages, splits."""
+    return any(value is not None for name, value in others.items() if name not in WINDOW)
 
 
 # By operator of aten. The last one is there from torch 2.12 on.
