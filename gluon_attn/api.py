@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from .call import Extras, Options, Window, key_of, problem_of
 from .device import Device
 from .forward.configs import ForwardConfig
-from .forward.launch import NOT_GIVEN, launches_on_card
+from .forward.launch import launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_config, require_ctas, require_fits, require_supported
 from .gradients import Attention, require_gradients
@@ -32,18 +32,16 @@ from .problem import (
 from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
+from .score_mod import ScoreMod, compiled_part
 
 # What users of flash-attention and of torch may ask for by name, and what to call it in the answer.
 UNSUPPORTED = {
-    **dict.fromkeys(("attn_bias", "bias", "score_mod"), "a bias or another change to the scores"),
-    **dict.fromkeys(("attn_mask", "attention_mask", "block_mask", "mask_mod"), "a mask other than causal"),
+    **dict.fromkeys(("attn_bias", "bias"), "a bias"),
+    **dict.fromkeys(("attn_mask", "attention_mask", "block_mask", "mask_mod"), "a mask given as a tensor or function"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "a batch of variable lengths"),
     **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
     **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),
     **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
-    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "an attention sink"),
-    "alibi_slopes": "ALiBi",
-    "softcap": "a soft cap on the scores",
     "qv": "a V head dim unlike Q's",
 }
 RENAMED = {
@@ -54,6 +52,7 @@ RENAMED = {
     "window_size": "window (None for no limit, which is -1 there)",
     "sliding_window": "window: (sliding_window - 1, 0) sees that many keys, the query's own among them",
     "attention_chunk": "chunk",
+    **dict.fromkeys(("s_aux", "learnable_sink"), "sinks"),
     "return_softmax_lse": "return_lse",
     "return_attn_probs": "return_lse",
 }
@@ -73,6 +72,10 @@ def attention(
     causal: bool = False,
     window: Window = (None, None),
     chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -111,6 +114,13 @@ def attention(
             for no limit. Aligned as `causal` is, which is a right of 0 and may be given as well. Blocks of keys that no
             query of a block sees are left out, so that the time grows with the window. Each size is a kernel of its
             own, compiled at its first call.
+        softcap: scores, scaled, become softcap · tanh(score / softcap).
+        alibi_slopes: (H,) or (B, H) fp32, contiguous: the slope times the distance |i + Sk - Sq - j| is taken from each
+            score. They have no gradient.
+        sinks: (H,), contiguous, fp32, fp16 or bf16: of each query head a further score, without a value, that counts in
+            the denominator alone and in LSE. It is not scaled.
+        score_mod: a change of scores that you write, see `ScoreMod` and docs/score_mod.md. One of it, softcap and
+            alibi_slopes.
         chunk: a query sees the keys of its own chunk only: position p those from p // chunk * chunk on, `chunk` many.
         scale: finite and positive; default 1/sqrt(D). Scores times scale are fp32: beyond 1e5 their differences, and
             with them O, lose digits, and beyond 1e9 there are NaN, as in other kernels of this method.
@@ -149,15 +159,16 @@ def attention(
         RuntimeError: no Hopper or Blackwell card; or a version of Triton without kernels for it (docs/install.md).
     """
     check_options(return_lse, deterministic, unsupported)
-    options = Options(causal, window, chunk, scale, layout, deterministic, num_ctas, config, device)
-    extras = Extras(out, q_scale, k_scale, v_scale)
+    function, read = compiled_part(score_mod)
+    options = Options(causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device)
+    extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, read)
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
-    if torch.is_grad_enabled() and wants_gradient(q, k, v):
+    if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
         q, k, v = autocast(q, k, v)
-        check_differentiable(q, k, v, extras, device)
-        out, lse = Attention.apply(q, k, v, extras, options, attend)
+        check_differentiable(q, k, v, extras, options)
+        out, lse = Attention.apply(q, k, v, sinks, extras, options, attend)
         return (out, lse) if return_lse else out
     return attend(q, k, v, extras, options, return_lse)
 
@@ -190,12 +201,14 @@ def attend(
         lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
     if launch is None:
         out.zero_()
-        if lse is not None:
+        if lse is not None and extras.sinks is not None:
+            lse.copy_(extras.sinks[:, None])
+        elif lse is not None:
             lse.fill_(float("-inf"))
     else:
         if q.dtype in FP8_DTYPES:
             check_scales(extras.scales)
-        launch({**NOT_GIVEN, **extras._asdict(), "q": q, "k": k, "v": v, "out": out, "lse": lse})
+        launch({**extras.given(), "q": q, "k": k, "v": v, "out": out, "lse": lse})
     return out if lse is None else (out, lse)
 
 
@@ -209,17 +222,22 @@ def check_options(return_lse: object, deterministic: object, unsupported: dict[s
         check_bool("deterministic", deterministic)
 
 
-def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, device: Device | None) -> None:
+def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
     """What a call with gradients asks for beyond one without."""
     refuse_unusual(q=q, k=k, v=v)
-    check_device(device, q)
-    require_gradients(q, extras.out, device)
+    check_device(options.device, q)
+    require_gradients(q, extras.out, options)
+    for name, t in extras.named().items():
+        if name != "sinks" and t is not None and t.requires_grad:
+            refuse_gradient(name)
     for name, one in zip(SCALES, extras.scales, strict=True):
         check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
 
 
-def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def wants_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
     try:
+        if sinks is not None and sinks.requires_grad:
+            return True
         return q.requires_grad or k.requires_grad or v.requires_grad
     except AttributeError:  # no tensor, which is found later
         return False
@@ -289,7 +307,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
             if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES:
                 refuse_address(name, t)
     if torch.is_grad_enabled():
-        for name, t in zip(("q", "k", "v", *Extras._fields), (q, k, v, *extras), strict=True):
+        for name, t in ({"q": q, "k": k, "v": v} | extras.named()).items():
             if t is not None and t.requires_grad:
                 refuse_gradient(name)
 
@@ -313,7 +331,7 @@ def check_scales(scales: Sequence[Tensor | None]) -> None:
 
 def refuse_gradient(name: str) -> NoReturn:
     raise NotImplementedError(
-        f"{name}: expected a tensor that does not require grad, as only q, k and v have gradients, got "
+        f"{name}: expected a tensor that does not require grad, as only q, k, v and sinks have gradients, got "
         "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
     )
 
@@ -334,7 +352,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
 def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Plan | None:
     """What to launch; None if there is nothing to compute. All that can be refused is refused here, on the host."""
     check_triton_version()
-    refuse_unusual(q=q, k=k, v=v, **extras._asdict())
+    refuse_unusual(q=q, k=k, v=v, **extras.named())
     problem = problem_of(q, k, v, extras, options)
     num_ctas, config, device = options.num_ctas, options.config, options.device
     if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):

@@ -2,11 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .device import Device
 from .forward.configs import ForwardConfig
-from .problem import Problem, Window
+from .forward.launch import NOT_GIVEN
+from .problem import Problem, Window, check_of_heads, check_read, in_bhsd
+from .score_mod import ScoreFunction, alibi, softcap
 
 
 class Options(NamedTuple):
@@ -15,6 +18,8 @@ class Options(NamedTuple):
     causal: bool = False
     window: Window = (None, None)
     chunk: int | None = None
+    softcap: float | None = None
+    score_mod: ScoreFunction | None = None
     scale: float | None = None
     layout: str = "bhsd"
     deterministic: bool | None = None
@@ -30,10 +35,26 @@ class Extras(NamedTuple):
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    of_score_mod: tuple[Tensor, ...] = ()
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.q_scale, self.k_scale, self.v_scale
+
+    def named(self) -> dict[str, Any]:
+        """One by one, as an error calls them."""
+        *fields, read = self
+        named = dict(zip(self._fields, fields, strict=False))
+        return named | {f"score_mod.tensors[{i}]": t for i, t in enumerate(read)}
+
+    def given(self) -> dict[str, Tensor | None]:
+        """What a launch is given, by the name that it has there."""
+        *fields, read = self
+        if self.alibi_slopes is not None:
+            read = (self.alibi_slopes,)
+        return NOT_GIVEN | dict(zip(self._fields, fields, strict=False)) | {f"aux{i}": t for i, t in enumerate(read)}
 
 
 Key = tuple[Any, ...]
@@ -50,7 +71,7 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, options, type(options.causal), type(options.scale), type(options.num_ctas),
-        *[t if t is None else identity(t) for t in extras],
+        *[t if t is None else identity(t) for t in extras[:-1]], *map(identity, extras.of_score_mod),
     )  # fmt: skip
 
 
@@ -63,8 +84,29 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
         causal=options.causal,
         window=options.window,
         chunk=options.chunk,
+        score_mod=score_function_of(q, extras, options),
+        sinks=extras.sinks,
         scale=options.scale,
         layout=options.layout,
         out=extras.out,
         scales=extras.scales,
     )
+
+
+def score_function_of(q: Tensor, extras: Extras, options: Options) -> ScoreFunction | None:
+    """What becomes of scores, checked."""
+    asked = {"softcap": options.softcap, "alibi_slopes": extras.alibi_slopes, "score_mod": options.score_mod}
+    names = [name for name, value in asked.items() if value is not None]
+    if len(names) > 1:
+        raise NotImplementedError(
+            f"{names[1]}: not supported together with {names[0]}; write one score_mod that does both"
+        )
+    if options.softcap is not None:
+        return softcap(options.softcap)
+    if extras.alibi_slopes is not None:
+        batch, heads = in_bhsd(q, options.layout).shape[:2]
+        check_of_heads("alibi_slopes", extras.alibi_slopes, q, ((heads,), (batch, heads)), (torch.float32,))
+        return alibi(extras.alibi_slopes)
+    for i, t in enumerate(extras.of_score_mod):
+        check_read(f"score_mod.tensors[{i}]", t, q)
+    return options.score_mod

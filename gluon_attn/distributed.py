@@ -130,14 +130,15 @@ def check_inputs(
             f"{function}: transfers in a graph are not supported; keep the call out of it by a function of your own "
             "under @torch.compiler.disable"
         )
-    for name in ("window", "chunk"):
+    for name in ("window", "chunk", "softcap", "alibi_slopes", "sinks", "score_mod"):
         if name in unsupported:
             raise NotImplementedError(
-                f"{name}: a mask other than causal is not supported over several cards so far; leave the argument out"
+                f"{name}: masks other than causal, and changes of scores, are not supported over several cards so "
+                "far; leave the argument out"
             )
     check_options(options["return_lse"], options["deterministic"], unsupported)
     if torch.is_grad_enabled() and wants_gradient(q, k, v):
-        check_differentiable(q, k, v, Extras(), options["device"])
+        check_differentiable(q, k, v, Extras(), Options(device=options["device"]))
     with torch.no_grad():
         names = ("causal", "scale", "layout", "device")
         check_forward(q, k, v, Extras(), Options(**{name: options[name] for name in names}))

@@ -13,8 +13,8 @@ from .device import Device
 from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, in_bhsd
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
+from .score_mod import ScoreMod, compiled_part
 
-NO_EXTRAS = Extras()
 ARCHS = (90,)  # for which there are backward kernels
 
 _launches: dict[tuple[Any, ...], Launches | None] = {}  # by everything they depend on, see api.py
@@ -33,12 +33,16 @@ def attention_backward(
     causal: bool = False,
     window: Window = (None, None),
     chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     deterministic: bool | None = None,
     device: Device | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, given those of O and of LSE. What `attention` calls in a backward pass.
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v and sinks, given those of O and of LSE. What `attention` calls in a backward pass.
 
     Args:
         dout: of O, in O's shape and dtype, with any strides: if TMA cannot take them, it is copied. None: zero.
@@ -50,16 +54,18 @@ def attention_backward(
             `torch.use_deterministic_algorithms` says. It takes one int32 more for each block of rows.
 
     Returns:
-        dQ, dK and dV in the shapes, dtypes and, where dense, strides of q, k and v. Sums are fp32. A row that sees no
-        key has dQ = 0, a key that no row sees dK = dV = 0.
+        dQ, dK, dV, and dsinks if there are sinks: in the shapes, dtypes and, where dense, strides of what they are of.
+        Sums are fp32. A row that sees no key has dQ = 0, a key that no row sees dK = dV = 0.
 
     Raises:
         NotImplementedError: gradients that are not supported, by what stands against it.
         TypeError, ValueError: a tensor that is not as above; the message says which.
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernels.
     """
-    options = Options(causal, window, chunk, scale, layout, deterministic, device=device)
-    return differentiate(dout, dlse, q, k, v, out, lse, options, key_of(q, k, v, NO_EXTRAS, options))
+    function, read = compiled_part(score_mod)
+    options = Options(causal, window, chunk, softcap, function, scale, layout, deterministic, device=device)
+    extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes, of_score_mod=read)
+    return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options))
 
 
 def differentiate(
@@ -70,9 +76,10 @@ def differentiate(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    extras: Extras,
     options: Options,
     key: Key,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`attention_backward` of a call. key: of that call, by `key_of`."""
     deterministic = options.deterministic
     if deterministic is None:
@@ -80,7 +87,7 @@ def differentiate(
     dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
     if dlse is not None:
         dlse = dlse.resolve_neg().contiguous()
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grads = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
     key = (
         key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse)
     )  # fmt: skip
@@ -88,18 +95,20 @@ def differentiate(
         launch = _launches[key]
     except KeyError:
         check_outputs(q, options.layout, out=out, dout=dout, lse=lse, dlse=dlse)
-        tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-        launch = prepare(tensors, options, deterministic)
+        launch = prepare({"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}, extras, options, deterministic)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
+    if extras.sinks is not None:
+        grads["dsinks"] = torch.empty_like(extras.sinks)
     if launch is None:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    launch({
-        "q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv,
-        **NOT_SHARED,
-    })  # fmt: skip
-    return dq, dk, dv
+        grads = {name: grad.zero_() for name, grad in grads.items()}
+        if extras.sinks is not None and dlse is not None:  # LSE of a row without keys is its sink
+            grads["dsinks"].copy_(dlse.sum((0, 2)))
+    else:
+        given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}
+        launch({**extras.given(), **given, **grads, **NOT_SHARED})
+    return tuple(grads.values())
 
 
 def check_outputs(q: Tensor, layout: str, **tensors: Tensor | None) -> None:
@@ -124,11 +133,11 @@ def check_outputs(q: Tensor, layout: str, **tensors: Tensor | None) -> None:
             )
 
 
-def prepare(tensors: dict[str, Tensor], options: Options, deterministic: bool) -> Launches | None:
+def prepare(tensors: dict[str, Tensor], extras: Extras, options: Options, deterministic: bool) -> Launches | None:
     """The launches for tensors of these shapes and strides; None if there is nothing to compute."""
     q, k, v, device = tensors["q"], tensors["k"], tensors["v"], options.device
-    require_gradients(q, None, device)
-    problem = problem_of(q, k, v, NO_EXTRAS, options)
+    require_gradients(q, None, options)
+    problem = problem_of(q, k, v, extras, options)
     if problem.is_empty:
         return None
     chosen = Device.of(q.device) if device is None else device
@@ -152,8 +161,14 @@ def readable_by_tma(t: Tensor) -> Tensor:
     return t if aligned and t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
-def require_gradients(q: Tensor, out: Tensor | None, device: Device | None) -> None:
+def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
     """NotImplementedError, by name, where attention has no gradients."""
+    device = options.device
+    if options.score_mod is not None and options.score_mod.backward is None:
+        raise NotImplementedError(
+            "score_mod: expected one with a backward function, as gradients are asked for, got one without; give "
+            "ScoreMod(forward, backward)"
+        )
     instead = "call under torch.no_grad(), or .detach() q, k and v"
     if out is not None:
         raise NotImplementedError(
@@ -173,24 +188,28 @@ def require_gradients(q: Tensor, out: Tensor | None, device: Device | None) -> N
 
 
 class Attention(torch.autograd.Function):
-    """(O, LSE) with gradients, of q, k, v, what else a call has, and the function that computes them."""
+    """(O, LSE) with gradients, of q, k, v, sinks, what else a call has, and the function that computes them."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, attend: Any) -> Any:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, extras: Extras, options: Options, attend: Any
+    ) -> Any:
         out, lse = attend(q, k, v, extras, options, True)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = options, key_of(q, k, v, NO_EXTRAS, options)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, extras.alibi_slopes, *extras.of_score_mod)
+        ctx.call = options, key_of(q, k, v, extras, options)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         if dout is None and dlse is None:
-            return (None,) * 6
-        arguments = (dout, dlse, *ctx.saved_tensors, *ctx.call)
+            return (None,) * 7
+        q, k, v, out, lse, sinks, alibi_slopes, *read = ctx.saved_tensors
+        extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes, of_score_mod=tuple(read))
+        arguments = (dout, dlse, q, k, v, out, lse, extras, *ctx.call)
         # A graph of the backward pass is made if its caller gives create_graph=True.
         grads = Gradients.apply(*arguments) if torch.is_grad_enabled() else differentiate(*arguments)
-        return *grads, None, None, None
+        return *grads, *(None,) * (7 - len(grads))
 
 
 class Gradients(torch.autograd.Function):

@@ -132,8 +132,8 @@ def attend(
     why = reason(asked, dropout, attention_mask, window, causal, key, others)
     if why is None and query.shape[2] > 1:
         options: dict[str, Any] = {
-            "causal": causal or window is not None, "window": window or (None, None), "scale": scaling, "device": device,
-            "deterministic": others.get("deterministic") or None,
+            "causal": causal or window is not None, "window": window or (None, None), "scale": scaling,
+            "device": device, "deterministic": others.get("deterministic") or None,
         }  # fmt: skip
         why = supports(query, key, value, **options)
         if why is None:

@@ -29,10 +29,13 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     causal: bool,
     left: int | None,
     right: int | None,
     chunk: int | None,
+    softcap: float | None,
     scale: float | None,
     layout: str,
     deterministic: bool | None,
@@ -43,17 +46,18 @@ def forward(
     the tensors' own."""
     from .api import attend
 
-    options = Options(causal, (left, right), chunk, scale, layout, None, num_ctas, None, CARDS[card])
+    options = Options(causal, (left, right), chunk, softcap, None, scale, layout, None, num_ctas, None, CARDS[card])
     with torch.no_grad():  # what records gradients here is the operator
-        out, lse = attend(q, k, v, Extras(), options, return_lse=True)
+        out, lse = attend(q, k, v, Extras(sinks=sinks, alibi_slopes=alibi_slopes), options, return_lse=True)
     return out, lse
 
 
+LAYOUT_AT = 11  # of the arguments
+
+
 @forward.register_fake
-def _(
-    q: Tensor, k: Any, v: Any, causal: Any, left: Any, right: Any, chunk: Any, scale: Any, layout: str, *others: Any
-) -> tuple[Tensor, Tensor]:
-    batch, heads, q_len, _ = in_bhsd(q, layout).shape
+def _(q: Tensor, k: Any, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, q_len, _ = in_bhsd(q, others[LAYOUT_AT - 3]).shape
     return torch.empty_like(q, dtype=output_dtype(q.dtype)), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
 
@@ -66,35 +70,49 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     causal: bool,
     left: int | None,
     right: int | None,
     chunk: int | None,
+    softcap: float | None,
     scale: float | None,
     layout: str,
     deterministic: bool | None,
     card: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV), as `attention_backward` has them."""
-    options = Options(causal, (left, right), chunk, scale, layout, deterministic, device=CARDS[card])
-    return differentiate(dout, dlse, q, k, v, out, lse, options, key_of(q, k, v, Extras(), options))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV, dsinks), as `attention_backward` has them; dsinks is empty if there are no sinks."""
+    options = Options(causal, (left, right), chunk, softcap, None, scale, layout, deterministic, device=CARDS[card])
+    extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes)
+    dq, dk, dv, *others = differentiate(
+        dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options)
+    )
+    return dq, dk, dv, others[0] if others else q.new_empty(0)
 
 
 @backward.register_fake
-def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *options, _, card = inputs  # but for num_ctas
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, sinks, alibi_slopes, *options, _, card = inputs  # but for num_ctas
+    ctx.save_for_backward(q, k, v, *output, sinks, alibi_slopes)
     ctx.options = (*options, card)
     ctx.set_materialize_grads(False)
 
 
 def backward_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = (None, None, None) if dout is dlse is None else backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
-    return (*grads, *(None,) * (len(ctx.options) + 1))
+    sinks = ctx.saved_tensors[5]
+    nothing = (None,) * (len(ctx.options) + 2)  # for what is no tensor, and for slopes
+    if dout is dlse is None:
+        return (None,) * 4 + nothing
+    *grads, dsinks = backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
+    return (*grads, None if sinks is None else dsinks, *nothing)
 
 
 forward.register_autograd(backward_of, setup_context=save)
@@ -108,32 +126,42 @@ def flops(q: Shape, k: Shape, v: Shape, layout: str, mask: Mask, products: tuple
     return batch * heads * visible_pairs(q_len, kv_len, mask) * of_pair
 
 
+def mask_of(options: Sequence[Any]) -> Mask:
+    """options: an operator's arguments from `causal` on."""
+    causal, left, right, chunk, *_ = options
+    return Mask(causal=causal, left=left, right=right, chunk=chunk)
+
+
 @register_flop_formula(torch.ops.gluon_attn.forward)
-def _(
-    q: Shape, k: Shape, v: Shape, causal: bool, left: Any, right: Any, chunk: Any, scale: Any, layout: str, *_: Any,
-    **__: Any,
-) -> int:  # fmt: skip
-    return flops(q, k, v, layout, Mask(causal=causal, left=left, right=right, chunk=chunk), FORWARD_PRODUCTS)
+def _(q: Shape, k: Shape, v: Shape, sinks: Any, alibi_slopes: Any, *options: Any, **_: Any) -> int:
+    return flops(q, k, v, options[LAYOUT_AT - 5], mask_of(options), FORWARD_PRODUCTS)
 
 
 @register_flop_formula(torch.ops.gluon_attn.backward)
-def _(dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, causal: bool, left: Any, right: Any,
-      chunk: Any, scale: Any, layout: str, *_: Any, **__: Any) -> int:  # fmt: skip
-    return flops(q, k, v, layout, Mask(causal=causal, left=left, right=right, chunk=chunk), BACKWARD_PRODUCTS)
+def _(
+    dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, sinks: Any, slopes: Any, *options: Any,
+    **_: Any,
+) -> int:  # fmt: skip
+    return flops(q, k, v, options[LAYOUT_AT - 5], mask_of(options), BACKWARD_PRODUCTS)
 
 
 def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
     """What `attention` is in a graph."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and options.device:
-        require_gradients(q, None, options.device)
+        require_gradients(q, None, options)
     card = card_in_graph(extras, options)
-    causal, (left, right), chunk, scale, layout, deterministic, num_ctas, *_ = options
-    return forward(q, k, v, causal, left, right, chunk, scale, layout, deterministic, num_ctas, card)
+    causal, (left, right), chunk, softcap, _, scale, layout, deterministic, num_ctas, *_ = options
+    return forward(
+        q, k, v, extras.sinks, extras.alibi_slopes, causal, left, right, chunk, softcap, scale, layout, deterministic,
+        num_ctas, card,
+    )  # fmt: skip
 
 
 def not_in_a_graph(extras: Extras, options: Options) -> dict[str, Any]:
     """Arguments that an operator does not take, by name."""
-    return {"config": options.config} | extras._asdict()
+    names = ("out", "q_scale", "k_scale", "v_scale")
+    refused = {"config": options.config} | {name: getattr(extras, name) for name in names}
+    return refused | {"score_mod": options.score_mod}
 
 
 def is_seen_by_a_mode(extras: Extras, options: Options) -> bool:

@@ -51,6 +51,8 @@ class Problem:
         causal: bool = False,
         window: Window = (None, None),
         chunk: int | None = None,
+        score_mod: ScoreFunction | None = None,
+        sinks: Tensor | None = None,
         scale: float | None = None,
         layout: str = "bhsd",
         out: Tensor | None = None,
@@ -98,6 +100,8 @@ class Problem:
             check_strides(name, t)
         for name, one in zip(SCALES, scales, strict=True):
             check_scale_tensor(name, one, q, (batch, in_bhsd(k, layout).shape[1]))
+        if sinks is not None:
+            check_of_heads("sinks", sinks, q, ((heads,),), (torch.float32, torch.float16, torch.bfloat16))
         return Problem(
             dtype=q.dtype,
             batch=batch,
@@ -110,6 +114,8 @@ class Problem:
             left=left,
             right=None if causal or right == 0 else right,
             chunk=chunk,
+            score_mod=score_mod,
+            sinks=None if sinks is None else sinks.dtype,
             scale=checked_scale(scale, head_dim),
             layout=layout,
         )
@@ -246,6 +252,34 @@ def check_scale_tensor(name: str, scale: Tensor | None, q: Tensor, shape: tuple[
     if not scale.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor, got strides {scale.stride()}; call .contiguous() on it, nothing is "
+            "copied silently"
+        )
+
+
+def check_of_heads(
+    name: str, t: object, q: Tensor, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+) -> None:
+    """That there is a number for each head."""
+    expected = " or ".join(map(str, shapes))
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor of shape {expected} or None, got {type_name(t)}")
+    if t.dtype not in dtypes:
+        names = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name}: expected dtype {names}, got {t.dtype}; convert with .to({dtypes[0]})")
+    if tuple(t.shape) not in shapes:
+        raise ValueError(f"{name}: expected shape {expected}, a number for each query head, got {tuple(t.shape)}")
+    check_read(name, t, q)
+
+
+def check_read(name: str, t: Tensor, q: Tensor) -> None:
+    """Of a tensor that a kernel reads by a pointer: where it is, and that its elements lie in order."""
+    if t.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {t.layout}; call .to_dense() on it")
+    if t.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; move it with .to(q.device)")
+    if not t.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor, got strides {t.stride()}; call .contiguous() on it, nothing is "
             "copied silently"
         )
 

@@ -1,5 +1,6 @@
 """Functions that change scores within a kernel, between the product Q Kᵀ and the softmax, and their derivatives."""
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from .kernels.common.score_mods import cap, cap_backward, slope, slope_backward
 
 MAX_TENSORS = 4
+LEAST_CAP, LARGEST_CAP = 1e-6, 1e6  # scores beyond are no use
 TENSOR_TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -102,8 +104,27 @@ class ScoreMod:
         self.tensors = tuple(tensors)
 
 
+def compiled_part(score_mod: object) -> tuple[ScoreFunction | None, tuple[Tensor, ...]]:
+    """(what a kernel is compiled with, what it reads)."""
+    if score_mod is None:
+        return None, ()
+    if not isinstance(score_mod, ScoreMod):
+        raise TypeError(
+            f"score_mod: expected a gluon_attn.ScoreMod or None, got {type(score_mod).__name__}; make one of a "
+            "function under gluon_attn.jit"
+        )
+    return score_mod.function, score_mod.tensors
+
+
+@functools.lru_cache(maxsize=64)
 def softcap(limit: float) -> ScoreFunction:
     """limit · tanh(score / limit). The card's tanh is right to 2^-11 of itself."""
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise TypeError(f"softcap: expected a number or None, got {type(limit).__name__}")
+    if not LEAST_CAP <= limit <= LARGEST_CAP:  # nor NaN
+        raise ValueError(
+            f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"
+        )
     return ScoreFunction(forward=cap, backward=cap_backward, before=1 / limit, after=limit)
 
 

@@ -22,6 +22,7 @@ from .device import Device
 from .forward.configs import ForwardConfig
 from .ops import card_in_graph
 from .problem import FP8_DTYPES
+from .score_mod import ScoreMod, compiled_part
 
 REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)  # what `attention` raises before it computes
 
@@ -37,6 +38,10 @@ def supports(
     causal: bool = False,
     window: Window = (None, None),
     chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -58,16 +63,19 @@ def supports(
 
     needs_grad: whether gradients will be asked for. None: as `attention` finds it, by grad mode and `requires_grad`.
     """
-    options = Options(causal, window, chunk, scale, layout, deterministic, num_ctas, config, device)
-    extras = Extras(out, q_scale, k_scale, v_scale)
     try:
+        function, read = compiled_part(score_mod)
+        options = Options(
+            causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device
+        )
+        extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, read)
         check_options(return_lse, deterministic, unsupported)
-        gradient = torch.is_grad_enabled() and wants_gradient(q, k, v) if needs_grad is None else needs_grad
+        gradient = torch.is_grad_enabled() and wants_gradient(q, k, v, sinks) if needs_grad is None else needs_grad
         q, k, v = autocast(q, k, v, convert=torch.empty_like)  # memory for what attention() converts to, no numbers
         if is_compiling():
             card_in_graph(extras, options)
         if gradient:
-            check_differentiable(q, k, v, extras, device)
+            check_differentiable(q, k, v, extras, options)
         with torch.no_grad() if gradient or needs_grad is False else contextlib.nullcontext():
             check_forward(q, k, v, extras, options)
     except REFUSALS as refusal:

@@ -9,6 +9,7 @@ from ..kernels.common.mask import Mask
 from ..kernels.hopper.backward.kernel import attention_backward
 from ..kernels.hopper.backward.postprocess import finish_backward
 from ..kernels.hopper.backward.preprocess import prepare_backward
+from ..kernels.hopper.backward.sinks import sum_sinks
 from ..problem import in_bhsd
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
@@ -24,6 +25,7 @@ from ..runtime.kernel import (
     Tma,
     allocated_at_once,
 )
+from ..score_mod import TENSOR_TYPES
 from .configs import HopperBackward
 from .plan import MOST_SHARERS, BackwardPlan
 
@@ -64,6 +66,17 @@ MAIN = Kernel(
 )
 FINISH = Kernel(finish_backward, Tma("out_desc", "dq"), Pointer("dq_ptr", "dq_sums"), Scalar("scale", "fp32"))
 
+SINKS = Kernel(
+    sum_sinks,
+    Pointer("dsinks_ptr", "dsinks"),
+    Pointer("sinks_ptr", "sinks"),
+    Pointer("lse_log2_ptr", "lse_log2"),
+    Pointer("delta_ptr", "delta"),
+    Scalar("batches"),
+    Scalar("heads"),
+    Scalar("rows"),
+)
+
 NOT_SHARED = dict.fromkeys(("handed_in", "has_handed_in"))  # what a call gives for the workspaces that it may not need
 
 SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
@@ -99,6 +112,18 @@ def builds_of(
             starts_early=True,
         ),
     )
+
+
+def sinks_build(dtype: torch.dtype) -> Build:
+    """The kernel that sums the gradient of sinks of that dtype."""
+    pointers = dict.fromkeys(("dsinks_ptr", "sinks_ptr"), TENSOR_TYPES[dtype])
+    return Build(kernel=SINKS, blocks={}, constants={}, num_warps=8, pointers=pointers)
+
+
+@lru_cache(maxsize=8)
+def compiled_sinks(dtype: torch.dtype, *, device_index: int | None = None) -> CompiledKernel:
+    """device_index: the card to launch it on; None: to look at only."""
+    return sinks_build(dtype).compile(90)
 
 
 @lru_cache(maxsize=128)
@@ -150,11 +175,15 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     scale = {"scale": problem.scale}
     order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers")}
     numbers = scale | order | {"scale_log2": plan.scale_log2}
-    return [
+    launches = [
         Launch(build=before, programs=plan.row_programs, views=views, scalars={"sets_zero": plan.sets_zero}),
         Launch(build=main, programs=plan.programs, views=views, scalars=numbers),
         Launch(build=after, programs=plan.row_programs, views=views, scalars=scale),
     ]
+    if problem.sinks is not None:
+        sizes = {"batches": problem.batch, "heads": problem.heads, "rows": plan.rows}
+        launches.append(Launch(build=sinks_build(problem.sinks), programs=problem.heads, views={}, scalars=sizes))
+    return launches
 
 
 def allocated_apart(plan: BackwardPlan) -> Callable[[Tensors], Tensors]:
@@ -178,6 +207,8 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
         arch=plan.arch,
         device_index=index,
     )
+    if problem.sinks is not None:
+        kernels = (*kernels, compiled_sinks(problem.sinks, device_index=index))
     launches = backward_launches_of(plan, tensors)
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
     return Launches(steps, allocated_at_once(workspaces(plan)))
