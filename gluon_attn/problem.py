@@ -41,6 +41,8 @@ class Problem:
     score_mod: ScoreFunction | None = None  # how scores are changed
     sinks: torch.dtype | None = None  # of each head's score without a value, if there are such
     left: int | None = None  # how many keys before its own position a query sees, see `Mask`; None: no limit
+    right: int | None = None  # how many after
+    chunk: int | None = None  # of how many keys the chunks are, of which a query sees its own; None: no chunks
 
     @staticmethod
     def of(
@@ -122,7 +124,16 @@ class Problem:
 
     @property
     def mask(self) -> Mask:
-        return Mask(causal=self.causal, left=self.left)
+        """Without limits that hide nothing at these lengths, so that short sequences run the kernel without."""
+        mask = Mask(causal=self.causal, left=self.left, right=self.right, chunk=self.chunk)
+        # Positions are from Sk - Sq to Sk - 1, and those below 0 see no key of a chunk, or under a causal mask.
+        one_chunk = mask.chunk is None or (mask.chunk >= self.kv_len and (mask.causal or self.q_len <= self.kv_len))
+        return Mask(
+            causal=mask.causal,
+            left=None if mask.left is None or mask.left >= self.kv_len - 1 else mask.left,
+            right=None if mask.right is None or mask.right >= self.q_len - 1 else mask.right,
+            chunk=None if one_chunk else mask.chunk,
+        )
 
     @property
     def is_empty(self) -> bool:

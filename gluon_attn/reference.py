@@ -14,6 +14,8 @@ def reference_attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     softcap: float | None = None,
@@ -27,7 +29,11 @@ def reference_attention(
 
     q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D) with H a multiple of Hkv; with layout "bshd", dimensions 1 and 2 swapped.
     causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right, as flash-attention has it; the `is_causal`
-    of torch's scaled_dot_product_attention is aligned to the top left). scale: default 1/sqrt(D).
+    of torch's scaled_dot_product_attention is aligned to the top left).
+    window: (left, right): with p = i + Sk - Sq, query i sees keys from p - left to p + right; None: no limit.
+    chunk: query i sees keys j of its own chunk alone, j // chunk == p // chunk, rounded down; None: of all.
+    Of causal, window and chunk together, a query sees what all of them let through.
+    scale: default 1/sqrt(D).
     softcap: scores, scaled, become softcap · tanh(score / softcap). alibi_slopes: (H,) or (B, H): minus the slope times
     |i + Sk - Sq - j|. sinks: (H,): for each row a further score that has no value.
     q_scale, k_scale, v_scale: (B, Hkv), for fp8 inputs: what they are multiplied with, default 1; that is then done in
@@ -41,8 +47,11 @@ def reference_attention(
     if q.dtype in FP8_DTYPES:
         kv_heads = k.shape[1 if layout == "bhsd" else 2]
         q, k, v = (dequantise(t, by, kv_heads, layout) for t, by in ((q, q_scale), (k, k_scale), (v, v_scale)))
-        changes: dict[str, Any] = {"softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        out, lse = reference_attention(q, k, v, causal=causal, scale=scale, layout=layout, **changes)
+        changes: dict[str, Any] = {
+            "causal": causal, "window": window, "chunk": chunk, "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+        }  # fmt: skip
+        out, lse = reference_attention(q, k, v, scale=scale, layout=layout, **changes)
         return out.to(torch.bfloat16), lse
     if layout == "bshd":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -57,10 +66,7 @@ def reference_attention(
         q_index = torch.arange(q.shape[2], device=q.device)[:, None] + (k.shape[2] - q.shape[2])
         distance = (q_index - torch.arange(k.shape[2], device=q.device)).abs()
         scores = scores - alibi_slopes.to(statistics)[..., None, None] * distance
-    if causal:
-        rows = torch.arange(q.shape[2], device=q.device)[:, None]
-        keys = torch.arange(k.shape[2], device=q.device)[None, :]
-        scores = scores.masked_fill(keys > rows + (k.shape[2] - q.shape[2]), float("-inf"))
+    scores = masked(scores, causal=causal, window=window, chunk=chunk)
     lse = scores.logsumexp(dim=-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(statistics)[:, None])
@@ -68,6 +74,26 @@ def reference_attention(
     p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
     out = p.to(v.dtype) @ v
     return (out.transpose(1, 2) if layout == "bshd" else out), lse
+
+
+def masked(scores: Tensor, *, causal: bool, window: tuple[int | None, int | None], chunk: int | None) -> Tensor:
+    """Scores (..., Sq, Sk), -inf where a query does not see a key. The options are those of `reference_attention`."""
+    if not causal and window == (None, None) and chunk is None:
+        return scores
+    q_len, kv_len = scores.shape[-2:]
+    positions = torch.arange(q_len, device=scores.device)[:, None] + (kv_len - q_len)
+    keys = torch.arange(kv_len, device=scores.device)[None, :]
+    left, right = window
+    hidden = torch.zeros(q_len, kv_len, dtype=torch.bool, device=scores.device)
+    if causal:
+        hidden |= keys > positions
+    if left is not None:
+        hidden |= keys < positions - left
+    if right is not None:
+        hidden |= keys > positions + right
+    if chunk is not None:
+        hidden |= keys // chunk != positions // chunk
+    return scores.masked_fill(hidden, float("-inf"))
 
 
 def dequantise(t: Tensor, scale: Tensor | None, kv_heads: int, layout: str = "bhsd") -> Tensor:

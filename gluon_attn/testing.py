@@ -19,7 +19,7 @@ from .device import Device
 from .forward.configs import ForwardConfig
 from .forward.table import pick_config
 from .problem import Problem
-from .reference import reference_attention
+from .reference import masked, reference_attention
 
 __all__ = [
     "FP8",
@@ -199,6 +199,8 @@ def check(
     lse: Tensor | None,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     scales: Sequence[Tensor | None] = (),
@@ -207,7 +209,8 @@ def check(
     """O and LSE against float64; raises AssertionError with what is wrong, after `what`.
 
     q and out are (B, H, Sq, D), k and v (B, Hkv, Sk, D); with layout "bshd" heads and lengths change places. lse is
-    (B, H, Sq) in fp32, or None where there is none to check. causal, scale, layout: as attention() was given them.
+    (B, H, Sq) in fp32, or None where there is none to check. causal, scale, layout: as attention() was given them;
+    window, chunk: as `reference_attention` takes them.
     scales: of q, k and v, (B, Hkv), if they are in fp8; None is 1.
 
     O may be off by twice what plain PyTorch in the same dtype is, plus one unit in the last place at the largest |O|.
@@ -226,7 +229,7 @@ def check(
     got_kind = (out.shape, out.dtype, out.device)
     assert got_kind == (q.shape, wanted_dtype, q.device), f"{what}: O is {out.shape}, {out.dtype}"
     torch.backends.cuda.matmul.allow_tf32 = False
-    options: dict[str, Any] = {"causal": causal, "scale": scale, "layout": layout}
+    options: dict[str, Any] = {"causal": causal, "window": window, "chunk": chunk, "scale": scale, "layout": layout}
     fp8 = q.dtype in FP8
     if fp8:
         kv_heads = k.shape[1] if layout == "bhsd" else k.shape[2]
@@ -288,6 +291,8 @@ def gradient_errors(
     *,
     dlse: Tensor | None = None,
     causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
 ) -> list[GradientError]:
@@ -296,7 +301,7 @@ def gradient_errors(
 
     def plain(dtype: torch.dtype) -> list[Tensor]:
         inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        out, lse = reference_attention(*inputs, causal=causal, scale=scale, layout=layout)
+        out, lse = reference_attention(*inputs, causal=causal, window=window, chunk=chunk, scale=scale, layout=layout)
         outputs, with_grads = [out], [dout.to(dtype)]
         if dlse is not None:
             # A row that sees no key has an LSE that no input moves.
@@ -324,6 +329,8 @@ def check_gradients(
     *,
     dlse: Tensor | None = None,
     causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     what: str = "",
@@ -338,7 +345,8 @@ def check_gradients(
         bad = int((~got.isfinite()).sum())
         assert bad == 0, f"{what}: {bad} of {got.numel()} elements of d{name} are not finite"
     runs = [[g for g in grads if g is not None]]
-    for e in gradient_errors(q, k, v, dout, runs, dlse=dlse, causal=causal, scale=scale, layout=layout):
+    limits: dict[str, Any] = {"causal": causal, "window": window, "chunk": chunk}
+    for e in gradient_errors(q, k, v, dout, runs, dlse=dlse, **limits, scale=scale, layout=layout):
         assert e.error <= e.budget, (
             f"{what}: {e.name} is off by {e.error:.3e}, budget {e.budget:.3e} ({e.plain_error:.3e} in torch)"
         )
@@ -360,7 +368,17 @@ def stands_for(t: Tensor, scale: Tensor | None, kv_heads: int, layout: str) -> T
     return t if layout == "bhsd" else t.transpose(1, 2)
 
 
-def plain_fp8(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, layout: str) -> Tensor:
+def plain_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    chunk: int | None,
+    scale: float | None,
+    layout: str,
+) -> Tensor:
     """Attention in fp32 of what fp8 inputs stand for, the probabilities rounded to e4m3, O rounded to bf16.
 
     They are rounded times 2^8, as any kernel with fp8 products must: e4m3 has no normal number below 2^-6.
@@ -368,9 +386,7 @@ def plain_fp8(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | N
     q, k, v = (t.float() if layout == "bhsd" else t.float().transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // max(t.shape[1], 1), dim=1) for t in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
-        scores = scores.masked_fill(hidden, float("-inf"))
+    scores = masked(scores, causal=causal, window=window, chunk=chunk)
     largest_scores = scores.amax(-1, keepdim=True)
     p = (scores - largest_scores.masked_fill(largest_scores == float("-inf"), 0.0)).exp() * 2.0**8
     out = p.to(torch.float8_e4m3fn).float() @ v / p.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

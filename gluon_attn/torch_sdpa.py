@@ -130,7 +130,8 @@ def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With sums in a fixed order where `torch.use_deterministic_algorithms` asks for it."""
-    return attention_backward(dout, None, q, k, v, readable_by_tma(out), lse.contiguous(), **options)
+    dq, dk, dv = attention_backward(dout, None, q, k, v, readable_by_tma(out), lse.contiguous(), **options)
+    return dq, dk, dv
 
 
 def without_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,12 +4,14 @@ import math
 from dataclasses import dataclass
 
 from ..device import Device
-from ..forward.plan import LARGEST_LENGTH
+from ..forward.plan import LARGEST_LENGTH, pairs_even_out
+from ..kernels.common.mask import Mask
 from ..problem import Problem
 from .configs import HopperBackward
 
 # How many programs work on one head at a time, with a fixed order of sums: they wait for each other, one after the
-# other. Fewer need more of Q and dO at once. By whether the mask is causal.
+# other. Fewer need more of Q and dO at once. By whether late keys alone are hidden, as by a causal mask: in a window
+# each arrives at a row block when the one before it is done there.
 PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
 # Of a key block that programs share, each has at least about so many.
@@ -61,7 +63,7 @@ class BackwardPlan:
     @property
     def sets_zero(self) -> bool:
         """Whether dQ's sums are set to zero before, and not by who is first to add: some rows see no key."""
-        return self.problem.causal and self.problem.q_len > self.problem.kv_len
+        return self.problem.mask.some_rows_see_nothing(self.problem.q_len, self.problem.kv_len)
 
     @property
     def rows(self) -> int:
@@ -89,10 +91,18 @@ class BackwardPlan:
                 raise ValueError(
                     f"{name}: expected fewer than 2^31 blocks over all heads and batches, got {blocks}; split the batch"
                 )
-        blocks_per_item = 2 if problem.causal and not deterministic and key_blocks > device.sm_count else 1
+        mask = problem.mask
+        # Under a causal mask the first key block costs the most and the last the least. In a window most cost the same,
+        # and of pairs some would cost twice one.
+        uneven = mask == Mask(causal=True) or (
+            mask.differs_by_row
+            and mask.chunk is None
+            and pairs_even_out(lambda index: row_blocks_of(problem, config, index), of_head)
+        )
+        blocks_per_item = 2 if uneven and not deterministic and key_blocks > device.sm_count else 1
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
-        shared, sharers = shares_of(problem, config, device, key_blocks, deterministic)
+        shared, sharers = shares_of(problem, config, device, key_blocks, uneven, deterministic)
         programs = key_blocks if deterministic else min(device.sm_count, items)
         if shared:
             programs = max(sharers, min(programs, device.sm_count))
@@ -100,11 +110,12 @@ class BackwardPlan:
         elif deterministic:
             last_heads, heads_at_once = (
                 problem.batch * problem.kv_heads,
-                -(-device.sm_count // PROGRAMS_OF_A_HEAD[problem.causal]),
+                -(-device.sm_count // PROGRAMS_OF_A_HEAD[mask.hides_late_keys and not mask.hides_early_keys]),
             )
         else:
-            uneven = blocks_per_item == 2 and items > device.sm_count
-            last_heads = heads_at_once = -(-device.sm_count // items_of_head) if uneven else 0
+            # In the last heads the first key block comes first, which costs the most only where late keys are hidden.
+            to_even_out = blocks_per_item == 2 and items > device.sm_count and mask.hides_late_keys
+            last_heads = heads_at_once = -(-device.sm_count // items_of_head) if to_even_out else 0
         return BackwardPlan(
             problem=problem,
             config=config,
@@ -120,15 +131,26 @@ class BackwardPlan:
         )
 
 
+def row_blocks_of(problem: Problem, config: HopperBackward, index: int) -> int:
+    """How many row blocks of a head see a key block, that is, how many steps it costs for each query head."""
+    first = index * config.keys
+    last = min(first + config.keys, problem.kv_len) - 1
+    rows = problem.mask.rows_seen(first, last, problem.q_len, problem.kv_len)
+    return -(-rows.stop // config.block_m) - rows.start // config.block_m if rows else 0
+
+
 def shares_of(
-    problem: Problem, config: HopperBackward, device: Device, key_blocks: int, deterministic: bool
+    problem: Problem, config: HopperBackward, device: Device, key_blocks: int, uneven: bool, deterministic: bool
 ) -> tuple[int, int]:
     """(how many key blocks are shared, by how many programs), or twice 0: see `BackwardPlan`."""
     if key_blocks < device.sm_count:
         shared = key_blocks
-    else:  # pairs under a causal mask, and programs in a fixed order, end together well enough
-        shared = 0 if problem.causal or deterministic else key_blocks % device.sm_count
+    else:  # pairs of key blocks that cost unlike, and programs in a fixed order, end together well enough
+        shared = 0 if uneven or deterministic else key_blocks % device.sm_count
     row_blocks = -(-problem.q_len // config.block_m)
+    if problem.mask.hides_early_keys:
+        of_head = -(-problem.kv_len // config.keys)
+        row_blocks = max(row_blocks_of(problem, config, index) for index in range(0, of_head, -(-of_head // 64)))
     sharers = min(device.sm_count, MOST_SHARERS, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
     if deterministic and shared:  # each program has shares of one key block, or it could wait for itself
         sharers -= sharers % shared

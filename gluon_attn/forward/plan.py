@@ -1,6 +1,7 @@
 """How a problem is laid out over a device's processors: the numbers of a launch that depend on no tensor."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..device import Device
@@ -69,11 +70,16 @@ class Plan:
                 "split the batch"
             )
         # Under a causal mask the last row block costs the most and the first the least. Items of two even that out,
-        # where they differ much and there is no program for every block anyway; unless the order of items does.
-        lightest, heaviest = problem.kv_len - problem.q_len + config.block_m, problem.kv_len
-        if problem.left is not None:
-            heaviest = min(heaviest, problem.left + config.block_m)
-        uneven = problem.causal and heaviest >= 2 * lightest
+        # where they differ much and there is no program for every block anyway; unless the order of items does. In a
+        # narrow window most row blocks cost the same: of items of two some would be twice one, some hardly more.
+        mask = problem.mask
+        rows = min(config.block_m, problem.q_len)
+
+        def keys_of(index: int) -> int:
+            first = index * config.block_m
+            return mask.keys_seen(first, min(first + rows, problem.q_len) - 1, problem.q_len, problem.kv_len)
+
+        uneven = mask.hides_late_keys and mask.chunk is None and pairs_even_out(keys_of, row_blocks)
         ordered = isinstance(config, BlackwellConfig) and (config.dynamic or config.longest_first)
         by_twos = uneven and heads * row_blocks > clusters and not ordered
         blocks_per_item = 2 if by_twos else 1
@@ -81,7 +87,11 @@ class Plan:
             items = -(-heads * row_blocks // blocks_per_item)
         else:
             items = heads * -(-row_blocks // blocks_per_item)
-        heads_longest_first = heads_in_l2(problem, device) if isinstance(config, BlackwellConfig) else 0
+        heads_longest_first = 0
+        if isinstance(config, BlackwellConfig):
+            # Where row blocks of a window cost the same, neighbours at work at the same time share their keys in L2.
+            alike = mask.hides_early_keys and not uneven
+            heads_longest_first = 1 if alike else heads_in_l2(problem, device)
         # Two rounds of single row blocks in place of one of items of two: more of them even out no better, and one in
         # all leaves nothing to even out.
         wanted = (
@@ -101,6 +111,19 @@ class Plan:
             scale_log2=problem.scale * math.log2(math.e),
             arch=device.arch,
         )
+
+
+def pairs_even_out(cost: Callable[[int], int], blocks: int) -> bool:
+    """Whether blocks of these costs, of which some have at least twice as much as others, are better computed in pairs:
+    the first with the last, the second with the last but one. That is, whether what the heaviest pair has above the
+    mean of pairs is less than what the heaviest block has above the mean of blocks; for who gets one more of those than
+    others makes them wait so long. Looked at: some blocks, evenly spread.
+    """
+    chosen = [(i, blocks - 1 - i) for i in range(0, blocks, -(-blocks // 64))]
+    alone = [cost(i) for pair in chosen for i in pair]
+    pairs = [sum(map(cost, {*pair})) for pair in chosen]  # the middle one of an odd number is alone
+    mean = sum(alone) / len(alone)
+    return max(alone) >= 2 * min(alone) and max(pairs) - 2 * mean < max(alone) - mean
 
 
 def heads_in_l2(problem: Problem, device: Device) -> int:

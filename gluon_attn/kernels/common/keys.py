@@ -1,14 +1,49 @@
 """Which keys a block of query rows sees: the blocks of keys that every role walks, and the mask within them.
 
-The backward has queries.py instead: which queries see a block of keys. It knows no mask that hides early keys. Under
-one, the queries that see a key would end, and there would be masked steps before the unmasked ones too.
+The backward has queries.py instead: which queries see a block of keys.
 """
 
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from .score_mod import modified
 from .sequence import RowBlock
-from .thread_view import hide_first_columns, keep_first_columns
+from .thread_view import hide_first_columns, keep_columns, keep_first_columns, rows_of
+
+
+@jit
+def chunk_start(position, MASK: gl.constexpr):
+    """The first key of the chunk of a position, a scalar or a tensor; of a negative one, key 0."""
+    inside = gl.maximum(position, 0)
+    return inside - inside % MASK.chunk
+
+
+@jit
+def start_of_keys(row, sequence, MASK: gl.constexpr):
+    """The first key that a query, a scalar or a tensor, sees, if it sees any; zero or negative if it sees key 0."""
+    position = row + (sequence.k_len - sequence.q_len)
+    start = row * 0
+    if MASK.left is not None:
+        start = position - gl.minimum(MASK.left, sequence.k_len)  # more hides nothing, and would overflow
+    if MASK.chunk is not None:
+        start = gl.maximum(start, chunk_start(position, MASK))
+    return start
+
+
+@jit
+def end_of_keys(row, sequence, MASK: gl.constexpr):
+    """The key after the last one that a query, a scalar or a tensor, sees; zero or negative for none."""
+    end = sequence.k_len
+    if MASK.causal:
+        end = gl.minimum(end, row + (sequence.k_len - sequence.q_len) + 1)
+    if MASK.right is not None:
+        right = gl.minimum(MASK.right, sequence.q_len)  # as above
+        end = end - gl.maximum(sequence.q_len - 1 - row - right, 0)
+    if MASK.chunk is not None and not MASK.causal:  # causal ends before its chunk does
+        position = row + (sequence.k_len - sequence.q_len)
+        start = chunk_start(position, MASK)
+        of_chunk = start + gl.minimum(MASK.chunk, sequence.k_len - start)
+        end = gl.minimum(end, gl.where(position < 0, 0, of_chunk))
+    return end
 
 
 @aggregate
@@ -71,7 +106,9 @@ class Rows:
     @jit
     def visible(self, i):
         """The key after the last one that row first + i (i a scalar or a tensor) sees; zero or negative for none."""
-        if self.MASK.causal:
+        if self.MASK.has_row_limits:
+            return end_of_keys(self.first + i, self.block.sequence, self.MASK)
+        elif self.MASK.causal:
             return gl.minimum(self.block.sequence.k_len, self.seen + i)
         else:
             return self.seen + i * 0
@@ -79,10 +116,10 @@ class Rows:
     @jit
     def hidden(self, i):
         """How many of the first keys row first + i (i a scalar or a tensor) does not see; zero or negative for none."""
-        if self.MASK.hides_early_keys:
-            sequence = self.block.sequence
-            left = gl.minimum(self.MASK.left, sequence.k_len)  # more hides nothing, and would overflow
-            return self.first + (sequence.k_len - sequence.q_len) - left + i
+        if self.MASK.chunk is not None:
+            return start_of_keys(self.first + i, self.block.sequence, self.MASK)
+        elif self.MASK.left is not None:
+            return start_of_keys(self.first, self.block.sequence, self.MASK) + i
         else:
             return i * 0
 
@@ -110,6 +147,10 @@ class Rows:
     def mask(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
         """Scores of key block `block`, -inf where a row does not see a key: [ROWS, BLOCK_N], or some of the columns
         from FIRST_COLUMN on."""
+        if self.MASK.has_row_limits:
+            row, start = rows_of(scores), block * self.BLOCK_N + FIRST_COLUMN
+            first = self.hidden(row) - start if self.MASK.hides_early_keys else None
+            return keep_columns(scores, first, self.visible(row) - start, float("-inf"))
         # Not visible(i): only rows past the last query would see less by it, and nobody stores those.
         columns = self.seen - (block * self.BLOCK_N + FIRST_COLUMN)
         scores = keep_first_columns(scores, columns, float("-inf"), DIAGONAL=self.MASK.causal)

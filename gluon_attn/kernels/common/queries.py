@@ -2,26 +2,35 @@
 
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
+from .keys import chunk_start, start_of_keys
 from .sequence import Sequence
-from .thread_view import keep_columns_from
+from .thread_view import keep_columns, keep_columns_from, rows_of
 
 
 @aggregate
 class QueryRange:
-    """The row blocks that some keys walk in each of `group` query heads, first ... end - 1, and from which on each
-    query sees every key. All int32 scalars.
+    """The row blocks that some keys walk in each of `group` query heads, first ... end - 1, and those among them of
+    which each query sees every key, unmasked_first ... unmasked_end - 1. All int32 scalars. There may be none.
 
-    They are walked in steps: those without a mask, of one head after the other; then those with one, likewise. Within
-    both, the last block comes first, so that under a causal mask programs that have different keys of a head walk the
-    same rows. Only do they begin apart, so as not to wait for each other: the first `rotation` blocks without a mask
-    come after the others.
+    They are walked in steps, of one head after the other: those without a mask, and then those with one, which come
+    before them in the sequence. Within both, the last block comes first, so that under a causal mask programs that have
+    different keys of a head walk the same rows. Only do they begin apart, so as not to wait for each other: the first
+    `rotation` blocks without a mask come after the others.
+
+    If a mask hides early keys, late queries see later keys only. Then the steps begin with the blocks that have a mask
+    for that, and each head's blocks are walked from the last to the first. Later keys end later, so that programs with
+    different keys begin apart by themselves: who walks a row block next gets there when the one before is done with it.
+    In the order without, or from the first to the last, each would wait for the whole walk of the one before if sums
+    are in a fixed order.
     """
 
     first: gl.tensor
     end: gl.tensor
     unmasked_first: gl.tensor
+    unmasked_end: gl.tensor
     rotation: gl.tensor
     group: gl.tensor
+    MASK: gl.constexpr  # a Mask
 
     @jit
     def steps(self):
@@ -30,29 +39,45 @@ class QueryRange:
     @jit
     def unmasked_steps(self):
         """Of all heads."""
-        return (self.end - self.unmasked_first) * self.group
+        return (self.unmasked_end - self.unmasked_first) * self.group
 
     @jit
     def masked_steps(self):
-        """Of a head."""
+        """Of a head, after those without a mask."""
         return self.unmasked_first - self.first
+
+    @jit
+    def masked_steps_before(self):
+        """Of a head, before those without a mask; none unless the mask hides early keys."""
+        return self.end - self.unmasked_end
+
+    @jit
+    def masked_block(self, step, after):
+        """The row block of a step, of those of a head with a mask: before those without one (0), or after (1)."""
+        if self.MASK.hides_early_keys:
+            return gl.where(after == 0, self.end, self.unmasked_first) - 1 - step
+        else:
+            return self.unmasked_first - 1 - step
 
     @jit
     def visit(self, step):
         """(which head of the group, which row block) a step is about."""
-        unmasked, masked = self.end - self.unmasked_first, self.masked_steps()
-        is_masked = step >= unmasked * self.group
-        of_its_kind = step - gl.where(is_masked, unmasked * self.group, 0)
-        blocks = gl.maximum(gl.where(is_masked, masked, unmasked), 1)
-        place = of_its_kind % blocks
-        turned = place + self.rotation
-        turned -= gl.where(turned >= unmasked, unmasked, 0)
-        return of_its_kind // blocks, gl.where(is_masked, self.unmasked_first - 1 - place, self.end - 1 - turned)
-
-    @jit
-    def masked_block(self, step):
-        """The row block of a step, of those of a head with a mask."""
-        return self.unmasked_first - 1 - step
+        unmasked, masked = self.unmasked_end - self.unmasked_first, self.masked_steps()
+        if self.MASK.hides_early_keys:
+            before = self.masked_steps_before()
+            is_before, is_after = step < before * self.group, step >= (before + unmasked) * self.group
+            of_its_kind = step - gl.where(is_before, 0, gl.where(is_after, before + unmasked, before)) * self.group
+            blocks = gl.maximum(gl.where(is_before, before, gl.where(is_after, masked, unmasked)), 1)
+            end = gl.where(is_before, self.end, gl.where(is_after, self.unmasked_first, self.unmasked_end))
+            return of_its_kind // blocks, end - 1 - of_its_kind % blocks
+        else:
+            is_masked = step >= unmasked * self.group
+            of_its_kind = step - gl.where(is_masked, unmasked * self.group, 0)
+            blocks = gl.maximum(gl.where(is_masked, masked, unmasked), 1)
+            place = of_its_kind % blocks
+            turned = place + self.rotation
+            turned -= gl.where(turned >= unmasked, unmasked, 0)
+            return of_its_kind // blocks, gl.where(is_masked, self.unmasked_first - 1 - place, self.end - 1 - turned)
 
 
 @aggregate
@@ -83,6 +108,35 @@ class Keys:
         return (self.sequence.q_len + self.BLOCK_M - 1) // self.BLOCK_M
 
     @jit
+    def first_query(self, key):
+        """The first query that sees a key, a scalar or a tensor."""
+        sequence = self.sequence
+        shift = sequence.k_len - sequence.q_len
+        if self.MASK.causal:
+            return gl.maximum(key - shift, 0)
+        first = key * 0
+        if self.MASK.right is not None:
+            right = gl.minimum(self.MASK.right, sequence.q_len)  # more hides nothing, and would overflow
+            first = gl.maximum(first, key - shift - right)
+        if self.MASK.chunk is not None:
+            first = gl.maximum(first, chunk_start(key, self.MASK) - shift)
+        return first
+
+    @jit
+    def end_of_queries(self, key):
+        """The query after the last one that sees a key, a scalar or a tensor; zero or negative for none."""
+        sequence = self.sequence
+        end = sequence.q_len + key * 0
+        if self.MASK.left is not None:
+            left = gl.minimum(self.MASK.left, sequence.k_len)  # as above
+            end -= gl.maximum(sequence.k_len - 1 - key - left, 0)
+        if self.MASK.chunk is not None:
+            start = chunk_start(key, self.MASK)
+            of_chunk = start + gl.minimum(self.MASK.chunk, sequence.k_len - start)
+            end = gl.minimum(end, of_chunk - (sequence.k_len - sequence.q_len))
+        return end
+
+    @jit
     def queries(self):
         """The QueryRange that they walk: their shares of the row blocks that see them. The last block of keys alone
         may have fewer than KEYS, and is masked throughout."""
@@ -90,12 +144,17 @@ class Keys:
         end = self.row_blocks()
         first = gl.to_tensor(0)
         unmasked_first = gl.to_tensor(0)
-        if self.MASK.causal:
-            shift = sequence.k_len - sequence.q_len
-            first = gl.maximum(self.first - shift, 0) // self.BLOCK_M
+        if self.MASK.hides_late_keys:
+            first = self.first_query(self.first) // self.BLOCK_M
             last_key = self.first + self.KEYS - 1
-            unmasked_first = gl.minimum((gl.maximum(last_key - shift, 0) + self.BLOCK_M - 1) // self.BLOCK_M, end)
+            unmasked_first = gl.minimum((self.first_query(last_key) + self.BLOCK_M - 1) // self.BLOCK_M, end)
             unmasked_first = gl.maximum(unmasked_first, first)
+        unmasked_end = end
+        if self.MASK.hides_early_keys:
+            see_first_key = gl.maximum(self.end_of_queries(self.first), 0)
+            unmasked_end = gl.where(see_first_key < sequence.q_len, see_first_key // self.BLOCK_M, end)
+            see_last_key = gl.maximum(self.end_of_queries(self.first + self.KEYS - 1), 0)
+            end = gl.maximum((see_last_key + self.BLOCK_M - 1) // self.BLOCK_M, first)
         whole = self.first + self.KEYS <= sequence.k_len
         unmasked_first = gl.where(whole, unmasked_first, end)
         if self.shares > 1:
@@ -104,14 +163,33 @@ class Keys:
             first += seen * self.share_first // self.shares
             unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), end)
         rotation = gl.to_tensor(0)
-        if self.ROTATED:
-            rotation = 2 * (self.first // self.KEYS) % gl.maximum(end - unmasked_first, 1)
-        return QueryRange(first, end, unmasked_first, rotation, self.group)
+        if self.MASK.hides_early_keys:
+            unmasked_first = gl.minimum(unmasked_first, end)
+            unmasked_end = gl.minimum(gl.maximum(unmasked_end, unmasked_first), end)
+        else:
+            unmasked_end = end
+            if self.ROTATED:
+                rotation = 2 * (self.first // self.KEYS) % gl.maximum(end - unmasked_first, 1)
+        return QueryRange(first, end, unmasked_first, unmasked_end, rotation, self.group, self.MASK)
+
+    @jit
+    def key_blocks_before(self, row_block):
+        """How many blocks of keys before these a row block sees. They see it from the first one on that does."""
+        number = self.first // self.KEYS
+        if self.MASK.hides_early_keys:
+            hidden = start_of_keys(row_block * self.BLOCK_M, self.sequence, self.MASK)
+            number -= gl.maximum(hidden, 0) // self.KEYS
+        return number
 
     @jit
     def mask(self, scores, row):
         """Scores [KEYS, BLOCK_M] of the queries from `row` on, -inf where a query does not see a key."""
         sequence = self.sequence
+        if self.MASK.hides_early_keys or self.MASK.has_row_limits:
+            key = self.first + rows_of(scores)
+            first = gl.where(key < sequence.k_len, self.first_query(key) - row, self.BLOCK_M)
+            end = self.end_of_queries(key) - row if self.MASK.hides_early_keys else None
+            return keep_columns(scores, first, end, float("-inf"))
         query = self.first + sequence.q_len - sequence.k_len - row  # the column that first sees key 0 of the block
         keys = sequence.k_len - self.first
         return keep_columns_from(scores, query, keys, float("-inf"), DIAGONAL=self.MASK.causal)

@@ -2,7 +2,7 @@
 
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
-from .keys import Rows
+from .keys import Rows, end_of_keys
 from .sequence import RowBlock, Sequence
 
 
@@ -37,9 +37,7 @@ class Lengths:
         """The Rows of row block `index` of a head, and the keys they see."""
         sequence = Sequence(gl.to_tensor(0), self.q_len, gl.to_tensor(0), self.kv_len)
         first = index * self.BLOCK_M
-        seen = sequence.k_len
-        if self.MASK.causal:
-            seen = gl.minimum(sequence.k_len, first + (sequence.k_len - sequence.q_len) + 1)
+        seen = end_of_keys(first, sequence, self.MASK)
         row_block = RowBlock(batch, head, first, sequence)
         return Rows(row_block, first, seen, self.BLOCK_M, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux)
 

@@ -92,3 +92,35 @@ def keep_columns_from(x, column, rows, other, DIAGONAL: gl.constexpr):
     limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]
     kept = gl.where(columns >= limit, view, other)
     return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@jit
+def rows_of(x):
+    """Row numbers [M] of x [M, N], for the limits that `keep_columns` takes."""
+    view = thread_view(x)
+    return gl.arange(0, x.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, view.type.layout))))
+
+
+@jit
+def keep_columns(x, first, end, other):
+    """`other` in row m where the column is not one of first[m] ... end[m] - 1, numbers made of `rows_of(x)`. Either may
+    be None, for no limit.
+
+    As in `keep_first_columns`, each comparison is with a constant. But a row has limits of its own, and so each element
+    comparisons of its own.
+    """
+    view = thread_view(x)
+    layout: gl.constexpr = view.type.layout
+    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
+    of_thread = 2 * threads[None, None, :, None]
+    if first is None:
+        kept = column < end[:, None, None, None] - of_thread
+    elif end is None:
+        kept = column >= first[:, None, None, None] - of_thread
+    else:
+        after_first = column >= first[:, None, None, None] - of_thread
+        kept = after_first & (column < end[:, None, None, None] - of_thread)
+    return gl.convert_layout(gl.where(kept, view, other).reshape(x.shape), x.type.layout, assert_trivial=True)

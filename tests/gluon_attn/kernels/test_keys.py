@@ -10,8 +10,9 @@ import torch
 import gluon_cpu
 from channels.compat import gl, jit
 from gluon_attn.kernels.common.keys import KeyRange
-from gluon_attn.kernels.common.mask import LARGEST_LEFT, Mask
+from gluon_attn.kernels.common.mask import LARGEST_LIMIT, Mask
 from gluon_attn.kernels.common.sizes import Lengths
+from gluon_attn.reference import masked
 
 BLOCK_M, BLOCK_N, SHARE = 128, 64, 64
 NUMBERS = 9  # that `store_range` stores
@@ -72,11 +73,8 @@ class Range:
 
 def seen_by(first: int, count: int, q_len: int, kv_len: int, mask: Mask) -> torch.Tensor:
     """[rows, kv_len]: whether row first + i sees a key. Of `count` rows, those that are not past the last query."""
-    rows = torch.arange(first, first + count)
-    positions = rows[rows < q_len, None] + kv_len - q_len
-    keys = torch.arange(kv_len)[None, :]
-    seen = keys <= positions if mask.causal else torch.ones(len(positions), kv_len, dtype=torch.bool)
-    return seen if mask.left is None else seen & (keys >= positions - mask.left)
+    limits: dict[str, Any] = {"window": (mask.left, mask.right), "chunk": mask.chunk}
+    return masked(torch.zeros(q_len, kv_len), causal=mask.causal, **limits)[first : first + count] == 0
 
 
 def check_range(numbers: list[int], walked: torch.Tensor, masked: torch.Tensor, where: Any) -> Range:
@@ -98,17 +96,26 @@ def check_range(numbers: list[int], walked: torch.Tensor, masked: torch.Tensor, 
 
 LENGTHS = (1, 63, 64, 65, 66, 128, 200)
 FEW_LENGTHS = (1, 64, 65, 200, 333)
-LEFTS = (0, 1, 63, 64, 130, 500, LARGEST_LEFT)
+LIMITS = (0, 1, 63, 64, 130, 500, LARGEST_LIMIT)
+BOTH = ((0, 1), (1, 1), (5, 64), (63, 1), (64, 130), (130, 130), (500, 2), (LARGEST_LIMIT, LARGEST_LIMIT))
+CHUNKS = (1, 2, 63, 64, 65, 128, 200, 500, LARGEST_LIMIT)
 MASKS = [
     *(Mask(causal=causal) for causal in (False, True)),
-    *(Mask(causal=causal, left=left) for left in LEFTS for causal in (False, True)),
+    *(Mask(causal=causal, left=left) for left in LIMITS for causal in (False, True)),
+    *(Mask(right=right) for right in LIMITS[1:]),
+    *(Mask(left=left, right=right) for left, right in BOTH),
+    *(Mask(causal=causal, chunk=chunk) for chunk in CHUNKS for causal in (False, True)),
+    Mask(left=70, chunk=200),
+    Mask(right=3, chunk=65),
+    Mask(left=64, right=70, chunk=128),
+    Mask(causal=True, left=30, chunk=130),
 ]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_of_rows(mask):
     """Few and many queries, more and fewer of them than keys, rows that see no key, rows past the last query."""
-    lengths = LENGTHS if mask.left is None else FEW_LENGTHS
+    lengths = LENGTHS if mask in (Mask(), Mask(causal=True)) else FEW_LENGTHS
     nothing_seen = skipped = 0
     with gluon_cpu.machine():
         for q_len, kv_len in itertools.product(lengths, lengths):
@@ -136,34 +143,53 @@ def test_of_rows(mask):
                     walked = check_range(got[17:], all_seen, seen, where)
                     assert (walked.first, walked.end) == (block.first, block.end)
                     assert block.first <= share.first < share.end <= block.end, "no step but the block's"
-    assert (nothing_seen > 0) == mask.causal
-    assert (skipped > 0) == (mask.left is not None and mask.left < 300)
+    assert (nothing_seen > 0) == mask.some_rows_see_nothing(max(lengths), min(lengths))
+    narrow = min(n for n in (mask.left, mask.chunk, LARGEST_LIMIT) if n is not None) < 300
+    assert (skipped > 0) == narrow
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_of_a_window_the_steps_do_not_grow_with_the_sequence(causal):
-    """And most of them are unmasked, if it is wide."""
-    steps = []
+WINDOWS = (
+    Mask(causal=True, left=1000),
+    Mask(left=500, right=500),
+    Mask(chunk=1024),
+    Mask(causal=True, chunk=1024),
+)
+
+
+@pytest.mark.parametrize("mask", WINDOWS, ids=str)
+def test_of_a_window_the_steps_do_not_grow_with_the_sequence(mask):
+    """And most of them are unmasked, if it is wide. Of a row block in the middle, up to the largest length."""
+    steps = set()
     with gluon_cpu.machine():
-        for length in (2**12, 2**20, 2**31 - 2**12):
+        for length in (2**13, 2**20, 2**31 - 2**12):
             found = torch.zeros(52 + NUMBERS, dtype=torch.int32)
-            last = -(-length // BLOCK_M) - 1
-            describe_rows[(1,)](found, 0, 0, last, length, length, Mask(causal=causal, left=1000), num_warps=1)
-            first, end, unmasked_first, unmasked_end, count, *_ = found[52:].tolist()
-            assert end == length // BLOCK_N
-            assert 1000 // BLOCK_N <= count <= (1000 + BLOCK_M) // BLOCK_N + 2
-            assert unmasked_end - unmasked_first >= (1000 - BLOCK_M) // BLOCK_N - 1
-            assert end - first == count
-            steps.append(count)
-    assert len(set(steps)) == 1
+            index = length // BLOCK_M // 2 + 4
+            describe_rows[(1,)](found, 0, 0, index, length, length, mask, num_warps=1)
+            first, end, unmasked_first, unmasked_end, *_ = found[52:].tolist()
+            keys = mask.keys_seen(index * BLOCK_M, (index + 1) * BLOCK_M - 1, length, length)
+            assert keys / BLOCK_N <= end - first <= keys / BLOCK_N + 2
+            assert unmasked_end - unmasked_first >= (keys - 2 * BLOCK_M) // BLOCK_N - 1
+            steps.add(end - first)
+    assert len(steps) == 1
+
+
+def test_equal_masks_are_equal_objects():
+    """So that a kernel is compiled once."""
+    assert Mask(right=0, left=3) == Mask(causal=True, left=3) == Mask(causal=True, left=3, right=7)
+    assert len({str(mask) for mask in (Mask(right=0), Mask(causal=True), Mask(causal=True, right=9))}) == 1
+    assert len({str(mask) for mask in MASKS}) == len(MASKS)
 
 
 def test_what_a_mask_refuses():
     assert not Mask(causal=True).hides_early_keys
     assert Mask(left=0).hides_early_keys
-    for left in (-1, LARGEST_LEFT + 1):
-        with pytest.raises(ValueError, match=rf"^self\.left={left} must be from 0 to {LARGEST_LEFT}, or None for no "):
-            Mask(left=left)
+    for name, least in (("left", 0), ("right", 0), ("chunk", 1)):
+        for limit in (least - 1, LARGEST_LIMIT + 1):
+            limits: dict[str, Any] = {name: limit}
+            with pytest.raises(
+                ValueError, match=rf"^self\.{name}={limit} must be from {least} to {LARGEST_LIMIT}, or None for no "
+            ):
+                Mask(**limits)
 
 
 @jit(do_not_specialize=["first", "end", "unmasked_first", "unmasked_end"])

@@ -91,7 +91,7 @@ def softmax(wires, order, operands, QUERY_TILE: gl.constexpr):
         unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
 
         stats, ends = first_block(ends, rows, keys.block(0), scale, dtype, CONFIG)
-        if rows.MASK.causal:  # otherwise no block but the first one needs a mask before the unmasked ones
+        if rows.MASK.hides_late_keys:  # otherwise no block but the first one needs a mask before the unmasked ones
             for j in range(1, unmasked):
                 stats, ends = next_block(ends, stats, rows, keys.block(j), scale, dtype, MASKED=True, CONFIG=CONFIG)
         for j in range(unmasked, end):

@@ -172,12 +172,12 @@ def in_step(tile, step):
 
 
 @jit
-def walk(state, k, v, keys, steps, wires, scale_log2, MASKED: gl.constexpr):
-    """Steps without a mask of all heads, or those with one of one head. Only for a mask it counts which row block it
-    is."""
+def walk(state, k, v, keys, steps, after, wires, scale_log2, MASKED: gl.constexpr):
+    """Steps without a mask of all heads, or those with one of one head, that come before or after. Only for a mask it
+    counts which row block it is."""
     walked = keys.queries()
     for step in range(steps):
-        row = walked.masked_block(step) * keys.BLOCK_M
+        row = walked.masked_block(step, after) * keys.BLOCK_M
         state = next_block(state, in_step(k, step), in_step(v, step), keys, row, wires, scale_log2, MASKED)
     return state
 
@@ -236,9 +236,20 @@ def gradient(wires, order, operands):
         k, v = kv_slot.view([KEYS, D], part=0), kv_slot.view([KEYS, D], part=1)
         zeros = gl.zeros([KEYS, D], gl.float32, GRADS)
         state = State(zeros, zeros, ends)
-        state = walk(state, k, v, keys, walked.unmasked_steps(), wires, operands.scale_log2, MASKED=False)
-        for _ in range(order.group):
-            state = walk(state, k, v, keys, walked.masked_steps(), wires, operands.scale_log2, MASKED=True)
+        scale = operands.scale_log2
+        if keys.MASK.hides_early_keys:
+            # Masked steps come before the unmasked ones too. The masked loop is entered twice rather than compiled
+            # twice: for those before, and for those after, which no unmasked ones follow.
+            for after in range(2):
+                masked = gl.where(after == 0, walked.masked_steps_before(), walked.masked_steps())
+                for _ in range(order.group):
+                    state = walk(state, k, v, keys, masked, after, wires, scale, MASKED=True)
+                unmasked = gl.where(after == 0, walked.unmasked_steps(), 0)
+                state = walk(state, k, v, keys, unmasked, after, wires, scale, MASKED=False)
+        else:
+            state = walk(state, k, v, keys, walked.unmasked_steps(), 1, wires, scale, MASKED=False)
+            for _ in range(order.group):
+                state = walk(state, k, v, keys, walked.masked_steps(), 1, wires, scale, MASKED=True)
         kv_slot.release()
         ends = state.ends
         if operands.handed_in[0] is None:

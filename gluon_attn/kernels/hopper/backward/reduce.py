@@ -57,8 +57,9 @@ def add_in_any_order(sums, added, operands, coords, PARTS: gl.constexpr):
 
 @jit
 def add_in_order(sums, added, number, operands, coords, PARTS: gl.constexpr):
-    """In the order of the keys: wait until as many have added as have keys before these. Each of them is a program of a
-    lower number, and so has begun. It walks the row blocks in the same order, and adds to all that this program has.
+    """In the order of the keys: wait until as many have added as have keys before these and see the row block. Each of
+    them is a program of a lower number, and so has begun; and who has the lowest waits for nobody. In which order a
+    program walks its row blocks only matters for how long others wait: see `QueryRange`.
 
     That an addition is done is told after the next one has begun: to wait for it would hold up the gradient role.
     """
@@ -96,7 +97,7 @@ def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
             coords = dq_coords(keys.batch, head, block, ROWS)
             added = operands.added + (keys.batch * order.kv_heads * order.group + head) * keys.row_blocks() + block
             if DETERMINISTIC:
-                sums = add_in_order(sums, added, keys.first // keys.KEYS, operands, coords, PARTS)
+                sums = add_in_order(sums, added, keys.key_blocks_before(block), operands, coords, PARTS)
             else:
                 sums = add_in_any_order(sums, added, operands, coords, PARTS)
         work = work.next()

@@ -55,8 +55,10 @@ def hand_in(dk, dv, handed_in):
 @jit
 def collect(dk, dv, order, handed_in):
     """dK and dV [KEYS, D] of the key block that this program ends, given those of its own shares. They have row blocks,
-    and so have waited for the kernel before."""
+    and so have waited for the kernel before; unless the mask may hide the keys from all queries."""
     sums, done = handed_in
+    if order.MASK.hides_early_keys:
+        gdc_wait()
     first = share_of(order).block * order.sharers // order.shared  # the program that begins the key block
     for program in range(first, gl.program_id(0)):
         atomic_poll(done + program, 1, sem="acquire")

@@ -44,7 +44,7 @@ def attention_forward(
         blocks_per_item=blocks_per_item,
         last_heads=last_heads,
         lengths=lengths,
-        LONGEST_FIRST=CONFIG.last_heads_longest_first and MASK.causal,
+        LONGEST_FIRST=CONFIG.last_heads_longest_first and MASK.hides_late_keys,
     )
     init_all(wires.channels())
 

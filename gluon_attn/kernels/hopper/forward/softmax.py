@@ -180,7 +180,7 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
             as_integers = may_compare_as_integers(stats.max, scale.log2)
         state = State(blocks, p, stats, gl.zeros([ROWS, D], gl.float32, OUT))
         keys = rows.keys()
-        if rows.MASK.causal:  # otherwise no block but the first one needs a mask before the unmasked ones
+        if rows.MASK.hides_late_keys:  # otherwise no block but the first one needs a mask before the unmasked ones
             state = walk(state, q, rows, 1, keys.masked_steps(), scale, CONFIG, MASKED=True)
         unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
         if as_integers:

@@ -8,13 +8,13 @@ from ...common.sizes import Counts, Lengths
 @constexpr_function
 def costs_differ(mask, shares):
     """Whether shares of a row block cost so differently that it pays to exchange them."""
-    return mask.causal and shares > 2  # of two, by a key block at most
+    return mask.hides_late_keys and shares > 2  # of two, by a key block at most
 
 
 @constexpr_function
 def may_skip_late_keys(mask, role, roles):
     """Whether a row block has key blocks after all that the role's rows see: no, if they are always its last ones."""
-    return mask.causal and (costs_differ(mask, roles) or role < roles - 1)
+    return mask.hides_late_keys and (costs_differ(mask, roles) or role < roles - 1)
 
 
 @constexpr_function
@@ -83,7 +83,7 @@ class Work:
         order, counts = self.order, self.order.counts
         batch, head = self.batch, self.head
         index = counts.row_blocks - 1 - self.item
-        if order.lengths.MASK.causal:
+        if order.lengths.MASK.hides_late_keys:
             swapped = (order.blocks_per_item == 2) & (self.items > 1) & ((self.head & 1) == 1)
             index = gl.where(self.way_back ^ swapped, self.item, index)
         if order.LONGEST_FIRST:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
@@ -107,7 +107,7 @@ class Work:
     def next(self):
         order, counts = self.order, self.order.counts
         to_second, way_back, last_place = self.way_back, self.way_back, self.last_place
-        if order.lengths.MASK.causal:  # the middle one of an odd number of row blocks is alone
+        if order.lengths.MASK.hides_late_keys:  # the middle one of an odd number of row blocks is alone
             to_second = (order.blocks_per_item == 2) & ~way_back & (2 * self.item + 1 < counts.row_blocks)
             if order.LONGEST_FIRST:
                 to_second = to_second & (last_place < 0)
