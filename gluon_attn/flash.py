@@ -43,7 +43,7 @@ def flash_attn_func(
             None: no limit. attention_chunk: a query sees its own chunk of so many keys only; 0: no limit.
         q_descale, k_descale, v_descale: of fp8 inputs, (B, Hkv) fp32, contiguous.
         deterministic: gradients in a fixed order. False: as `torch.use_deterministic_algorithms` says.
-        qv, softcap, sm_margin: as they are by default.
+        softcap: scores become softcap · tanh(score / softcap); 0: as they are. qv, sm_margin: as they are by default.
 
     Raises:
         NotImplementedError: what is not supported so far, by its name.
@@ -52,8 +52,6 @@ def flash_attn_func(
     """
     if qv is not None:
         refuse(qv=qv)
-    if softcap:
-        refuse(softcap=softcap)
     if sm_margin:
         raise NotImplementedError(
             "sm_margin: leaving processors to others is not supported so far; leave the argument out"
@@ -66,6 +64,7 @@ def flash_attn_func(
         causal=causal,
         window=window_of(window_size),
         chunk=attention_chunk or None,
+        softcap=softcap or None,
         scale=softmax_scale,
         layout="bshd",
         return_lse=return_attn_probs,

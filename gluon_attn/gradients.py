@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .backward.launch import NOT_SHARED, backward_on_card
+from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .call import Extras, Key, Options, Window, identity, key_of, problem_of
@@ -107,7 +107,7 @@ def differentiate(
             grads["dsinks"].copy_(dlse.sum((0, 2)))
     else:
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}
-        launch({**extras.given(), **given, **grads, **NOT_SHARED})
+        launch({**NOT_THERE, **extras.given(), **given, **grads})
     return tuple(grads.values())
 
 

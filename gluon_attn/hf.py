@@ -30,6 +30,7 @@ from .support import supports
 NAME = "gluon_attn"  # with "flash" in it, transformers would call flash-attention's functions
 
 BY_EAGER = ("softcap", "s_aux", "sinks")  # transformers' SDPA computes as if they were not there, or refuses
+OURS = {"softcap": "softcap", "s_aux": "sinks", "sinks": "sinks"}  # and what `attention` calls them
 # The model gives these instead of a mask, because it has another name for attention than SDPA's.
 INSTEAD_OF_A_MASK = ("indices", "block_indices")
 # Arguments that say nothing of the numbers, or are looked at by name.
@@ -129,11 +130,12 @@ def attend(
     asked = [name for name, argument in others.items() if name not in NO_EFFECT and asks(argument)]
     window = known_window(attention_mask)
 
-    why = reason(asked, dropout, attention_mask, window, causal, key, others)
+    why = reason([name for name in asked if name not in OURS], dropout, attention_mask, window, causal, key, others)
     if why is None and query.shape[2] > 1:
         options: dict[str, Any] = {
             "causal": causal or window is not None, "window": window or (None, None), "scale": scaling,
             "device": device, "deterministic": others.get("deterministic") or None,
+            **{OURS[name]: others[name] for name in asked if name in OURS},
         }  # fmt: skip
         why = supports(query, key, value, **options)
         if why is None:

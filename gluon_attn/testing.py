@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .backward.configs import HopperBackward
-from .backward.launch import NOT_SHARED, allocated_apart, backward_on_card
+from .backward.launch import NOT_THERE, allocated_apart, backward_on_card
 from .backward.plan import BackwardPlan
 from .device import Device
 from .forward.configs import ForwardConfig
@@ -163,7 +163,7 @@ def backward_call(
 
     def call() -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (output(t) for t in (q, k, v))
-        launches({**shapes, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": None, **NOT_SHARED})
+        launches({**shapes, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": None, **NOT_THERE})
         return dq, dk, dv
 
     return call

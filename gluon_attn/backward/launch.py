@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 
+from ..forward.launch import AUX, types_of
 from ..kernels.common.mask import Mask
 from ..kernels.hopper.backward.kernel import attention_backward
 from ..kernels.hopper.backward.postprocess import finish_backward
@@ -25,7 +26,7 @@ from ..runtime.kernel import (
     Tma,
     allocated_at_once,
 )
-from ..score_mod import TENSOR_TYPES
+from ..score_mod import TENSOR_TYPES, ScoreFunction
 from .configs import HopperBackward
 from .plan import MOST_SHARERS, BackwardPlan
 
@@ -56,6 +57,7 @@ MAIN = Kernel(
     Pointer("added_ptr", "added", "i32"),
     Pointer("handed_in_ptr", "handed_in"),
     Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
+    *AUX,
     Scalar("scale_log2", "fp32"),
     Scalar("scale", "fp32"),
     Scalar("blocks_per_item"),
@@ -77,17 +79,25 @@ SINKS = Kernel(
     Scalar("rows"),
 )
 
-NOT_SHARED = dict.fromkeys(("handed_in", "has_handed_in"))  # what a call gives for the workspaces that it may not need
+# What a call gives for what there may not be: workspaces that it does not need, and what a ScoreFunction reads.
+NOT_THERE = dict.fromkeys(("handed_in", "has_handed_in", *(p.tensor for p in AUX)))
 
 SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
 
 
 def builds_of(
-    dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: HopperBackward, deterministic: bool, shared: bool
+    dtype: torch.dtype,
+    padded_head_dim: int,
+    mask: Mask,
+    config: HopperBackward,
+    deterministic: bool,
+    shared: bool,
+    score_mod: ScoreFunction | None = None,
 ) -> tuple[Build, ...]:
     """The kernel before, the main one and the one after, for these compile-time choices. dtype: float16 or bfloat16.
     shared: programs share key blocks."""
     absent = {} if shared else {"has_handed_in_ptr": None}
+    pointers = types_of(score_mod, None)
     rows = Block.of(dtype, config.block_m, padded_head_dim)
     keys = Block.of(dtype, config.keys, padded_head_dim)
     statistics = Block.of(torch.float32, 1, config.block_m)
@@ -99,8 +109,10 @@ def builds_of(
         Build(
             kernel=MAIN,
             blocks=blocks,
-            constants={"MASK": mask, "CONFIG": config, "DETERMINISTIC": deterministic}
-            | (absent and absent | {"handed_in_ptr": None}),
+            constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, "DETERMINISTIC": deterministic}
+            | (absent and absent | {"handed_in_ptr": None})
+            | dict.fromkeys(p.name for p in AUX if p.name not in pointers),
+            pointers=pointers,
             num_warps=config.WARPS,
             starts_early=True,
         ),
@@ -135,11 +147,12 @@ def compiled_backward(
     *,
     deterministic: bool = False,
     shared: bool = False,
+    score_mod: ScoreFunction | None = None,
     arch: int = 90,
     device_index: int | None = None,
 ) -> tuple[CompiledKernel, ...]:
     """The three kernels. device_index: the card to launch them on; None: to look at only."""
-    builds = builds_of(dtype, padded_head_dim, mask, config, deterministic, shared)
+    builds = builds_of(dtype, padded_head_dim, mask, config, deterministic, shared, score_mod)
     return tuple(build.compile(arch) for build in builds)
 
 
@@ -170,7 +183,13 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     views = {name: View.of(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
     views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
     before, main, after = builds_of(
-        problem.dtype, problem.padded_head_dim, problem.mask, config, plan.deterministic, plan.shared > 0
+        problem.dtype,
+        problem.padded_head_dim,
+        problem.mask,
+        config,
+        plan.deterministic,
+        plan.shared > 0,
+        problem.score_mod,
     )
     scale = {"scale": problem.scale}
     order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers")}
@@ -204,6 +223,7 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
         plan.config,
         deterministic=plan.deterministic,
         shared=plan.shared > 0,
+        score_mod=problem.score_mod,
         arch=plan.arch,
         device_index=index,
     )

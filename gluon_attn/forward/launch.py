@@ -26,7 +26,8 @@ STATISTICS = (
     Pointer("v_scale_ptr", "v_scale"),
 )
 SCALE_POINTERS = tuple(p.name for p in STATISTICS[1:])
-SCORES = (Pointer("sinks_ptr", "sinks"), *(Pointer(f"aux{i}_ptr", f"aux{i}") for i in range(MAX_TENSORS)))
+AUX = tuple(Pointer(f"aux{i}_ptr", f"aux{i}") for i in range(MAX_TENSORS))  # what a ScoreFunction reads
+SCORES = (Pointer("sinks_ptr", "sinks"), *AUX)
 NUMBERS = (Scalar("scale_log2", "fp32"), Scalar("blocks_per_item"))
 
 HOPPER = Kernel(hopper.attention_forward, *OPERANDS, *STATISTICS, *SCORES, *NUMBERS, Scalar("last_heads"))

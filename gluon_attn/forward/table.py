@@ -21,12 +21,12 @@ CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 class Row:
     """A choice of config for the problems it fits, on the architectures that the config is for.
 
-    element_bytes: of q, k and v. min_kv_len: from how many keys on, of those that a query sees. min_reuse: from how many
-    queries of a KV head on, which is how often each of its keys is used, and pays for what is done to it once.
+    element_bytes: of q, k and v. min_kv_len: from how many keys on, of those that a query sees. min_reuse: from how
+    many queries of a KV head on, which is how often each of its keys is used, and pays for what is done to it once.
     one_round: only if no program has more than one item to do: with little work small row blocks win, as more
-    processors have some. result_file (under
-    bench/results/), card, date: where the configs were timed that it was chosen from; None for a row that waits for its
-    measurement. The rows are few: they are not the fastest at every length, and a few per cent are within the noise.
+    processors have some. result_file (under bench/results/), card, date: where the configs were timed that it was
+    chosen from; None for a row that waits for its measurement. The rows are few: they are not the fastest at every
+    length, and a few per cent are within the noise.
     """
 
     padded_head_dim: int

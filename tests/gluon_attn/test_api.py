@@ -234,8 +234,6 @@ def test_meta_tensors_are_refused_with_what_to_do(device):
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "window_size": (128, 0),
-    "softcap": 30.0,
     "bias": torch.zeros(1),
     "attn_mask": torch.zeros(1),
     "dropout_p": 0.1,
@@ -407,7 +405,10 @@ def test_out_over_an_input_is_refused(name):
         attention(q, k, v, out={"q": q, "k": k, "v": v}[name])
 
 
-@pytest.mark.parametrize(("name", "hint"), [("softmax_scale", "scale"), ("is_causal", "causal"), ("sm_scale", "scale")])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("softmax_scale", "scale"), ("is_causal", "causal"), ("sm_scale", "scale"), ("window_size", "window")],
+)
 def test_a_known_name_of_elsewhere_gets_a_hint(name, hint):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'; use {hint}"):
         attention(*qkv(), **{name: 1})  # type: ignore[arg-type]

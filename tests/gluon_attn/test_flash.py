@@ -99,14 +99,26 @@ def test_windows_that_hide_nothing_more(name):
 
 
 @pytest.mark.parametrize("window", [(5, -1), (5, 0), (0, 0), (-1, 3), (None, 1)])
-def test_windows_that_do_are_refused(window):
-    with pytest.raises(NotImplementedError, match=r"^window_size: a sliding window is not supported"):
-        attend(*qkv(), window_size=window)
+def test_windows_that_do(window):
+    q, k, v = qkv(40, 50)
+    out, lse = attend(q, k, v, window_size=window, return_attn_probs=True)
+    ours = tuple(limit if limit is not None and limit >= 0 else None for limit in window)
+    check(q, k, v, out, lse, window=ours, layout="bshd")
+
+
+@pytest.mark.parametrize(("name", "ours", "value"), [("attention_chunk", "chunk", 16), ("softcap", "softcap", 0.5)])
+def test_other_names(name, ours, value):
+    q, k, v = qkv(40, 50)
+    given: dict[str, Any] = {name: value}
+    out = attend(q, k, v, causal=True, **given)
+    want, _ = reference_attention(q.double(), k.double(), v.double(), causal=True, layout="bshd", **{ours: value})
+    torch.testing.assert_close(out.double(), want, atol=0.03, rtol=0)
+    assert not torch.allclose(attend(q, k, v, causal=True), out, atol=0.03)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("qv", torch.zeros(1, 5, 2, 64)), ("attention_chunk", 128), ("softcap", 30.0), ("sm_margin", 8)],
+    [("qv", torch.zeros(1, 5, 2, 64)), ("sm_margin", 8)],
 )
 def test_what_is_missing_is_refused_by_name(name, value):
     with pytest.raises(NotImplementedError, match=rf"^{name}: .* is not supported so far"):

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gluon_attn import attention
 from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
-from gluon_attn.ops import attention_op, forward_flops
+from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.ops import FORWARD_PRODUCTS, attention_op, flops
 from gluon_attn.testing import check_gradients
 
 HOPPER = Device.hopper()
@@ -106,10 +107,11 @@ def test_refused_in_a_graph():
 def test_flops_count_what_is_seen(q_len, kv_len, causal):
     hidden = torch.ones(q_len, kv_len).triu(1 + kv_len - q_len) if causal else torch.zeros(q_len, kv_len)
     seen = int((1 - hidden).sum())
-    assert forward_flops((2, 3, q_len, 8), (2, 3, kv_len, 8), causal, "bhsd") == 4 * 2 * 3 * 8 * seen
+    shapes = (2, 3, q_len, 8), (2, 3, kv_len, 8), (2, 3, kv_len, 8)
+    assert flops(*shapes, "bhsd", Mask(causal=causal), FORWARD_PRODUCTS) == 4 * 2 * 3 * 8 * seen
     inputs = [t.detach() for t in qkv(40, 40)]
     with FlopCounterMode(display=False) as counter:
-        torch.ops.gluon_attn.forward(*inputs, False, None, "bhsd", None, None, "hopper")
+        torch.ops.gluon_attn.forward(*inputs, None, None, False, *(None,) * 5, "bhsd", None, None, "hopper")
     assert counter.get_total_flops() == 4 * 2 * 40 * 40 * 64
 
 

@@ -281,7 +281,10 @@ def test_both_layouts_pose_the_same_problem(layout):
         "scale": 0.25,
         "layout": layout,
         "score_mod": None,
+        "sinks": None,
         "left": None,
+        "right": None,
+        "chunk": None,
     }
 
 

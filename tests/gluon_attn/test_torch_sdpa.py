@@ -110,6 +110,18 @@ def test_strides_are_what_torch_expects(calls):
     assert calls == []
 
 
+def test_windows(calls):
+    q, k, v = (q_of(1, 40, 2, 64) for _ in range(3))
+    window: dict[str, Any] = {"window_size_left": 8, "window_size_right": 3}
+    dense = (None, None, 40, 40, 0.0, False)
+    out, lse, *_ = FLASH(q, k, v, *dense, False, **window)
+    check(q, k, v, out, lse, window=(8, 3), layout="bshd")
+    dout = torch.ones_like(q)
+    grads = FLASH_BACKWARD(dout, q, k, v, out, lse, *dense, *RNG, **window)
+    check_gradients(q, k, v, dout, grads, window=(8, 3), layout="bshd")
+    assert calls == []
+
+
 def test_the_operators_below(calls):
     """(B, S, H, D), one of them with O's memory given."""
     q, k, v = (q_of(1, n, 2, 64) for n in (24, 40, 40))
@@ -184,7 +196,11 @@ NOT_OURS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "fp32, backward": (SDPA_BACKWARD, (*(Q.float(),) * 5, LSE, None, None, 40, 40, 0.0, False, *RNG), {"scale": 0.5}),
     "LSE's shape": (SDPA_BACKWARD, (Q, Q, Q, Q, Q, LSE[..., None], None, None, 40, 40, 0.0, False, *RNG), {}),
     "packed": (FLASH, (B[0], B[0], B[0], *PACKED), {}),
-    "window": (FLASH, (B, B, B, *DENSE), {"window_size_left": 8, "window_size_right": 0}),
+    "window, unequal lengths": (
+        FLASH,
+        (q_of(1, 24, 2, 64), B, B, None, None, 24, 40, 0.0, False, False),
+        {"window_size_left": 8},
+    ),
     "slopes": (FLASH, (B, B, B, *DENSE), {"alibi_slopes": torch.zeros(2)}),
     "lengths": (FLASH, (B, B, B, *DENSE), {"seqused_k": torch.tensor([8], dtype=torch.int32)}),
     "packed, in place": (INPLACE, (B[0], B[0], B[0], B[0], *PACKED), {}),
@@ -193,11 +209,6 @@ NOT_OURS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         FLASH_BACKWARD,
         (B[0], B[0], B[0], B[0], B[0], LSE[0], SEQUENCES, SEQUENCES, 40, 40, 0.0, False, *RNG),
         {},
-    ),
-    "window, backward": (
-        FLASH_BACKWARD,
-        (B, B, B, B, B, LSE, None, None, 40, 40, 0.0, False, *RNG),
-        {"scale": 0.5, "window_size_left": 8},
     ),
 }
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
-from gluon_attn.backward.launch import NOT_SHARED, backward_launches_of, workspaces
+from gluon_attn.backward.launch import NOT_THERE, backward_launches_of, workspaces
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config
 from gluon_attn.cpu import register_twins
@@ -129,9 +129,9 @@ class BackwardRun:
         out, lse = reference_attention(q, k, v, causal=causal)
         self.grads = [torch.empty_like(t) for t in (q, k, v)]
         self.tensors: Tensors = dict(zip(("q", "k", "v", "dout"), self.inputs, strict=True))
-        self.tensors |= {"out": out, "lse": lse, "dlse": None, **NOT_SHARED}
+        self.tensors |= {"out": out, "lse": lse, "dlse": None, **NOT_THERE}
         self.tensors |= dict(zip(("dq", "dk", "dv"), self.grads, strict=True))
-        described = {n: t for n, t in self.tensors.items() if n not in ("lse", "dlse", *NOT_SHARED)}
+        described = {n: t for n, t in self.tensors.items() if n not in ("lse", "dlse", *NOT_THERE)}
         self.launches = backward_launches_of(plan, described)
         self.launch = self.launches[self.KERNELS.index(which)]
         self.deterministic = deterministic

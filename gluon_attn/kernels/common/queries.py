@@ -3,6 +3,7 @@
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from .keys import chunk_start, start_of_keys
+from .score_mod import derived, modified
 from .sequence import Sequence
 from .thread_view import keep_columns, keep_columns_from, rows_of
 
@@ -96,6 +97,8 @@ class Keys:
     share_end: gl.tensor
     MASK: gl.constexpr  # a Mask
     ROTATED: gl.constexpr  # every block of keys begins two row blocks after the one before
+    SCORE_MOD: gl.constexpr  # a ScoreFunction, or None
+    aux: gl.tuple  # pointers to the tensors that it reads, None where there is none
 
     @jit
     def head(self, member):
@@ -193,3 +196,29 @@ class Keys:
         query = self.first + sequence.q_len - sequence.k_len - row  # the column that first sees key 0 of the block
         keys = sequence.k_len - self.first
         return keep_columns_from(scores, query, keys, float("-inf"), DIAGONAL=self.MASK.causal)
+
+    @jit
+    def place(self, scores, row, head):
+        """What a SCORE_MOD is told of scores [KEYS, BLOCK_M] of a query head, from query `row` on."""
+        LAYOUT: gl.constexpr = scores.type.layout
+        key = gl.arange(0, scores.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+        query = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+        return row + query, self.first + key, head, self.batch
+
+    @jit
+    def modified(self, scores, row, head, before):
+        """As `Rows.modified` has it, of scores that lie the other way round."""
+        if self.SCORE_MOD is None:
+            return scores
+        else:
+            place = self.place(scores, row, head)
+            return modified(self.SCORE_MOD, scores * before, place, self.sequence, self.aux)
+
+    @jit
+    def derived(self, dscores, scores, changed, row, head, before):
+        """The gradient of raw scores, times the softmax scale, from that of what `modified` made of them."""
+        if self.SCORE_MOD is None:
+            return dscores
+        else:
+            place = self.place(scores, row, head)
+            return derived(self.SCORE_MOD, dscores, scores * before, changed, place, self.sequence, self.aux)

@@ -219,7 +219,7 @@ def test_nothing_to_compute(q_len, kv_len):
 def test_deterministic_follows_torch(monkeypatch):
     q, k, v, dout, _ = tensors("one block")
     asked = []
-    monkeypatch.setattr("gluon_attn.gradients.prepare", lambda *given: asked.append(given[2]))
+    monkeypatch.setattr("gluon_attn.gradients.prepare", lambda *given: asked.append(given[3]))
     monkeypatch.setattr("gluon_attn.gradients._launches", {})
     out, lse = attention(q, k, v, device=Device.hopper(), return_lse=True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

@@ -49,7 +49,8 @@ def test_items_of_an_odd_number_of_row_blocks():
         pytest.param(1, {"kv_len": 65536}, id="few queries at the end of many keys: row blocks cost about the same"),
         pytest.param(2, {"q_len": 8192, "kv_len": 4096}, id="more queries than keys: the first ones see nothing"),
         pytest.param(1, {"left": 64}, id="a narrow window: row blocks cost about the same"),
-        pytest.param(2, {"left": 2048}, id="a wide window"),
+        pytest.param(1, {"left": 2048}, id="a window of half the keys: half of all pairs would cost twice as much"),
+        pytest.param(2, {"left": 3900}, id="a window of nearly all keys"),
     ],
 )
 def test_items_of_two_only_where_they_even_something_out(blocks_per_item, changes):

@@ -105,7 +105,7 @@ CASES = {
     "Hopper, 130 on": Case(TURNS, 130, False, LENGTHS),
     "Hopper, four roles": Case(FOUR, 130, True, LONGER),
     "Hopper, four roles, on": Case(FOUR, 64, False, LONGER),
-    "Hopper, shares change roles": Case(THREE, 200, True, ((900, 900),)),
+    "Hopper, shares change roles": Case(THREE, 300, True, ((900, 900),)),
     "Hopper, more than all": Case(SMALL, 1000, True, LENGTHS),
     "Hopper, more than all, on": Case(SMALL, 2**31 - 1, False, LENGTHS),
     "Hopper, O in Q's tile": Case(hopper_config(2, 64, 1, 2, 232, stage_in_queries=True), 63, True, LENGTHS),

@@ -17,7 +17,7 @@ CAUSAL = Mask(causal=True)
 
 @jit
 def square_order(batch, heads, length, blocks_per_item, last_heads, MASK: gl.constexpr, LONGEST_FIRST: gl.constexpr):
-    lengths = Lengths(length, length, 64, 64, MASK, None)
+    lengths = Lengths(length, length, 64, 64, MASK, None, ())
     return Order(counts_of((batch, heads, length), lengths), blocks_per_item, last_heads, lengths, LONGEST_FIRST)
 
 

@@ -25,6 +25,7 @@ from gluon_attn.runtime.compat import (
     warpgroup_mma_wait,
 )
 
+from ...common.score_mod import score_scale_of
 from ...common.sequence import key_coords
 from ..inline_asm import wait_apart
 from .layouts import accumulator_layout, in_register_order, left_operand_layout
@@ -127,9 +128,9 @@ def from_memory(p, p_tile, ds_tile, k, rows, state, dqs):
 
 
 @jit
-def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
+def next_block(state, k, v, keys, row, head, wires, scale, MASKED: gl.constexpr):
     """One step: what the queries of a row block, from `row` on, add to dK and dV, and what these keys add to dQ of
-    the row block. Returns the next State.
+    the row block. head: of the queries, counted for a SCORE_MOD alone. Returns the next State.
 
     The statistics are read after the waits: held across them, they would cost registers that D=64 does not have.
     """
@@ -148,11 +149,15 @@ def next_block(state, k, v, keys, row, wires, scale_log2, MASKED: gl.constexpr):
     dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
     s = wait_apart(s, 1)  # dP goes on
     lse = of_columns(q_slot, SCORES)
+    modified = keys.modified(s, row, head, scale.before)
     if MASKED:
-        s = keys.mask(s, row)
-    p = gl.exp2(s * scale_log2 - lse)
+        masked = keys.mask(modified, row)
+    else:
+        masked = modified
+    p = gl.exp2(masked * scale.log2 - lse)
     dp = wait_apart(dp, 0)
-    ds = (p * (dp - of_columns(do_slot, SCORES))).to(k.dtype)
+    ds = p * (dp - of_columns(do_slot, SCORES))
+    ds = keys.derived(ds, s, modified, row, head, scale.before).to(k.dtype)
     ds_tile = wires.ds.index(ends.ds_slot)
     ds_tile.store(ds)
     rows = Rows(q_slot, do_slot, q, do)
@@ -172,13 +177,18 @@ def in_step(tile, step):
 
 
 @jit
-def walk(state, k, v, keys, steps, after, wires, scale_log2, MASKED: gl.constexpr):
+def walk(state, k, v, keys, first, steps, after, wires, scale, MASKED: gl.constexpr):
     """Steps without a mask of all heads, or those with one of one head, that come before or after. Only for a mask it
-    counts which row block it is."""
+    counts which row block it is; and for a SCORE_MOD, which is asked in steps without one too, by the number `first` of
+    the first of these steps."""
     walked = keys.queries()
     for step in range(steps):
-        row = walked.masked_block(step, after) * keys.BLOCK_M
-        state = next_block(state, in_step(k, step), in_step(v, step), keys, row, wires, scale_log2, MASKED)
+        if keys.SCORE_MOD is None:
+            head, row = keys.kv_head, walked.masked_block(step, after) * keys.BLOCK_M
+        else:
+            member, block = walked.visit(first + step)
+            head, row = keys.head(member), block * keys.BLOCK_M
+        state = next_block(state, in_step(k, step), in_step(v, step), keys, row, head, wires, scale, MASKED)
     return state
 
 
@@ -236,20 +246,25 @@ def gradient(wires, order, operands):
         k, v = kv_slot.view([KEYS, D], part=0), kv_slot.view([KEYS, D], part=1)
         zeros = gl.zeros([KEYS, D], gl.float32, GRADS)
         state = State(zeros, zeros, ends)
-        scale = operands.scale_log2
+        scale = score_scale_of(operands.scale_log2, keys.SCORE_MOD)
+        first = gl.to_tensor(0)
         if keys.MASK.hides_early_keys:
             # Masked steps come before the unmasked ones too. The masked loop is entered twice rather than compiled
             # twice: for those before, and for those after, which no unmasked ones follow.
             for after in range(2):
                 masked = gl.where(after == 0, walked.masked_steps_before(), walked.masked_steps())
                 for _ in range(order.group):
-                    state = walk(state, k, v, keys, masked, after, wires, scale, MASKED=True)
+                    state = walk(state, k, v, keys, first, masked, after, wires, scale, MASKED=True)
+                    first += masked
                 unmasked = gl.where(after == 0, walked.unmasked_steps(), 0)
-                state = walk(state, k, v, keys, unmasked, after, wires, scale, MASKED=False)
+                state = walk(state, k, v, keys, first, unmasked, after, wires, scale, MASKED=False)
+                first += unmasked
         else:
-            state = walk(state, k, v, keys, walked.unmasked_steps(), 1, wires, scale, MASKED=False)
+            state = walk(state, k, v, keys, first, walked.unmasked_steps(), 1, wires, scale, MASKED=False)
+            first += walked.unmasked_steps()
             for _ in range(order.group):
-                state = walk(state, k, v, keys, walked.masked_steps(), 1, wires, scale, MASKED=True)
+                state = walk(state, k, v, keys, first, walked.masked_steps(), 1, wires, scale, MASKED=True)
+                first += walked.masked_steps()
         kv_slot.release()
         ends = state.ends
         if operands.handed_in[0] is None:

@@ -25,6 +25,10 @@ def attention_backward(
     added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ, or at least one
     handed_in_ptr,  # (sharers, 2, KEYS, D) fp32: dK and dV of key blocks that another program ends; None: shared is 0
     has_handed_in_ptr,  # (sharers) int32, or more: 1 once they are there; None: shared is 0
+    aux0_ptr,  # what SCORE_MOD reads; None where it reads less
+    aux1_ptr,
+    aux2_ptr,
+    aux3_ptr,
     scale_log2,  # softmax scale times log2(e)
     scale,
     blocks_per_item,  # 1, or 2 for a key block that many queries see with one that few do
@@ -33,6 +37,7 @@ def attention_backward(
     shared,  # key blocks, the last ones, that programs share
     sharers,  # programs that share them
     MASK: gl.constexpr,  # a Mask
+    SCORE_MOD: gl.constexpr,  # a ScoreFunction, or None
     CONFIG: gl.constexpr,  # a HopperBackward
     DETERMINISTIC: gl.constexpr,  # add up dQ in the order of the keys
 ):
@@ -54,7 +59,17 @@ def attention_backward(
     )
     wires = alloc_wires(operands, CONFIG)
     order = order_of(
-        q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, shared, sharers, MASK, ROTATED=not DETERMINISTIC
+        q_desc,
+        k_desc,
+        blocks_per_item,
+        last_heads,
+        heads_at_once,
+        shared,
+        sharers,
+        (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr),
+        MASK,
+        ROTATED=not DETERMINISTIC,
+        SCORE_MOD=SCORE_MOD,
     )
     init_all(wires.channels())
     gl.warp_specialize(

@@ -38,6 +38,8 @@ class Order:
     BLOCK_M: gl.constexpr
     MASK: gl.constexpr  # a Mask
     ROTATED: gl.constexpr  # see `Keys`
+    SCORE_MOD: gl.constexpr
+    aux: gl.tuple
 
 
 @jit
@@ -49,8 +51,10 @@ def order_of(
     heads_at_once,
     shared,
     sharers,
+    aux,
     MASK: gl.constexpr,
     ROTATED: gl.constexpr,
+    SCORE_MOD: gl.constexpr,
 ):
     """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D)."""
     KEYS: gl.constexpr = k_desc.block_shape[2]
@@ -76,6 +80,8 @@ def order_of(
         BLOCK_M=q_desc.block_shape[2],
         MASK=MASK,
         ROTATED=ROTATED,
+        SCORE_MOD=SCORE_MOD,
+        aux=aux,
     )
 
 
@@ -150,6 +156,8 @@ class Work:
             share_end=share_end,
             MASK=order.MASK,
             ROTATED=order.ROTATED,
+            SCORE_MOD=order.SCORE_MOD,
+            aux=order.aux,
         )
 
     @jit

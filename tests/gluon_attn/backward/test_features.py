@@ -1,0 +1,159 @@
+"""Gradients under windows and chunks, of changed scores and of sinks, against autograd in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from channels.compat import gl, jit
+from gluon_attn import attention, reference_attention
+from gluon_attn.device import Device
+from gluon_attn.gradients import attention_backward
+from gluon_attn.score_mod import ScoreMod
+from tests.slow import slow_if
+
+HOPPER = Device.hopper()
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+# Options, lengths, head dim.
+CASES: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
+    "window": ({"window": (70, 0)}, (300, 300), 64),
+    "window to the left": ({"window": (40, None)}, (200, 270), 64),
+    "window to the right": ({"window": (None, 30)}, (270, 200), 128),
+    "window to both sides": ({"window": (33, 65)}, (300, 300), 128),
+    "only the own position": ({"window": (0, 0)}, (200, 200), 64),
+    "window, D=256": ({"window": (70, 0)}, (200, 260), 256),
+    "window, keys that nobody sees": ({"window": (20, 0)}, (70, 400), 64),
+    "window, rows without keys": ({"causal": True, "window": (50, None)}, (400, 130), 64),
+    "chunks": ({"causal": True, "chunk": 90}, (300, 300), 64),
+    "chunks, all keys of one": ({"chunk": 90}, (200, 250), 128),
+    "soft cap": ({"causal": True, "softcap": 2.0}, (200, 230), 64),
+    "soft cap, D=128": ({"softcap": 2.0}, (200, 230), 128),
+    "soft cap, D=256": ({"causal": True, "softcap": 2.0}, (130, 130), 256),
+    "ALiBi": ({"causal": True, "alibi_slopes": SLOPES}, (200, 230), 64),
+    "ALiBi, D=128": ({"alibi_slopes": SLOPES}, (230, 200), 128),
+    "sinks": ({"causal": True, "sinks": SINKS}, (200, 230), 64),
+    "sinks, rows without keys": ({"causal": True, "sinks": SINKS}, (270, 130), 128),
+    "sinks, window and soft cap": ({"window": (70, 0), "sinks": SINKS, "softcap": 2.0}, (260, 260), 64),
+}
+QUICK = ("window", "window, rows without keys", "chunks", "soft cap", "ALiBi, D=128", "sinks, window and soft cap")
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def normal_qkv(
+    *, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int | None = None, head_dim: int
+) -> list[Tensor]:
+    kv_len = q_len if kv_len is None else kv_len
+    shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    return [normal(batch, *shape, head_dim, seed=i) for i, shape in enumerate(shapes)]
+
+
+def gradients(function: Any, inputs: list[Tensor], dout: Tensor, dlse: Tensor) -> list[Tensor]:
+    """Of inputs, through O and LSE; an LSE of -inf does not move."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    out, lse = function(*inputs)
+    seen = lse.isfinite()
+    loss = (out * dout.to(out.dtype)).sum() + torch.where(seen, lse * dlse.to(lse.dtype), 0.0).sum()
+    return list(torch.autograd.grad(loss, inputs))
+
+
+def check(options: dict[str, Any], lengths: tuple[int, int], head_dim: int, deterministic: bool = False) -> None:
+    q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=lengths[0], kv_len=lengths[1], head_dim=head_dim)
+    dout, dlse = normal(*q.shape, seed=7), normal(*q.shape[:3], dtype=torch.float32, seed=8)
+    sinks = [options["sinks"]] if "sinks" in options else []
+
+    def by(function: Any, **more: Any) -> Any:
+        def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
+            given = options | more | ({"sinks": sinks[0]} if sinks else {})
+            return function(q, k, v, **given)
+
+        return call
+
+    ours = by(attention, device=HOPPER, return_lse=True, deterministic=deterministic)
+    got = gradients(ours, [q, k, v, *sinks], dout, dlse)
+    exact = gradients(by(reference_attention), [t.double() for t in (q, k, v, *sinks)], dout, dlse)
+    plain = gradients(by(reference_attention), [q, k, v, *sinks], dout, dlse)
+    for name, one, want, other in zip(("q", "k", "v", "sinks"), got, exact, plain, strict=False):
+        assert one.isfinite().all(), name
+        error, budget = (one.double() - want).norm(), (other.double() - want).norm()
+        floor = 1e-3 if name == "sinks" else 1e-4  # delta is of O and dO in 16 bits
+        assert error <= 3 * budget + floor * want.norm(), f"d{name}: off by {error:.3e}, plain torch by {budget:.3e}"
+        # What has no gradient has exactly none.
+        nothing = (want == 0).all(-1)
+        assert not one[nothing].any(), name
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CASES))
+def test_against_float64(name):
+    check(*CASES[name])
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name != "window", ["window", "chunks", "window to both sides"]))
+def test_in_a_fixed_order(name):
+    check(*CASES[name], deterministic=True)
+
+
+@jit
+def table(score, q_index, k_index, head, batch, FAR: gl.constexpr, bias):
+    """A bias by distance, up to FAR, of each head: (H, FAR + 1) fp32."""
+    distance = gl.minimum(gl.abs(q_index - k_index), FAR)
+    return score * 0.5 + gl.load(bias + head * (FAR + 1) + distance)
+
+
+@jit
+def table_backward(dscore, score, modified, q_index, k_index, head, batch, FAR: gl.constexpr, bias):
+    return dscore * 0.5
+
+
+def test_a_function_of_ones_own():
+    far = 20
+    bias = normal(4, far + 1, dtype=torch.float32, seed=3)
+    q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=150, kv_len=170, head_dim=64)
+    dout, dlse = normal(*q.shape, seed=7), torch.zeros(q.shape[:3])
+    mod = ScoreMod(table, table_backward, constants=(far,), tensors=(bias,))
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        distance = (torch.arange(150)[:, None] - torch.arange(170)).abs().clamp(max=far)
+        scores = (q @ k.mT) * 64**-0.5 * 0.5 + bias.to(q.dtype)[:, distance]
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, score_mod=mod, return_lse=True, device=HOPPER)
+
+    got = gradients(ours, [q, k, v], dout, dlse)
+    want = gradients(exact, [t.double() for t in (q, k, v)], dout, dlse)
+    for one, other in zip(got, want, strict=True):
+        assert (one.double() - other).norm() <= 0.01 * other.norm()
+
+
+def test_a_function_without_a_derivative_is_refused():
+    q, k, v = (t.requires_grad_() for t in normal_qkv(batch=1, heads=4, kv_heads=2, q_len=16, head_dim=64))
+    mod = ScoreMod(table, constants=(3,), tensors=(torch.zeros(4, 4),))
+    with pytest.raises(NotImplementedError, match=r"^score_mod: expected one with a backward function"):
+        attention(q, k, v, score_mod=mod, device=HOPPER)
+
+
+def test_no_keys():
+    """LSE is the sink, and what moves it moves the sink."""
+    q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=16, kv_len=0, head_dim=64)
+    sinks = SINKS.clone().requires_grad_()
+    out, lse = attention(q, k, v, sinks=sinks, return_lse=True, device=HOPPER)
+    assert not out.any()
+    assert torch.equal(lse, SINKS[:, None].expand(2, 4, 16))
+    lse.sum().backward()
+    assert torch.equal(sinks.grad, torch.full((4,), 32.0))
+
+
+def test_called_directly():
+    q, k, v = normal_qkv(batch=1, heads=4, kv_heads=2, q_len=70, head_dim=64)
+    options: dict[str, Any] = {"causal": True, "sinks": SINKS, "device": HOPPER}
+    with torch.no_grad():
+        out, lse = attention(q, k, v, return_lse=True, **options)
+    grads = attention_backward(torch.ones_like(out), None, q, k, v, out, lse, **options)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape, SINKS.shape]
