@@ -105,10 +105,15 @@ def same_code(one: Any, other: Any) -> bool:
     return one.__code__ is other.__code__ and same_code(*cells)
 
 
+def fits(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask is of these queries and keys, of which a model may have dropped some."""
+    return mask is None or mask.shape[-2:] == (query.shape[2], key.shape[2])
+
+
 def known_window(mask: Tensor | None) -> Window | None:
     """Of a mask that `mask_of` knows."""
     version, window = getattr(mask, KNOWN, (None, None))
-    return window if mask is not None and version == mask._version else None
+    return window if mask is not None and version is not None and version == mask._version else None
 
 
 def attend(
@@ -128,7 +133,7 @@ def attend(
     refuse_what_is_nowhere(others)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     asked = [name for name, argument in others.items() if name not in NO_EFFECT and asks(argument)]
-    window = known_window(attention_mask)
+    window = known_window(attention_mask) if fits(attention_mask, query, key) else None
 
     why = reason([name for name in asked if name not in OURS], dropout, attention_mask, window, causal, key, others)
     if why is None and query.shape[2] > 1:

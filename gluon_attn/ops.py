@@ -107,12 +107,12 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
 
 
 def backward_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    sinks = ctx.saved_tensors[5]
+    saved = ctx.saved_tensors  # once: under checkpointing it may not be asked for again
     nothing = (None,) * (len(ctx.options) + 2)  # for what is no tensor, and for slopes
     if dout is dlse is None:
         return (None,) * 4 + nothing
-    *grads, dsinks = backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
-    return (*grads, None if sinks is None else dsinks, *nothing)
+    *grads, dsinks = backward(dout, dlse, *saved, *ctx.options)
+    return (*grads, None if saved[5] is None else dsinks, *nothing)
 
 
 forward.register_autograd(backward_of, setup_context=save)

@@ -68,8 +68,15 @@ def table_config(
     dtype: torch.dtype, head_dim: int, causal: bool, num_ctas: int | None, length: int = 512
 ) -> ForwardConfig:
     """The table's config for much work: those for little are small."""
-    sizes = {"batch": 4096, "heads": 1, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": head_dim}
-    problem = Problem(dtype=dtype, causal=causal, scale=head_dim**-0.5, layout="bhsd", **sizes)
+    sizes: dict[str, Any] = {
+        "batch": 4096,
+        "heads": 1,
+        "kv_heads": 1,
+        "q_len": length,
+        "kv_len": length,
+        "head_dim": head_dim,
+    }
+    problem = Problem(dtype=dtype, causal=causal, scale=head_dim**-0.5, layout="bhsd", head_dim=head_dim, **sizes)
     return pick_config(problem, device_at_hand.device(), num_ctas)
 
 

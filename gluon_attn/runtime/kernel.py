@@ -68,10 +68,10 @@ class Kernel:
                 f"{tuple(p.name for p in parameters)}; list TMA descriptors, then pointers, then scalars"
             )
 
-    def types(self, blocks: Mapping[str, Block], pointers: Mapping[str, str]) -> dict[str, str]:
+    def types(self, blocks: Mapping[str, Block], pointers: Mapping[str, str] | None = None) -> dict[str, str]:
         """Triton's type of each parameter. blocks: of each TMA parameter's tensor. pointers: as `Build` has them."""
         types = {p.name: blocks[p.tensor].type_name for p in self.tma}
-        types |= {p.name: f"*{pointers.get(p.name, p.type)}" for p in self.pointers}
+        types |= {p.name: f"*{(pointers or {}).get(p.name, p.type)}" for p in self.pointers}
         return types | {p.name: p.type for p in self.scalars}
 
 

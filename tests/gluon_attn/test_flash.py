@@ -102,8 +102,8 @@ def test_windows_that_hide_nothing_more(name):
 def test_windows_that_do(window):
     q, k, v = qkv(40, 50)
     out, lse = attend(q, k, v, window_size=window, return_attn_probs=True)
-    ours = tuple(limit if limit is not None and limit >= 0 else None for limit in window)
-    check(q, k, v, out, lse, window=ours, layout="bshd")
+    left, right = (limit if limit is not None and limit >= 0 else None for limit in window)
+    check(q, k, v, out, lse, window=(left, right), layout="bshd")
 
 
 @pytest.mark.parametrize(("name", "ours", "value"), [("attention_chunk", "chunk", 16), ("softcap", "softcap", 0.5)])

@@ -50,7 +50,9 @@ def test_compiled_whole_it_is_what_it_is_in_eager_mode(dynamic):
 def test_the_operators_are_what_torch_expects():
     inputs = qkv(40, 40)
     torch.library.opcheck(
-        torch.ops.gluon_attn.forward, (*inputs, True, None, "bhsd", True, None, "hopper"), raise_exception=True
+        torch.ops.gluon_attn.forward,
+        (*inputs, None, None, True, *(None,) * 5, "bhsd", True, None, "hopper"),
+        raise_exception=True,
     )
 
 

@@ -62,9 +62,18 @@ def gradients(function: Any, inputs: list[Tensor], dout: Tensor, dlse: Tensor) -
     return list(torch.autograd.grad(loss, inputs))
 
 
-def check(options: dict[str, Any], lengths: tuple[int, int], head_dim: int, deterministic: bool = False) -> None:
+def check(
+    options: dict[str, Any],
+    lengths: tuple[int, int],
+    head_dim: int,
+    deterministic: bool = False,
+    where: str = "cpu",
+) -> None:
+    """where: "cpu", to execute the kernels there, or "cuda"."""
     q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=lengths[0], kv_len=lengths[1], head_dim=head_dim)
     dout, dlse = normal(*q.shape, seed=7), normal(*q.shape[:3], dtype=torch.float32, seed=8)
+    q, k, v, dout, dlse = (t.to(where) for t in (q, k, v, dout, dlse))
+    options = {name: x.to(where) if isinstance(x, Tensor) else x for name, x in options.items()}
     sinks = [options["sinks"]] if "sinks" in options else []
 
     def by(function: Any, **more: Any) -> Any:
@@ -74,7 +83,7 @@ def check(options: dict[str, Any], lengths: tuple[int, int], head_dim: int, dete
 
         return call
 
-    ours = by(attention, device=HOPPER, return_lse=True, deterministic=deterministic)
+    ours = by(attention, device=HOPPER if where == "cpu" else None, return_lse=True, deterministic=deterministic)
     got = gradients(ours, [q, k, v, *sinks], dout, dlse)
     exact = gradients(by(reference_attention), [t.double() for t in (q, k, v, *sinks)], dout, dlse)
     plain = gradients(by(reference_attention), [q, k, v, *sinks], dout, dlse)
@@ -147,6 +156,7 @@ def test_no_keys():
     assert not out.any()
     assert torch.equal(lse, SINKS[:, None].expand(2, 4, 16))
     lse.sum().backward()
+    assert sinks.grad is not None
     assert torch.equal(sinks.grad, torch.full((4,), 32.0))
 
 

@@ -8,6 +8,7 @@ import torch
 
 import gluon_cpu
 from channels.compat import gl, jit
+from gluon_attn import reference
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.kernels.common.queries import Keys
 from gluon_attn.kernels.common.sequence import Sequence
@@ -35,7 +36,9 @@ def describe(
     and its row block; then each masked step of a head once more, as the gradient role counts them."""
     sequence = Sequence(gl.to_tensor(0), q_len, gl.to_tensor(0), kv_len)
     zero, five = gl.to_tensor(0), gl.to_tensor(5)
-    keys = Keys(zero, five, first, sequence, KEYS, BLOCK_M, group, shares, share_first, share_end, MASK, ROTATED)
+    keys = Keys(
+        zero, five, first, sequence, KEYS, BLOCK_M, group, shares, share_first, share_end, MASK, ROTATED, None, ()
+    )
     walked = keys.queries()
     steps = walked.steps()
     gl.store(found, walked.first)
@@ -50,7 +53,7 @@ def describe(
         gl.store(found + 7 + 2 * step, keys.head(member))
         gl.store(found + 8 + 2 * step, block)
     for step in range(walked.masked_steps()):
-        gl.store(found + 7 + 2 * steps + step, walked.masked_block(step))
+        gl.store(found + 7 + 2 * steps + step, walked.masked_block(step, 1))
 
 
 def seen(first: int, keys: int, q_len: int, kv_len: int, causal: bool) -> torch.Tensor:
@@ -113,6 +116,67 @@ def test_against_every_pair_of_query_and_key(keys, block_m, causal, rotated):
                 both += numbers[5] > 0 and numbers[6] > 0
     assert (turned > 0) == rotated
     assert (both > 0) == causal
+
+
+@jit(do_not_specialize=["first", "q_len", "kv_len", "group"])
+def describe_windows(found, first, q_len, kv_len, group, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, MASK: gl.constexpr):
+    """Steps, those before, and those without a mask; then the head and row block of each; and, after that, of each how
+    many blocks of keys before these see the row block."""
+    sequence = Sequence(gl.to_tensor(0), q_len, gl.to_tensor(0), kv_len)
+    zero, one = gl.to_tensor(0), gl.to_tensor(1)
+    keys = Keys(zero, zero, first, sequence, KEYS, BLOCK_M, group, one, zero, one, MASK, False, None, ())
+    walked = keys.queries()
+    steps = walked.steps()
+    gl.store(found, steps)
+    gl.store(found + 1, walked.masked_steps_before() * group)
+    gl.store(found + 2, walked.unmasked_steps())
+    for step in range(steps):
+        member, block = walked.visit(step)
+        gl.store(found + 3 + 3 * step, member)
+        gl.store(found + 4 + 3 * step, block)
+        gl.store(found + 5 + 3 * step, keys.key_blocks_before(block))
+
+
+WINDOWS = {
+    "narrow": Mask(causal=True, left=30),
+    "wide": Mask(causal=True, left=300),
+    "own": Mask(causal=True, left=0),
+    "both sides": Mask(left=100, right=70),
+    "to the right": Mask(right=64),
+    "to the left": Mask(left=64),
+    "chunks": Mask(causal=True, chunk=100),
+    "chunks, both sides": Mask(chunk=150),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_against_every_pair(name):
+    """Row blocks with a pair are walked, once for each head, no others are; those without a mask see all; and who adds
+    in order counts the blocks of keys before that see the row block."""
+    mask, keys, block_m, group = WINDOWS[name], 128, 64, 2
+    with gluon_cpu.machine():
+        for q_len, kv_len in itertools.product((1, 64, 129, 500), (1, 128, 200, 700)):
+            scores = torch.zeros(q_len, kv_len)
+            window = (mask.left, mask.right)
+            visible = reference.masked(scores, causal=mask.causal, window=window, chunk=mask.chunk) == 0
+            padded = torch.zeros(-(-q_len // block_m) * block_m, -(-kv_len // keys) * keys, dtype=torch.bool)
+            padded[:q_len, :kv_len] = visible
+            pairs = padded.unflatten(1, (-1, keys)).unflatten(0, (-1, block_m)).transpose(1, 2)  # (rows, keys, m, n)
+            some = pairs.flatten(2).any(-1)
+            for index in range(some.shape[1]):
+                found = torch.full((3 + 3 * group * some.shape[0],), -(10**6), dtype=torch.int32)
+                given = (found, index * keys, q_len, kv_len, group, keys, block_m, mask)
+                describe_windows[(1,)](*given, num_warps=1)
+                steps, before, unmasked = found[:3].tolist()
+                visits = found[3 : 3 + 3 * steps].view(-1, 3).tolist()
+                want = [i for i in range(some.shape[0]) if some[i, index]]
+                case = f"{q_len=} {kv_len=} {index=}: {visits}"
+                assert sorted((m, b) for m, b, _ in visits) == [(m, b) for m in range(group) for b in want], case
+                for step, (_, block, number) in enumerate(visits):
+                    rows = min(block_m, q_len - block * block_m)
+                    if before <= step < before + unmasked:
+                        assert pairs[block, index, :rows].all(), case
+                    assert number == int(some[block, :index].sum()), case
 
 
 def test_neighbours_begin_apart():
