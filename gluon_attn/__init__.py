@@ -4,6 +4,17 @@ from . import runtime as runtime  # first, as it looks whether `channels` is the
 from .api import attention
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .reference import reference_attention
+from .runtime.compat import jit
+from .score_mod import ScoreMod
 from .support import supports
 
-__all__ = ["BlackwellConfig", "ForwardConfig", "HopperConfig", "attention", "reference_attention", "supports"]
+__all__ = [
+    "BlackwellConfig",
+    "ForwardConfig",
+    "HopperConfig",
+    "ScoreMod",
+    "attention",
+    "jit",
+    "reference_attention",
+    "supports",
+]

@@ -119,8 +119,8 @@ def attention(
             score. They have no gradient.
         sinks: (H,), contiguous, fp32, fp16 or bf16: of each query head a further score, without a value, that counts in
             the denominator alone and in LSE. It is not scaled.
-        score_mod: a change of scores that you write, see `ScoreMod` and docs/score_mod.md. One of it, softcap and
-            alibi_slopes.
+        score_mod: a change of scores that you write, see `ScoreMod` and docs/masks_and_scores.md. A call has one of
+            score_mod, softcap and alibi_slopes.
         chunk: a query sees the keys of its own chunk only: position p those from p // chunk * chunk on, `chunk` many.
         scale: finite and positive; default 1/sqrt(D). Scores times scale are fp32: beyond 1e5 their differences, and
             with them O, lose digits, and beyond 1e9 there are NaN, as in other kernels of this method.

@@ -10,7 +10,7 @@ import torch
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellConfig
 from gluon_attn.forward.launch import BLACKWELL as KERNEL
-from gluon_attn.forward.launch import build_of, compiled, launches_of
+from gluon_attn.forward.launch import NOT_GIVEN, build_of, compiled, launches_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import BLACKWELL, Row
 from gluon_attn.kernels.common.mask import Mask
@@ -109,7 +109,11 @@ class Case:
         device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.config.num_ctas)
         plan = Plan.of(problem, self.config, device)
         (launch,) = launches_of(plan, q, k, v, out)
-        return problem.mask, plan, launch.arguments({"q": q, "k": k, "v": v, "out": out, "lse": lse, **scales})
+        return (
+            problem.mask,
+            plan,
+            launch.arguments({**NOT_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse, **scales}),
+        )
 
 
 @functools.lru_cache(maxsize=256)

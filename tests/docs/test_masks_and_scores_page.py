@@ -1,0 +1,55 @@
+"""docs/masks_and_scores.md: its scripts run as they stand on a card. Elsewhere the same text runs on smaller tensors on
+the CPU. Its table is what the result file says."""
+
+import functools
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import gluon_attn
+from gluon_attn.device import Device
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "masks_and_scores.md").read_text(encoding="utf-8")
+SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+ROWS = {
+    "window of 128": "window 128",
+    "window of 1024": "window 1024",
+    "chunks of 2048": "chunk 2048",
+    "sinks": "sinks",
+    "soft cap": "softcap 30",
+    "ALiBi": "alibi",
+}
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_scripts_under_the_stand_in(number, monkeypatch, tmp_path):
+    """From a file, as a function under `jit` has to have one."""
+    monkeypatch.setattr(gluon_attn, "attention", functools.partial(gluon_attn.attention, device=Device.hopper()))
+    small = SCRIPTS[number].replace('"cuda"', '"cpu"').replace("1000", "130")
+    assert small.count('"cpu"') == SCRIPTS[number].count('"cuda"') > 0
+    path = tmp_path / "script.py"
+    path.write_text(small, encoding="utf-8")
+    names = runpy.run_path(str(path))
+    trained = names["sinks"] if "sinks" in names else names["q"]
+    assert trained.grad.isfinite().all()
+    assert trained.grad.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(2))
+def test_scripts_on_a_card(number, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPTS[number], encoding="utf-8")
+    runpy.run_path(str(path))
+
+
+def test_the_table_is_that_of_the_result_file():
+    points = json.loads((ROOT / "bench/results/h200_features.json").read_text(encoding="utf-8"))["points"]
+    for row, name in ROWS.items():
+        ratios = [point["results"][name]["ms"] / point["results"]["causal"]["ms"] for point in points]
+        assert f"| {row} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |" in PAGE
