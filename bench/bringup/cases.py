@@ -74,7 +74,6 @@ def table_config(
         "kv_heads": 1,
         "q_len": length,
         "kv_len": length,
-        "head_dim": head_dim,
     }
     problem = Problem(dtype=dtype, causal=causal, scale=head_dim**-0.5, layout="bhsd", head_dim=head_dim, **sizes)
     return pick_config(problem, device_at_hand.device(), num_ctas)
