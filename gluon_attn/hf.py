@@ -48,7 +48,7 @@ KNOWN = "_gluon_attn_known"
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
-_warned: set[str] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def register(device: Device | None = None) -> None:
@@ -254,14 +254,15 @@ def eager_of(module: nn.Module, asked: list[str]) -> Attend:
         if eager is not None:
             return eager
     raise NotImplementedError(
-        f"{', '.join(asked)}: not supported so far, and there is no eager_attention_forward beside "
-        f'{type(module).__name__} to compute it; call model.set_attn_implementation("eager")'
+        f"{', '.join(name for name in asked if name in BY_EAGER)}: transformers' SDPA leaves it out, and there is no "
+        f"eager_attention_forward beside {type(module).__name__} to compute it; "
+        'call model.set_attn_implementation("eager")'
     )
 
 
 @torch.compiler.assume_constant_result  # so under torch.compile it is called while the graph is made
 def warn(why: str, instead: str) -> None:
-    key = why.partition(", got")[0]  # without the numbers, which may be others in each call
+    key = (why.partition(", got")[0], instead)  # without the numbers, which may be others in each call
     if key not in _warned:
         _warned.add(key)
         warnings.warn(f"gluon_attn leaves attention to {instead}: {why}", stacklevel=3)

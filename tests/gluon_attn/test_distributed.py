@@ -101,7 +101,7 @@ REFUSED = {
     "fp8": r"NotImplementedError: q: expected float16 or bfloat16, .* got torch.float8_e4m3fn; convert",
     "shapes": r"ValueError: v: expected 6 keys \(as k\), got 4",
     "dtype": r"TypeError: q: expected dtype float16, .* got torch.float32; convert",
-    "window": r"NotImplementedError: window: a sliding window is not supported so far",
+    "window": r"NotImplementedError: window: masks other than causal, and changes of scores, are not supported",
     "card": r"NotImplementedError: device: expected a Hopper card, as gradients are asked for",
     "mesh": r"TypeError: group: expected a torch.distributed ProcessGroup or None, got .*DeviceMesh; give mesh.get_gr",
     "group": r"TypeError: group: expected a torch.distributed ProcessGroup or None, got str; leave it out",

@@ -405,7 +405,7 @@ def test_refused_by_name(argument, ran):
 
 def test_no_eager_attention_to_fall_back_to(ran):
     with pytest.raises(NotImplementedError, match=r"^softcap: .*no eager_attention_forward beside SimpleNamespace"):
-        attend(Q, K, softcap=30.0)
+        attend(Q, K, softcap=30.0, dropout=0.1)
 
 
 def test_continuous_batching_is_refused(ran):

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from gluon_attn import ForwardConfig, attention, reference_attention
+from gluon_attn.call import Extras
 from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.plan import Plan
@@ -98,8 +99,8 @@ def test_a_negative_scale_gives_nan(device):
     problem = Problem.of(given.q, given.k, given.v, scales=tuple(given.scales.values()))
     out, lse = torch.empty(given.q.shape, dtype=BF16), torch.empty(given.q.shape[:3])
     launches = launches_on_cpu(Plan.of(problem, pick_config(problem, device), device), given.q, given.k, given.v, out)
-    tensors = {"q": given.q, "k": given.k, "v": given.v, "out": out, "lse": lse}
-    launches(tensors | {name: given.scales[name] for name in SCALES})
+    extras = Extras(**{name: given.scales[name] for name in SCALES}).given()
+    launches(extras | {"q": given.q, "k": given.k, "v": given.v, "out": out, "lse": lse})
     assert given.names == ("v_scale, negative", "q_scale, negative", "k_scale, negative")
     check_special(given, out, lse, causal=False)
 

@@ -111,12 +111,11 @@ def test_strides_are_what_torch_expects(calls):
 
 
 def test_windows(calls):
-    q, k, v = (q_of(1, 40, 2, 64) for _ in range(3))
+    q, k, v, dout = q_of(4, 1, 40, 2, 64)
     window: dict[str, Any] = {"window_size_left": 8, "window_size_right": 3}
     dense = (None, None, 40, 40, 0.0, False)
     out, lse, *_ = FLASH(q, k, v, *dense, False, **window)
     check(q, k, v, out, lse, window=(8, 3), layout="bshd")
-    dout = torch.ones_like(q)
     grads = FLASH_BACKWARD(dout, q, k, v, out, lse, *dense, *RNG, **window)
     check_gradients(q, k, v, dout, grads, window=(8, 3), layout="bshd")
     assert calls == []

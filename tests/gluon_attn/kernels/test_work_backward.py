@@ -37,7 +37,19 @@ def note_work(
     """At [batch, KV head, key block]: add 1 to visits, and to places 10000 * the program + how many it has done before.
     In wrong: how many key blocks do not know their sequence, or their heads."""
     none = gl.to_tensor(0)
-    order = order_of(q_desc, k_desc, blocks_per_item, last_heads, heads_at_once, none, none, (none, none, none, none), MASK, ROTATED, None)
+    order = order_of(
+        q_desc,
+        k_desc,
+        blocks_per_item,
+        last_heads,
+        heads_at_once,
+        none,
+        none,
+        (none, none, none, none),
+        MASK,
+        ROTATED,
+        None,
+    )
     work, step = first_work(order), 0
     while work.is_left():
         keys = work.keys()
