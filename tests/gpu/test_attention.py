@@ -26,7 +26,7 @@ from gluon_attn.testing import (
 )
 from tests.gpu.checks import Apart, outcomes_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ def configs_of(case: Case, problem: Problem, device: Device) -> list[ForwardConf
 CASES = {case.name: case for case in every_case()}
 assert len(CASES) == sum(1 for _ in every_case()), "two cases have one name"
 
-APART = Apart(function="tests.gpu.test_attention:run_case", item_seconds=90, group=lambda name: CASES[name].group)
+APART = Apart(function="tests.gpu.test_attention:run_case", group=lambda name: CASES[name].group)
 
 
 @pytest.fixture(scope="module")

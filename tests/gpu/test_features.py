@@ -5,7 +5,7 @@ import pytest
 from tests.gluon_attn.backward.test_features import CASES, check
 from tests.gpu.checks import Apart, outcomes_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def run(name: str) -> None:
@@ -16,7 +16,7 @@ def run(name: str) -> None:
         check(options, (1500, 1500 + lengths[1] - lengths[0]), head_dim, deterministic, where="cuda")
 
 
-APART = Apart(function="tests.gpu.test_features:run", item_seconds=120)
+APART = Apart(function="tests.gpu.test_features:run")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import backward_call, check_gradients, normal, normal_qkv, poison_free_memory
 from tests.gpu.checks import Apart, outcomes_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 GRADIENTS: dict[str, Callable[[], None]] = {}
 
@@ -327,9 +327,7 @@ def run_test(name: str) -> None:
     GRADIENTS[name]()
 
 
-APART = Apart(
-    function="tests.gpu.test_gradients:run_test", item_seconds=240, group=lambda name: name.split(",")[0], processes=8
-)
+APART = Apart(function="tests.gpu.test_gradients:run_test", group=lambda name: name.split(",")[0], processes=8)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from gluon_attn.problem import Problem
 from gluon_attn.testing import Surrounded, check, check_gradients, config_for_reuse, normal, normal_qkv
 from tests.gpu.checks import Apart, outcomes_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 Sizes = dict[str, Any]
 # One kernel, and two: at D=256 V is always transposed before.
@@ -487,7 +487,7 @@ def run_test(name: str) -> None:
 
 
 # The order of memory tests matters little: one process has them all.
-APART = Apart(function="tests.gpu.test_launch:run_test", item_seconds=120, group=lambda name: "launches")
+APART = Apart(function="tests.gpu.test_launch:run_test", group=lambda name: "launches")
 
 
 @pytest.fixture(scope="module")

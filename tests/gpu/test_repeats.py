@@ -12,7 +12,7 @@ from gluon_attn import attention
 from gluon_attn.testing import check, normal_qkv
 from tests.gpu.checks import Apart, outcomes_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 REPEATS: dict[str, Callable[[], None]] = {}
 
@@ -61,7 +61,7 @@ def run_test(name: str) -> None:
     REPEATS[name]()
 
 
-APART = Apart(function="tests.gpu.test_repeats:run_test", item_seconds=120)
+APART = Apart(function="tests.gpu.test_repeats:run_test")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from gluon_attn import torch_sdpa
 from gluon_attn.testing import check, check_gradients
 from tests.gpu.checks import Apart, outcomes_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -271,7 +271,7 @@ def run(name: str) -> None:
     CASES[name]()
 
 
-APART = Apart(function="tests.gpu.test_torch_sdpa:run", item_seconds=240, processes=4)
+APART = Apart(function="tests.gpu.test_torch_sdpa:run", processes=4)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from gluon_attn import attention
 from tests.gpu.checks import Apart, outcomes_of
 from tests.gpu.training import Shape, disagreement, table, train
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 STEPS = 200
 PEERS = {
@@ -45,7 +45,7 @@ def run(name: str) -> None:
     assert wrong is None, f"{wrong}\n{shown}"
 
 
-APART = Apart(function="tests.gpu.test_training:run", item_seconds=240)
+APART = Apart(function="tests.gpu.test_training:run")
 
 
 @pytest.fixture(scope="module")
