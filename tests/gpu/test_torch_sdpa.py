@@ -67,6 +67,20 @@ def check_call(head_dim: int, causal: bool, kv_heads: int = 4, q_len: int = 1000
     check_gradients(q.detach(), k.detach(), v.detach(), dout, grads, causal=causal)
 
 
+def check_window() -> None:
+    """Which only the operator has."""
+    q, k, v = inputs = tensors(*((2, 300, 4, 64),) * 3)
+    with ours(2):
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, 300, 300, 0.0, False, False, window_size_left=32, window_size_right=0
+        )[0]
+        dout = torch.randn_like(out)
+        grads = torch.autograd.grad(out, inputs, dout)
+    q, k, v = (t.detach() for t in inputs)
+    check(q, k, v, out.detach(), None, window=(32, 0), layout="bshd")
+    check_gradients(q, k, v, dout, grads, window=(32, 0), layout="bshd")
+
+
 def check_first_call() -> None:
     """Of the process: at that, torch orders its backends."""
     q, k, v = (t.detach() for t in qkv())
@@ -182,13 +196,6 @@ def lower_right() -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(300, 500))
 
 
-def windowed() -> Tensor:
-    q, k, v = tensors(*((2, 300, 4, 64),) * 3)
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, 300, 300, 0.0, False, False, window_size_left=32, window_size_right=0
-    )[0]
-
-
 def packed() -> Tensor:
     q, k, v = tensors(*((500, 4, 64),) * 3)
     starts = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
@@ -209,7 +216,6 @@ FALLS_THROUGH: dict[str, Callable[[], Any]] = {
     "causal, unequal lengths": plain_call((2, 4, 300, 64), *Q[1:], is_causal=True),
     "attn_mask": masked,
     "causal_lower_right": lower_right,
-    "a window": windowed,
     "packed": packed,
     "nested": nested,
 }
@@ -253,6 +259,7 @@ CASES: dict[str, Callable[[], None]] = {
     "D=256, causal": lambda: check_call(256, causal=True),
     "D=100, which torch pads": lambda: check_call(100, causal=True),
     "unequal lengths": lambda: check_call(128, causal=False, q_len=300, kv_len=700),
+    "a window": check_window,
     "first call": check_first_call,
     "order afterwards": check_order_afterwards,
     "activated": check_activated,
