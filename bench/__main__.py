@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench import report, sweep
+from bench import features, report, sweep
 from bench.points import DTYPES, LENGTHS, SETS, Point
 
 RESULT = Path("bench/results/latest.json")
@@ -30,7 +30,13 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    top.add_argument("--sets", nargs="+", choices=list(SETS), default=["sweep"], help="of bench/points.py")
+    top.add_argument(
+        "--sets",
+        nargs="+",
+        choices=[*SETS, *features.SETS],
+        default=["sweep"],
+        help="of bench/points.py; or of bench/features.py, then alone",
+    )
     top.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["bf16"], help="of these sets, what has these")
     top.add_argument("--head-dim", type=int, nargs="+", help="only these")
     top.add_argument("--mask", nargs="+", choices=["full", "causal"], help="only one of them")
@@ -94,14 +100,21 @@ def main() -> None:
     elif args.show == "plot":
         print("written:", report.plot(read, args.to, args.all))
     else:
-        points = chosen(args, command.error)
+        of_features = [name for name in args.sets if name in features.SETS]
+        if of_features and len(of_features) < len(args.sets):
+            others = ", ".join(name for name in args.sets if name not in features.SETS)
+            command.error(f"--sets: expected no others with {', '.join(of_features)}, got {others}; run them apart")
+        points = [] if of_features else chosen(args, command.error)
         if args.rounds < 1:
             command.error(f"--rounds: expected 1 or more, got {args.rounds}")
         if args.out.is_dir() or args.out.suffix != ".json":
             command.error(f"--out: expected a file name that ends in .json, got {args.out}")
         if not torch.cuda.is_available():
             sys.exit("bench: needs a Hopper or Blackwell card, found no CUDA device; nothing was timed")
-        sweep.run(points, args)
+        if of_features:
+            features.run(args)
+        else:
+            sweep.run(points, args)
 
 
 if __name__ == "__main__":

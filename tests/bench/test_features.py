@@ -1,0 +1,75 @@
+"""The bench of masks and changed scores: what is called, and what is made of the times."""
+
+import argparse
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from bench import features
+from bench.__main__ import main
+from bench.timing import Timing
+from gluon_attn import attention
+from gluon_attn.device import Device
+from gluon_attn.reference import reference_attention
+
+SMALL = features.Shape(head_dim=64, batch=1, heads=2, kv_heads=1, length=130)
+ALL = tuple(case for cases in features.SETS.values() for case in cases)
+FLEX = [case for case in ALL if case.is_in_flex]
+
+
+@pytest.mark.parametrize("case", FLEX, ids=[case.name for case in FLEX])
+def test_flex_attention_computes_the_same(case):
+    """As ours is to be, so that the two times are of the same."""
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+
+    shape = features.Shape(head_dim=16, batch=1, heads=2, kv_heads=2, length=256)
+    q, k, v = (t.double() for t in shape.tensors("cpu"))
+    keeps = features.causal if case.keeps is None else and_masks(features.causal, case.keeps(shape, "cpu"))
+    mask = create_block_mask(keeps, None, None, shape.length, shape.length, device="cpu")
+    mod = None if case.score_mod is None else case.score_mod(shape, "cpu")
+    theirs = flex_attention(q, k, v, score_mod=mod, block_mask=mask)
+    ours, _ = reference_attention(q, k, v, causal=True, **case.options(shape, "cpu"))
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """gluon_cpu for the card. Nothing is timed, but everything is called."""
+
+    def timed(calls, rounds):
+        return {name: Timing(0.001 * (i + 1), (0.001,)) for i, (name, call) in enumerate(calls.items()) if call()}
+
+    def truthy(call):
+        return lambda: call() is not None
+
+    monkeypatch.setattr(
+        features, "time_interleaved", lambda calls, rounds: timed({n: truthy(c) for n, c in calls.items()}, rounds)
+    )
+    monkeypatch.setattr(features, "SHAPES", (SMALL,))
+    tensors = features.Shape.tensors
+    monkeypatch.setattr(features.Shape, "tensors", lambda shape: tensors(shape, "cpu"))
+    monkeypatch.setattr(features, "attention", partial(attention, device=Device.hopper()))
+    monkeypatch.setattr(features, "by_cudnn", lambda q, k, v: reference_attention(q, k, v, causal=True)[0])
+    monkeypatch.setattr(features, "forwards_of", partial(features.forwards_of, device="cpu"))
+    monkeypatch.setattr(features, "provenance", lambda commit: {"commit": commit})
+
+
+def test_a_run_times_each_pass_of_each_case(stand_ins, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(features.SETS, "few", (features.window(8), features.SINKS))
+    out = tmp_path / "found.json"
+    features.run(argparse.Namespace(sets=["few"], rounds=1, peers=[], commit="abc", out=out))
+    found = json.loads(out.read_text())
+    assert [p["pass"] for p in found["points"]] == ["forward", "backward"]
+    for point in found["points"]:
+        assert list(point["results"]) == ["cudnn causal", "ours causal", "ours window 8", "ours sinks"]
+        assert point["results"]["ours window 8"]["over_ours_causal"] == pytest.approx(1.5)
+    assert "| ours sinks | 2.000 | 2.000 |" in capsys.readouterr().out
+
+
+def test_sets_of_features_are_run_alone(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", "--sets", "sweep", "masks"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--sets: expected no others with masks, got sweep; run them apart" in capsys.readouterr().err
