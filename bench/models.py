@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gradients import deterministic, save
 from bench.provenance import SEED, provenance
+from bench.report import markdown
 from bench.timing import time_interleaved
 from gluon_attn import hf, torch_sdpa
 from tests.gpu.training import WINDOW, Shape, averaged, disagreement, losses_of
@@ -171,11 +172,6 @@ def measure_losses(shape: Shape, steps: int, device: str) -> dict[str, list[floa
         assert isinstance(losses, Tensor)
         found[name] = losses.tolist()
     return found
-
-
-def markdown(head: list[str], rows: dict[str, list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def ratio(results: dict[str, Any], name: str) -> float:

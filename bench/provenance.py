@@ -31,7 +31,7 @@ def provenance(commit: str | None) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "seed": SEED,
         "commit": commit or output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown",
-        "card": torch.cuda.get_device_name(),
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": output_of("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"),
         "clocks": clocks(),
         "torch": torch.__version__,

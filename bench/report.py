@@ -27,6 +27,12 @@ FP8 = ("e4m3", "e5m2")
 SUFFIXES = (".png", ".svg")
 
 
+def markdown(head: list[str], rows: dict[str, list[str]]) -> str:
+    """A table; a row is its first cell, and the others."""
+    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
 def read(path: Path) -> dict[str, Any]:
     """Raises SystemExit, with what to do, for a file that is not one of `python -m bench`."""
     try:

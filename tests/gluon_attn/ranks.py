@@ -1,6 +1,6 @@
-"""What each process of test_distributed.py runs: every case, by gluon_cpu, over gloo.
+"""What each process of test_distributed.py runs: every case, by gluon_cpu over gloo, or on a card each over NCCL.
 
-python -m tests.gluon_attn.ranks RANK SIZE FOLDER [of_torch]
+python -m tests.gluon_attn.ranks every_case|script|on_cards RANK SIZE FOLDER
 """
 
 import datetime
@@ -67,7 +67,7 @@ def run_ranks(size: int, folder: Path, what: str = "every_case") -> list[Any]:
         for process in processes:
             process.kill()
             process.wait()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(size)]
 
 
 def whole_tensors(case: dict[str, Any], size: int) -> tuple[Tensor, ...]:
@@ -90,11 +90,24 @@ def options_of(case: dict[str, Any]) -> dict[str, Any]:
     return {name: case[name] for name in ("causal", "scale", "layout") if name in case}
 
 
+def longer(case: dict[str, Any]) -> dict[str, Any]:
+    """So that a share has several blocks of queries and of keys."""
+    return case | {name: 61 * case.get(name, 5) for name in ("chunk", "kv_chunk") if name == "chunk" or name in case}
+
+
 def run_case(name: str, size: int) -> dict[str, Any]:
+    return run_of(name, CASES[name], size, torch.device("cpu"), HOPPER)
+
+
+def on_cards(size: int) -> dict[str, Any]:
+    place = torch.device("cuda", torch.cuda.current_device())
+    return {name: run_of(name, longer(case), size, place, None) for name, case in CASES.items()}
+
+
+def run_of(name: str, case: dict[str, Any], size: int, place: torch.device, device: Device | None) -> dict[str, Any]:
     """O, LSE and the gradients, of the whole sequence, and what was computed here."""
-    case = CASES[name]
     sequence = 2 if case.get("layout", "bhsd") == "bhsd" else 1
-    *qkv, dout, dlse = whole_tensors(case, size)
+    *qkv, dout, dlse = (t.to(place) for t in whole_tensors(case, size))
     odd = qkv[0].shape[sequence] % (2 * size)
 
     def share(t: Tensor, dim: int) -> Tensor:
@@ -114,7 +127,7 @@ def run_case(name: str, size: int) -> dict[str, Any]:
     function: Any = ring_attention if name.startswith("ring") else ulysses_attention
     with Spy() as spy:
         out, lse = function(
-            q, k, v, return_lse=True, deterministic=case.get("deterministic"), device=HOPPER, **options_of(case)
+            q, k, v, return_lse=True, deterministic=case.get("deterministic"), device=device, **options_of(case)
         )
         outputs = ([out] if case.get("dout", True) else []) + ([lse] if case.get("dlse") else [])
         grads = ([share(dout, sequence)] if case.get("dout", True) else []) + (
@@ -122,7 +135,7 @@ def run_case(name: str, size: int) -> dict[str, Any]:
         )
         dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
     with torch.no_grad():
-        assert torch.equal(function(q, k, v, device=HOPPER, **options_of(case)), out)
+        assert torch.equal(function(q, k, v, device=device, **options_of(case)), out)
     return {
         "out": whole(out, sequence), "lse": whole(lse, 2), "grads": [whole(t, sequence) for t in (dq, dk, dv)],
         "calls": spy.calls,
@@ -251,12 +264,19 @@ def script(size: int, folder: Path) -> dict[str, Any]:
 
 def main(what: str, rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    if what == "on_cards":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90)
+        "nccl" if what == "on_cards" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=90),
     )
     run: dict[str, Callable[[int], Any]] = {
         "every_case": every_case,
         "script": functools.partial(script, folder=folder),
+        "on_cards": on_cards,
     }
     torch.save(run[what](size), folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -1,0 +1,92 @@
+"""The bench of several cards: what it times alone is what is sent; what it shows; a run without cards."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import distributed as bench
+from gluon_attn import distributed
+from gluon_attn.device import Device
+from gluon_attn.distributed import AllToAll, Ranks
+
+ROOT = Path(__file__).parents[2]
+RANKS = Ranks(group=None, rank=1, size=2)
+
+
+@pytest.fixture
+def sent(monkeypatch) -> list[int]:
+    """Bytes of each message, of which none leaves."""
+    sizes: list[int] = []
+
+    def pass_on(ranks: Ranks, pairs: list[tuple[Tensor, Tensor]]) -> list[Any]:
+        for outgoing, incoming in pairs:
+            sizes.append(outgoing.nbytes)
+            incoming.copy_(outgoing)
+        return []
+
+    def exchange(received: Tensor, t: Tensor, group: Any) -> None:
+        sizes.append(t.nbytes)
+        received.copy_(t)
+
+    monkeypatch.setattr(Ranks, "pass_on", pass_on)
+    monkeypatch.setattr(Ranks, "of", lambda group: RANKS)
+    monkeypatch.setattr(distributed.dist, "all_to_all_single", exchange)
+    return sizes
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", bench.FUNCTIONS)
+def test_the_transfers_alone_are_those_of_the_function(name, backward, sent):
+    tensors = [torch.ones(1, 2, 8, 64, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3)]
+    out = bench.FUNCTIONS[name](*tensors, causal=True, device=Device.hopper())
+    if backward:
+        torch.autograd.grad(out.sum(), tensors)
+    by_function = sorted(sent)
+    sent.clear()
+    q, k, v = (t.detach() for t in tensors)
+    bench.TRANSFERS[name](q, k, v, RANKS, backward)
+    assert sorted(sent) == by_function
+    assert by_function
+
+
+def test_without_transfers_nothing_is_sent(sent):
+    q = torch.ones(2, 4)
+    before = (Ranks.pass_on, AllToAll.apply)
+    with bench.no_transfers():
+        coming = torch.empty_like(q)
+        RANKS.pass_on([(q, coming)])
+        assert coming.data_ptr() == q.data_ptr()
+        assert AllToAll.apply(q, RANKS) is q
+    assert (Ranks.pass_on, AllToAll.apply) == before
+    assert sent == []
+
+
+def test_a_row():
+    seconds = {"one card": [0.5], "ring with": [0.6, 0.6, 0.66], "ring without": [0.55], "ring alone": [0.2]}
+    row = bench.row_of({"flops": 600e12, "seconds": seconds}, "ring", 2)
+    assert row == ["500", "600", "0.833", "10.0", "600.00", "550.00", "200.00", "75"]
+    assert len(row) == len(bench.HEAD)
+
+
+@pytest.mark.slow
+def test_a_run_without_cards(tmp_path):
+    file = tmp_path / "found.json"
+    command = [sys.executable, "-m", "bench.distributed"]
+    ran = subprocess.run(
+        [*command, "--quick", "--out", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=580
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["cards"] == 2
+    assert len(found["timed"]) == 4
+    assert {row["function"]: max(row["off"].values()) for row in found["compared"]}["ulysses"] == 0
+    assert found["provenance"]["card"] == "none" or torch.cuda.is_available()
+    shown = subprocess.run([*command, "--show", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert shown.stdout in ran.stdout
+    assert "| ring, 2 cards | TFLOP/s per card |" in shown.stdout

@@ -1,0 +1,71 @@
+"""Attention over all cards of this machine, over NCCL: the cases of tests/gluon_attn/ranks.py, longer, on a card each.
+
+It needs two cards. A rank that hangs is ended with the others.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gluon_attn.testing import check, check_gradients
+from tests.gluon_attn.ranks import CASES, longer, options_of, run_ranks, whole_tensors
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = re.findall(
+    r"^```python\n(.*?)^```$", (ROOT / "docs/integrations.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+)[-1]
+AGAINST_ONE_CARD = """
+from gluon_attn import attention
+whole = [unshard(t.detach(), dim=2).requires_grad_() for t in (q, k, v)]
+want = torch.autograd.grad(attention(*whole, causal=True).sum(), whole[0])[0]
+assert (dq.float() - want.float()).abs().max() <= 2**-6 * want.abs().max()
+print("the same as on one card")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def size() -> int:
+    cards = torch.cuda.device_count()
+    if cards < 2:
+        pytest.skip("needs two cards")
+    return cards
+
+
+@pytest.fixture(scope="module")
+def found(size, tmp_path_factory) -> list[dict[str, Any]]:
+    return run_ranks(size, tmp_path_factory.mktemp("ranks"), "on_cards")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name, found):
+    """The same function of the same whole sequence as one call, in all ranks."""
+    case, size = longer(CASES[name]), len(found)
+    q, k, v, dout, dlse = (t.cuda() for t in whole_tensors(case, size))
+    options = options_of(case)
+    for rank, of_rank in enumerate(found):
+        assert torch.equal(of_rank[name]["out"], found[0][name]["out"]), f"rank {rank} has gathered something else"
+    out, lse, grads = (found[0][name][what] for what in ("out", "lse", "grads"))
+    check(q, k, v, out.cuda(), lse.cuda(), what=name, **options)
+    if not case.get("dout", True):
+        dout = torch.zeros_like(dout)
+    grads = [t.cuda() for t in grads]
+    check_gradients(q, k, v, dout, grads, dlse=dlse if case.get("dlse") else None, what=name, **options)
+
+
+def test_the_script_of_the_page(size, tmp_path):
+    """docs/integrations.md, as torchrun starts it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + AGAINST_ONE_CARD, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [*torchrun, "--nproc-per-node", str(size), str(script)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("the same as on one card") == size
