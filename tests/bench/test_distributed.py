@@ -85,6 +85,7 @@ def test_a_run_without_cards(tmp_path):
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["cards"] == 2
     assert len(found["timed"]) == 4
+    assert found["wrong"] == []
     assert {row["function"]: max(row["off"].values()) for row in found["compared"]}["ulysses"] == 0
     assert found["provenance"]["card"] == "none" or torch.cuda.is_available()
     shown = subprocess.run([*command, "--show", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=280)
