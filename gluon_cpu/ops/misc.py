@@ -32,26 +32,16 @@ class MiscOps(AgentBase):
         return any(a.cluster == EARLIER and self.clk[ORDER, a.slot] >= a.time for a in self.foreign)
 
     def device_assert(self, info: Any, condition: Any) -> None:
-        self.at = info
-        if not np.all(condition):
-            self.cluster.machine.found(
-                DeviceAssert(
-                    f"assertion failed: {info.message} ({self.who})\n"
-                    f"    at {info.site.where}\n      {info.site.source}",
-                    (info.site,),
-                )
-            )
+        self.must_hold(info, condition, f"assertion failed: {info.message}")
 
     def assume(self, info: Any, condition: Any) -> None:
+        self.must_hold(info, condition, "false assumption: the compiler was told that this holds")
+
+    def must_hold(self, info: Any, condition: Any, otherwise: str) -> None:
         self.at = info
         if not np.all(condition):
-            self.cluster.machine.found(
-                DeviceAssert(
-                    f"false assumption: the compiler was told that this holds ({self.who})\n"
-                    f"    at {info.site.where}\n      {info.site.source}",
-                    (info.site,),
-                )
-            )
+            where = f"    at {info.site.where}\n      {info.site.source}"
+            self.cluster.machine.found(DeviceAssert(f"{otherwise} ({self.who})\n{where}", (info.site,)))
 
     def device_print(self, info: Any, *values: Any) -> None:
         self.at = info

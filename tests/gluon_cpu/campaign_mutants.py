@@ -43,7 +43,6 @@ from gluon_cpu.ir.parse import parse_module
 from tests.gluon_cpu.attention import BackwardRun, Run, TransposeRun, kv_scales, normal_qkv
 from tests.gluon_cpu.mutants import Mutant, mutants
 
-POLICIES = ("random", "late", "early", "pct", "starve")
 AnyRun = Run | TransposeRun | BackwardRun
 
 
@@ -410,7 +409,7 @@ def verdict(runs: Sequence[AnyRun], mutant: Mutant, seeds: Iterable[int]) -> str
         return compiled if kernel is mutated else front.compile_source(kernel, *rest)
 
     with instead_of_compiling(instead):
-        for seed, run, policy in itertools.product(seeds, runs, POLICIES):
+        for seed, run, policy in itertools.product(seeds, runs, gluon_cpu.POLICIES):
             schedule = gluon_cpu.Schedule(policy, seed=seed)
             try:
                 run(schedule=schedule, mode="lowered")

@@ -25,7 +25,6 @@ from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import BackwardRun, Run, kv_scales, normal_qkv
 from tests.gluon_cpu.twins import TWINS, Twin
 
-POLICIES = ("random", "late", "early", "pct", "starve")
 HOPPER, BLACKWELL, BLACKWELL_ULTRA = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()
 DEVICES = {device.arch: device for device in (HOPPER, BLACKWELL, BLACKWELL_ULTRA)}
 DTYPES = {1: (torch.float8_e4m3fn, torch.float8_e5m2), 2: (torch.bfloat16, torch.float16)}
@@ -168,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=at_least_one, default=200, help="schedules of each policy")
     parser.add_argument("--first", type=int, default=0, help="seed, to go on where an earlier run ended")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--policies", nargs="+", choices=gluon_cpu.POLICIES, default=gluon_cpu.POLICIES)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each kernel and dtype")
     parser.add_argument("--lowered", action="store_true", help="kernels of one CTA in lowered mode, as the others are")
     parser.add_argument("--only", default="", help="only names with this in them, as in 'sm_100 D=64' or 'twins'")

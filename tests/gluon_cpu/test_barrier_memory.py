@@ -7,10 +7,8 @@ import gluon_cpu
 from tests.compat import fence_async_shared, gl, jit, mbarrier, tma
 from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, ROW_1, descriptor, new_barrier, poisoned, same
 
-POLICIES = ("random", "late", "early", "pct", "starve")
 
-
-@pytest.fixture(params=POLICIES)
+@pytest.fixture(params=gluon_cpu.POLICIES)
 def schedule(request):
     return gluon_cpu.Schedule(request.param, seed=2)
 

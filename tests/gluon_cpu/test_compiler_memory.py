@@ -34,10 +34,8 @@ from tests.gluon_cpu.support import (
     store_matrix,
 )
 
-POLICIES = ("random", "late", "early", "pct", "starve")
 
-
-@pytest.fixture(params=POLICIES)
+@pytest.fixture(params=gluon_cpu.POLICIES)
 def launch(request):
     schedule = gluon_cpu.Schedule(request.param, seed=3)
 

@@ -7,7 +7,6 @@ from tests.gluon_cpu import findings_copies as copies
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu.findings_cases import CASES, Case, ints, markers, out_boxes
 
-POLICIES = ("random", "late", "early", "pct", "starve")
 SEEDS = (0, 1, 2)
 
 
@@ -21,7 +20,7 @@ def check_message(case: Case, finding: gluon_cpu.Finding) -> None:
     assert finding.schedule is not None
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 @pytest.mark.parametrize("case", [c for c in CASES.values() if c.always], ids=[n for n, c in CASES.items() if c.always])
 def test_caught_under_every_schedule(case, policy):
     for seed in SEEDS:
@@ -45,7 +44,7 @@ def test_caught_under_some_schedule(case):
         case.launch(caught.value.schedule, case.bug, caught.value.mode)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_right_twin_is_silent(case, policy):
     for seed in SEEDS:
@@ -61,7 +60,7 @@ def test_lowered_mode_says_the_same(case):
         check_message(case, caught.value)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_a_fence_at_the_reader_will_do(policy):
     """The fence may be on either side of the barrier: what counts is that it lies on the path."""
     out = out_boxes()
@@ -69,19 +68,19 @@ def test_a_fence_at_the_reader_will_do(policy):
     gluon_cpu.launch(copies.fence_between_roles, (1,), out, schedule=schedule, AT_WRITER=False, AT_SENDER=True)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_a_fence_that_the_compiler_inserts_is_seen(policy):
     out = out_boxes()
     gluon_cpu.launch(copies.fence_within_a_role, (1,), out, schedule=gluon_cpu.Schedule(policy, seed=0))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_a_cluster_barrier_that_the_compiler_inserts_is_seen(policy):
     schedule = gluon_cpu.Schedule(policy, seed=0)
     gluon_cpu.launch(hopper.init_without_a_cluster_barrier, (1,), ints(1), schedule=schedule, num_ctas=2)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_a_cluster_ends_together(policy):
     """With several CTAs the compiler puts a cluster barrier before the end, so a late remote arrival is no bug."""
     schedule = gluon_cpu.Schedule(policy, seed=0)

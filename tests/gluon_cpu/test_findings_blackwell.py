@@ -9,7 +9,6 @@ import gluon_cpu
 from tests.gluon_cpu import findings_blackwell as kernels
 from tests.gluon_cpu.findings_cases import markers
 from tests.gluon_cpu.support import descriptor, poisoned, same, small_integers
-from tests.gluon_cpu.test_findings import POLICIES
 from tests.slow import slow_if
 
 N, STEPS = 64, 4
@@ -43,7 +42,7 @@ def launch(num_ctas: int, *, dtype: Any = torch.bfloat16, bug: str = "", head_di
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("num_ctas", [1, 2, 4])
 def test_numbers_and_silence(num_ctas, dtype):
-    for policy in POLICIES:
+    for policy in gluon_cpu.POLICIES:
         launch(num_ctas, dtype=dtype, schedule=gluon_cpu.Schedule(policy, seed=3))
 
 
@@ -77,7 +76,7 @@ BUGS_AND_CTAS = [(bug, n) for bug, (counts, *_) in BUGS.items() for n in counts]
 @pytest.mark.parametrize(("bug", "num_ctas"), slow_if(lambda case: case in WITH_MORE_CTAS, BUGS_AND_CTAS))
 def test_bugs(bug, num_ctas):
     _, kind, lines = BUGS[bug]
-    for policy in POLICIES:
+    for policy in gluon_cpu.POLICIES:
         with pytest.raises((kind, gluon_cpu.UninitialisedRead, gluon_cpu.BarrierMisuse)) as found:
             launch(num_ctas, bug=bug, schedule=gluon_cpu.Schedule(policy, seed=0))
         print(policy, found.value)

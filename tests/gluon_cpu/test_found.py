@@ -14,7 +14,6 @@ import gluon_cpu
 from tests.docs.examples import Page, mended, options_of
 
 PAGE = Page("found.md", shared=Page("gluon_cpu.md"))
-POLICIES = ("random", "late", "early", "pct", "starve")
 SEEDS = (0, 1)
 
 
@@ -90,7 +89,7 @@ def test_every_example_of_the_page_is_here():
     assert [b.name for b in PAGE.findings if "\n    assert torch.equal(out, " not in b.code] == []
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name, policy, modules):
     want = FOUND[name]
@@ -103,7 +102,7 @@ def test_found(name, policy, modules):
         assert [word for word in want.words if word not in message] == [], message
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 @pytest.mark.parametrize("name", FOUND)
 def test_mended_is_silent_and_right(name, policy, modules):
     for seed in SEEDS:
@@ -114,9 +113,9 @@ def test_mended_is_silent_and_right(name, policy, modules):
 @pytest.mark.parametrize("name", [name for name in FOUND if FOUND[name].wrong is not None])
 def test_numbers_of_the_wrong_kernel(name, modules):
     wrong = 0
-    for policy in POLICIES:
+    for policy in gluon_cpu.POLICIES:
         try:
             run(modules[name], schedule=gluon_cpu.Schedule(policy), mode=FOUND[name].mode, checks=False)
         except AssertionError:
             wrong += 1
-    assert {0: "none", len(POLICIES): "all"}.get(wrong, "some") == FOUND[name].wrong
+    assert {0: "none", len(gluon_cpu.POLICIES): "all"}.get(wrong, "some") == FOUND[name].wrong

@@ -10,8 +10,6 @@ from tests.compat import gl, jit, mbarrier
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu.support import PLAIN, ROW, ROW_1, new_barrier, poisoned
 
-POLICIES = ("random", "late", "early", "pct", "starve")
-
 
 @jit
 def talk(turn, STEPS: gl.constexpr, NAME: gl.constexpr):
@@ -38,7 +36,7 @@ def conversation(capsys: pytest.CaptureFixture[str], schedule: gluon_cpu.Schedul
     return said
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_a_schedule_is_deterministic(capsys, policy):
     for seed in range(3):
         schedule = gluon_cpu.Schedule(policy, seed=seed)
@@ -166,7 +164,7 @@ def many_programs(out_ptr):
     gl.warp_specialize([(wait_and_store, (tile, ready, out_ptr)), (shared_hand_over, (tile, ready, 9))], [1])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_many_programs(policy):
     """Each program has its own shared memory and barriers."""
     out = poisoned(40, 128, dtype=torch.int32)

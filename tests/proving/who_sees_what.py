@@ -27,7 +27,6 @@ from tests.compat import gl, jit
 from tests.gluon_cpu import findings_copies as copies
 from tests.gluon_cpu.findings_cases import CASES, out_boxes
 from tests.gluon_cpu.support import MATRIX, load_matrix, normal, poisoned, store_matrix
-from tests.gluon_cpu.test_findings import POLICIES
 from tests.proving import kernels
 
 CONSAN = Path(__file__).parents[2] / "bench" / "results" / "h200_agreement.json"
@@ -149,7 +148,7 @@ def faults() -> Iterator[Fault]:
 def asked_gluon_cpu(fault: Fault, bug: bool) -> str:
     """What it finds, or ""."""
     assert fault.run
-    for policy in POLICIES:
+    for policy in gluon_cpu.POLICIES:
         for seed in range(SEEDS):
             try:
                 fault.run(bug, gluon_cpu.Schedule(policy, seed=seed))

@@ -18,7 +18,6 @@ from gluon_attn.problem import Problem
 from tests.gluon_cpu.attention import Run, kv_scales, normal_qkv
 from tests.slow import slow_if
 
-POLICIES = ("random", "late", "early", "pct", "starve")
 B200, B300 = Device.blackwell(), Device.blackwell_ultra()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS_PER_CTA = 256  # two query tiles
@@ -161,7 +160,7 @@ def test_programs_of_a_small_card(causal):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", POLICIES))
+@pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", gluon_cpu.POLICIES))
 @pytest.mark.parametrize(
     ("head_dim", "num_ctas", "dtype"),
     [
@@ -185,7 +184,7 @@ def test_schedules_do_not_change_the_numbers(num_ctas):
     """Bit by bit: nothing in the kernel depends on who comes first."""
     run = blackwell_run({"q_len": 560, "kv_len": 400}, causal=True, num_ctas=num_ctas, programs=1)
     first = checked(run, "first")
-    for policy in POLICIES:
+    for policy in gluon_cpu.POLICIES:
         run(schedule=gluon_cpu.Schedule(policy, seed=3))
         assert torch.equal(run.out, first[0])
         assert torch.equal(run.lse, first[1])
@@ -298,7 +297,7 @@ ALL_LEVERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", POLICIES))
+@pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", gluon_cpu.POLICIES))
 @pytest.mark.parametrize(
     ("num_ctas", "dtype", "dynamic"),
     [

@@ -22,7 +22,6 @@ from tests.gluon_cpu.attention import Run, TransposeRun, kv_scales, normal_qkv
 from tests.slow import slow_if
 
 ROOT = Path(__file__).parents[3]
-POLICIES = ("random", "late", "early", "pct", "starve")
 
 # Edges first. Each with 1 and 2 CTAs, full and causal.
 ROWS: dict[str, dict[str, Any]] = {
@@ -113,7 +112,7 @@ def test_fp8_with_values_transposed_before(name, layout):
     run.before.check(name)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 @pytest.mark.parametrize("head_dim", [16, 64, 112, 128, 256])
 def test_values_are_transposed_under_every_policy(policy, head_dim):
     q, k, v = normal_qkv(heads=4, kv_heads=2, batch=2, q_len=1, kv_len=333, head_dim=head_dim, dtype=FP8[1])
@@ -240,7 +239,7 @@ def test_maxima_as_integers_lose_no_small_probability(dtype):
     checked(Run(q.to(dtype), k.to(dtype), v.abs().to(dtype), causal=False, config=INTEGER_MAX), "small probabilities")
 
 
-@pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", POLICIES))
+@pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", gluon_cpu.POLICIES))
 @pytest.mark.parametrize("num_ctas", [1, 2])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
@@ -266,7 +265,7 @@ def test_schedules_do_not_change_the_numbers():
     """Bit by bit: nothing in the kernel depends on who comes first."""
     run = Run(*normal_qkv(q_len=260), causal=True, num_ctas=2)
     results = []
-    for policy in POLICIES:
+    for policy in gluon_cpu.POLICIES:
         run(schedule=gluon_cpu.Schedule(policy, seed=3))
         results.append((run.out.clone(), run.lse.clone()))
     for out, lse in results[1:]:
@@ -279,7 +278,7 @@ def test_a_race_on_global_memory_is_caught():
     run = Run(*normal_qkv(q_len=512), causal=False, programs=1)
     run()
     run.tensors["out"] = run.k
-    for policy in POLICIES:
+    for policy in gluon_cpu.POLICIES:
         with pytest.raises(gluon_cpu.DataRace) as caught:
             run(schedule=gluon_cpu.Schedule(policy, seed=0))
         assert "load" in str(caught.value)

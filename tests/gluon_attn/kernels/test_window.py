@@ -22,7 +22,6 @@ from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
 
 H200, B200 = Device.hopper(), Device.blackwell()
-POLICIES = ("random", "late", "early", "pct", "starve")
 
 
 def run(
@@ -164,7 +163,7 @@ def test_how_shares_change_roles_in_the_case():
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "on"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_no_finding_under_any_policy(policy, causal):
     """Roles that skip blocks, rings of one slot and turns: who waits for whom. In each row block, of 256 rows, the last
     role skips blocks that the first one needs, and causal the other way round."""
