@@ -10,7 +10,9 @@ there: O and LSE are the same function in both.
 
 import contextlib
 import functools
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,16 +33,28 @@ WINDOW = ("window_size_left", "window_size_right")  # -1, or None: no limit
 
 Original = Callable[..., Any]
 
+_lock = threading.Lock()  # for the lists below, and what torch is told when they change
+_registered: list["Overrides"] = []
+_entered: list["Priority"] = []
+# Kernels that are registered no longer. Another thread may be in one, so they are not destroyed at once.
+_removed: deque[Any] = deque(maxlen=1000)
+
 
 class Overrides:
     """What is registered with torch, until `remove`."""
 
-    def __init__(self, library: Library) -> None:
-        self.library = library
+    def __init__(self, key: str) -> None:
+        self.key, self.library = key, Library("aten", "IMPL", key)
+        self.originals: dict[str, Any] = {}  # by operator, the kernel that was there before ours
+        self.ours: list[Any] = []
 
     def remove(self) -> None:
-        """The kernels that were there before are there again."""
-        self.library._destroy()
+        """The kernels that were there before are there again, or those of others that are registered still."""
+        with _lock:
+            if self in _registered:
+                _registered.remove(self)
+                _removed.extend(self.ours)
+                self.library._destroy()
 
 
 def override(key: str = "CUDA", device: Device | None = None) -> Overrides:
@@ -49,16 +63,28 @@ def override(key: str = "CUDA", device: Device | None = None) -> Overrides:
 
     device: as for `attention`.
     """
-    library = Library("aten", "IMPL", key)
-    for name, replacement in REPLACEMENTS.items():
-        try:
-            kernel = get_kernel(f"aten::{name}", key)
-        except RuntimeError:
-            continue
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one is replaced
-            library.impl(name, functools.partial(call, replacement, kernel, device), with_keyset=True)
-    return Overrides(library)
+    with _lock:
+        overrides = Overrides(key)
+        for name, replacement in REPLACEMENTS.items():
+            try:
+                kernel = original_of(name, key)
+            except RuntimeError:
+                continue
+            overrides.originals[name] = kernel
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one is replaced
+                overrides.library.impl(name, functools.partial(call, replacement, kernel, device), with_keyset=True)
+            overrides.ours.append(get_kernel(f"aten::{name}", key))
+        _registered.append(overrides)
+    return overrides
+
+
+def original_of(name: str, key: str) -> Any:
+    """The kernel that is there; of ours, the one before it, so that ours can be removed in any order."""
+    kernel = get_kernel(f"aten::{name}", key)
+    if f"registered at {__file__}:" in repr(kernel):
+        return next(overrides.originals[name] for overrides in reversed(_registered) if overrides.key == key)
+    return kernel
 
 
 def call(
@@ -70,16 +96,39 @@ def call(
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
     """Within it, torch's flash operators are ours, and torch tries them first: elsewhere, on Hopper and Blackwell, it
-    tries cuDNN's first. Backends that are turned off stay so, but for the flash operators."""
+    tries cuDNN's first. Backends that are turned off stay so, but for the flash operators. Several threads may be
+    within, and leave in any order: it is on, for all threads, until the last has left."""
     let_torch_order()
-    order = torch._C._get_sdp_priority_order()  # sdpa_kernel puts those that were on before first, and leaves it so
-    handle = override()
+    handle, priority = override(), Priority()
     try:
-        with sdpa_kernel(flash_first(), set_priority=True):
-            yield
+        yield
     finally:
-        torch._C._set_sdp_priority_order(order)
+        priority.leave()
         handle.remove()
+
+
+class Priority:
+    """The flash operators first, until `leave`: then it is as it was before; or stays, if others were made since and
+    are left to restore it."""
+
+    def __init__(self) -> None:
+        with _lock:
+            self.before = torch.backends.cuda.flash_sdp_enabled(), torch._C._get_sdp_priority_order()
+            _entered.append(self)
+            flash = SDPBackend.FLASH_ATTENTION.value
+            torch.backends.cuda.enable_flash_sdp(True)
+            torch._C._set_sdp_priority_order([flash, *(backend for backend in self.before[1] if backend != flash)])
+
+    def leave(self) -> None:
+        with _lock:
+            at = _entered.index(self)
+            del _entered[at]
+            if at < len(_entered):
+                _entered[at].before = self.before
+                return
+            was_on, order = self.before
+            torch.backends.cuda.enable_flash_sdp(was_on)
+            torch._C._set_sdp_priority_order(order)
 
 
 def let_torch_order() -> None:
@@ -88,18 +137,6 @@ def let_torch_order() -> None:
         q = torch.empty((1, 1, 1, 64), dtype=torch.bfloat16, device="cuda")
         with sdpa_kernel(SDPBackend.MATH):
             torch._fused_sdp_choice(q, q, q)
-
-
-def flash_first() -> list[SDPBackend]:
-    """The flash operators, then the other backends that are on, as torch orders them."""
-    cuda, order = torch.backends.cuda, torch._C._get_sdp_priority_order()
-    others = {
-        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: cuda.math_sdp_enabled(),
-    }
-    on = sorted((backend for backend, is_on in others.items() if is_on), key=lambda backend: order.index(backend.value))
-    return [SDPBackend.FLASH_ATTENTION, *on]
 
 
 def takes(

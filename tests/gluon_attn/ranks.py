@@ -3,6 +3,8 @@
 python -m tests.gluon_attn.ranks every_case|script|on_cards RANK SIZE FOLDER
 """
 
+import contextlib
+import copy
 import datetime
 import functools
 import os
@@ -14,9 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.parallel import DistributedDataParallel
 
-from gluon_attn import distributed
+from gluon_attn import attention, distributed, torch_sdpa
 from gluon_attn.device import Device
 from gluon_attn.distributed import ring_attention, shard, ulysses_attention, unshard
 
@@ -43,6 +51,7 @@ ULYSSES: dict[str, dict[str, Any]] = {
 CASES = {f"ring: {name}": case for name, case in RING.items()} | {
     f"ulysses: {name}": case for name, case in ULYSSES.items()
 }
+BY_TORCH: dict[str, Any] = {"causal": True, "heads": 2, "chunk": 5}  # what context_parallel can do
 
 
 def run_ranks(size: int, folder: Path, what: str = "every_case") -> list[Any]:
@@ -101,7 +110,8 @@ def run_case(name: str, size: int) -> dict[str, Any]:
 
 def on_cards(size: int) -> dict[str, Any]:
     place = torch.device("cuda", torch.cuda.current_device())
-    return {name: run_of(name, longer(case), size, place, None) for name, case in CASES.items()}
+    found: dict[str, Any] = {name: run_of(name, longer(case), size, place, None) for name, case in CASES.items()}
+    return found | {"by_torch": by_torch(longer(BY_TORCH), size, place), "wrapped": wrapped(size, place, None)}
 
 
 def run_of(name: str, case: dict[str, Any], size: int, place: torch.device, device: Device | None) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def run_of(name: str, case: dict[str, Any], size: int, place: torch.device, devi
         shares = list(torch.stack(shares, dim=2).unbind(2))
     q, k, v = (t.requires_grad_() for t in shares)
     function: Any = ring_attention if name.startswith("ring") else ulysses_attention
-    with Spy() as spy:
+    with Spy(distributed) as spy:
         out, lse = function(
             q, k, v, return_lse=True, deterministic=case.get("deterministic"), device=device, **options_of(case)
         )
@@ -142,14 +152,86 @@ def run_of(name: str, case: dict[str, Any], size: int, place: torch.device, devi
     }  # fmt: skip
 
 
+def by_torch(case: dict[str, Any], size: int, place: torch.device) -> dict[str, Any]:
+    """O and gradients by torch's context_parallel, whose shares are those of `shard`, with its flash operators ours.
+    On the CPU they are called by name, as torch's attention calls others there."""
+
+    def of_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    *whole, _ = (t.to(place) for t in whole_tensors(case, size))
+    buffers: list[Any] = [t.clone() for t in whole]
+    with contextlib.ExitStack() as stack, Spy(torch_sdpa) as spy:
+        if place.type == "cpu":
+            of_cpu.__name__ = "scaled_dot_product_attention"
+            stack.callback(setattr, F, of_cpu.__name__, F.scaled_dot_product_attention)
+            F.scaled_dot_product_attention = of_cpu  # type: ignore[assignment]
+            none_there = torch.library.Library("aten", "IMPL", "CPU")  # something to replace
+            stack.callback(none_there._destroy)
+            for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
+                none_there.impl(name, of_cpu)
+            stack.callback(torch_sdpa.override("CPU", HOPPER).remove)
+        else:
+            stack.enter_context(torch_sdpa.enabled())
+        mesh = init_device_mesh(place.type, (size,))
+        stack.enter_context(
+            context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers))
+        )
+        q, k, v, dout = (t.detach() for t in buffers)
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        grads = torch.autograd.grad(out, inputs, dout)
+    return {
+        "shares": all(torch.equal(t.detach(), shard(whole, dim=2)) for t, whole in zip(buffers, whole, strict=True)),
+        "out": unshard(out.detach(), dim=2), "grads": [unshard(t, dim=2) for t in grads], "calls": spy.calls,
+    }  # fmt: skip
+
+
+class Small(nn.Module):
+    """Projections, attention, and what joins the heads."""
+
+    def __init__(self, device: Device | None) -> None:
+        super().__init__()
+        self.device = device
+        self.qkv, self.out = (nn.Linear(128, width, bias=False, dtype=BF16) for width in (3 * 128, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 64).unbind(2)
+        out: Any = attention(q, k, v, causal=True, layout="bshd", device=self.device)
+        return self.out(out.flatten(2))
+
+
+def wrapped(size: int, place: torch.device, device: Device | None) -> dict[str, list[Tensor]]:
+    """Gradients of a model's weights: of one process with all of a batch; by DDP and FSDP2, a sequence in each rank."""
+    torch.manual_seed(0)
+    plain, x = Small(device).to(place), torch.randn(size, 40, 128, dtype=BF16).to(place)
+    ids = None if place.type == "cpu" else [place]
+    wraps: dict[str, Callable[[Small], Any]] = {
+        "plain": lambda model: model,
+        "DDP": lambda model: DistributedDataParallel(model, device_ids=ids),
+        "FSDP2": lambda model: fully_shard(model, mesh=init_device_mesh(place.type, (size,))),
+    }
+    found = {}
+    for name, wrap in wraps.items():
+        model = wrap(copy.deepcopy(plain))
+        mine = x if name == "plain" else x[dist.get_rank() :][:1]
+        model(mine).float().square().mean().backward()
+        grads: list[Any] = [p.grad for p in model.parameters()]
+        found[name] = [(g.full_tensor() if isinstance(g, DTensor) else g).float() for g in grads]
+    return found
+
+
 class Spy:
-    """Within it, what attention and its gradients are called with: rows, keys, whether causal."""
+    """Within it, what a module calls attention and its gradients with: rows, keys, whether causal."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     def __enter__(self) -> "Spy":
         self.calls: list[tuple[str, int, int, bool]] = []
-        self.originals = {name: getattr(distributed, name) for name in ("attention", "attention_backward")}
+        self.originals = {name: getattr(self.module, name) for name in ("attention", "attention_backward")}
         for name, original in self.originals.items():
-            setattr(distributed, name, self.watched(name, original))
+            setattr(self.module, name, self.watched(name, original))
         return self
 
     def watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +245,7 @@ class Spy:
 
     def __exit__(self, *_: object) -> None:
         for name, original in self.originals.items():
-            setattr(distributed, name, original)
+            setattr(self.module, name, original)
 
 
 def hidden_keys(size: int) -> dict[str, Any]:
@@ -239,6 +321,8 @@ def every_case(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: run_case(name, size) for name in CASES}
     for check in (hidden_keys, half_of_the_ranks, no_keys, bad_calls):
         found[check.__name__] = check(size)
+    found["by_torch"] = by_torch(BY_TORCH, size, torch.device("cpu"))
+    found["wrapped"] = wrapped(size, torch.device("cpu"), HOPPER)
     whole = torch.arange(4 * size * 3).view(3, 4 * size)
     found["shard"] = shard(whole, dim=1)
     assert torch.equal(unshard(found["shard"], dim=-1), whole)

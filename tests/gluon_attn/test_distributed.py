@@ -12,7 +12,7 @@ from gluon_attn import reference_attention
 from gluon_attn.device import Device
 from gluon_attn.distributed import block_of, merge, ring_attention, shard, ulysses_attention
 from gluon_attn.testing import check, check_gradients
-from tests.gluon_attn.ranks import CASES, options_of, run_ranks, whole_tensors
+from tests.gluon_attn.ranks import BY_TORCH, CASES, options_of, run_ranks, whole_tensors
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -90,6 +90,36 @@ def test_groups(function, found):
         out, *grads = of_rank["half_of_the_ranks"][function]
         check(q, k, v, out, None, causal=True)
         check_gradients(q, k, v, dout, grads, causal=True)
+
+
+def check_by_torch(found: list[dict[str, Any]], case: dict[str, Any], device: str) -> None:
+    """torch's own ring, a forward and a backward call of ours for each step of it."""
+    size = len(found)
+    q, k, v, dout, _ = (t.to(device) for t in whole_tensors(case, size))
+    for of_rank in found:
+        of_torch = of_rank["by_torch"]
+        assert of_torch["shares"]
+        assert [call[0] for call in of_torch["calls"]] == ["attention"] * size + ["attention_backward"] * size
+        check(q, k, v, of_torch["out"].to(device), None, causal=True)
+        check_gradients(q, k, v, dout, [t.to(device) for t in of_torch["grads"]], causal=True)
+
+
+def test_context_parallel_of_torch(found):
+    check_by_torch(found, BY_TORCH, "cpu")
+
+
+def check_wrapped(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        plain = of_rank["wrapped"]["plain"]
+        for name in ("DDP", "FSDP2"):
+            for grad, want in zip(of_rank["wrapped"][name], plain, strict=True):
+                assert want.norm() > 0
+                assert (grad - want).norm() < 0.02 * want.norm(), name
+
+
+def test_a_model_that_torch_spreads(found):
+    """DDP and FSDP2 have the gradients of one process: attention is as any other function to them."""
+    check_wrapped(found)
 
 
 REFUSED = {

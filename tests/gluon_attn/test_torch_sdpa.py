@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -329,7 +330,7 @@ def test_the_flash_operators_come_first_within():
     flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
     before, backends = torch._C._get_sdp_priority_order(), order()
     with torch_sdpa.enabled():
-        assert order() == [flash, *(b for b in backends if b not in (flash, SDPBackend.OVERRIDEABLE))]
+        assert order() == [flash, *(b for b in backends if b != flash)]
     assert order() == backends
     with sdpa_kernel([math, SDPBackend.CUDNN_ATTENTION, flash], set_priority=True), torch_sdpa.enabled():
         assert order() == [flash, math, SDPBackend.CUDNN_ATTENTION]
@@ -341,6 +342,56 @@ def test_the_flash_operators_come_first_within():
         raise KeyError
     assert order() == backends
     assert torch._C._get_sdp_priority_order() == before
+
+
+def test_left_in_any_order(originals):
+    """As several threads leave it, each with others still within."""
+
+    def order() -> list[SDPBackend]:
+        return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+
+    q, before = q_of(), order()
+    ours = attention(q, q, q, device=HOPPER)
+    assert isinstance(ours, Tensor)
+    for leaves_first in (0, 1):
+        handles = [torch_sdpa.override("CPU", HOPPER) for _ in range(2)]
+        entered = [torch_sdpa.enabled() for _ in range(2)]
+        for context in entered:
+            context.__enter__()
+        assert torch.equal(SDPA(q, q, q)[0], ours)
+        handles.pop(leaves_first).remove()
+        entered.pop(leaves_first).__exit__(None, None, None)
+        assert order()[0] == SDPBackend.FLASH_ATTENTION
+        assert torch.equal(SDPA(q, q, q)[0], ours)
+        assert (SDPA(q, q, q, 0.5)[0] == 7).all()  # dropout, handed on through one that is off
+        handles.pop().remove()
+        entered.pop().__exit__(None, None, None)
+        assert order() == before
+        assert (SDPA(q, q, q)[0] == 7).all()
+    assert not torch_sdpa._registered
+    assert not torch_sdpa._entered
+
+
+def test_many_threads(originals):
+    """Each turns it on and off in its own time, while the others are in our kernels; afterwards it is off."""
+    q, before = q_of(), torch._C._get_sdp_priority_order()
+    want = attention(q, q, q, device=HOPPER)
+    assert isinstance(want, Tensor)
+
+    def work(_: int) -> bool:
+        handle = torch_sdpa.override("CPU", HOPPER)
+        try:
+            with torch_sdpa.enabled():
+                return torch.equal(SDPA(q, q, q)[0], want)
+        finally:
+            handle.remove()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(12)))
+    assert (SDPA(q, q, q)[0] == 7).all()
+    assert torch._C._get_sdp_priority_order() == before
+    assert not torch_sdpa._registered
+    assert not torch_sdpa._entered
 
 
 def test_the_stand_ins_are_not_ours():

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from gluon_attn.testing import check, check_gradients
-from tests.gluon_attn.ranks import CASES, longer, options_of, run_ranks, whole_tensors
+from tests.gluon_attn.ranks import BY_TORCH, CASES, longer, options_of, run_ranks, whole_tensors
+from tests.gluon_attn.test_distributed import check_by_torch, check_wrapped
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = re.findall(
@@ -57,6 +58,14 @@ def test_against_float64(name, found):
         dout = torch.zeros_like(dout)
     grads = [t.cuda() for t in grads]
     check_gradients(q, k, v, dout, grads, dlse=dlse if case.get("dlse") else None, what=name, **options)
+
+
+def test_context_parallel_of_torch(found):
+    check_by_torch(found, longer(BY_TORCH), "cuda")
+
+
+def test_a_model_that_torch_spreads(found):
+    check_wrapped(found)
 
 
 def test_the_script_of_the_page(size, tmp_path):

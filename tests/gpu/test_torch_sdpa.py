@@ -4,6 +4,7 @@ for a whole process."""
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from gluon_attn import torch_sdpa
+from gluon_attn import attention, torch_sdpa
 from gluon_attn.testing import check, check_gradients
 from tests.gpu.checks import Apart, outcomes_of
 
@@ -111,6 +112,38 @@ def check_activated() -> None:
         check(q, k, v, got, None)
         torch_attention.restore_flash_attention_impl()
         assert torch.equal(F.scaled_dot_product_attention(q, k, v), want)
+
+
+def check_one_pass_each(forward_is_ours: bool) -> None:
+    """Torch's gradients of our forward pass, or ours of torch's: O and LSE are the same function."""
+    q, k, v = inputs = qkv(kv_heads=2)
+    theirs = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    passes = [ours(1), theirs] if forward_is_ours else [theirs, ours(1)]
+    with passes[0]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    dout = torch.randn_like(out)
+    with passes[1]:
+        grads = torch.autograd.grad(out, inputs, dout)
+    check(q.detach(), k.detach(), v.detach(), out.detach(), None, causal=True)
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, grads, causal=True)
+
+
+def check_threads() -> None:
+    """Each turns it on and off in its own time, while the others compute."""
+    q, k, v = (t.detach() for t in qkv())
+    order = torch._C._get_sdp_priority_order()
+    want = attention(q, k, v)
+    assert isinstance(want, Tensor)
+
+    def work(_: int) -> bool:
+        with torch_sdpa.enabled():
+            return torch.equal(F.scaled_dot_product_attention(q, k, v), want)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(200)))
+    assert torch._C._get_sdp_priority_order() == order
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert not torch.equal(F.scaled_dot_product_attention(q, k, v), want)
 
 
 def check_deterministic() -> None:
@@ -263,6 +296,9 @@ CASES: dict[str, Callable[[], None]] = {
     "first call": check_first_call,
     "order afterwards": check_order_afterwards,
     "activated": check_activated,
+    "our forward pass, torch's backward": lambda: check_one_pass_each(forward_is_ours=True),
+    "torch's forward pass, our backward": lambda: check_one_pass_each(forward_is_ours=False),
+    "threads": check_threads,
     "deterministic": check_deterministic,
     "MultiheadAttention": lambda: check_module(SelfAttention(), 2),
     "TransformerEncoderLayer": lambda: check_module(
