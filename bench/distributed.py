@@ -181,17 +181,17 @@ def no_transfers() -> Iterator[None]:
 
 def transfers_of_ring(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, backward: bool) -> None:
     """What `ring_attention` sends, and nothing else."""
-    here = torch.stack((k, v))
-    coming = torch.empty_like(here)
+
+    def move(*tensors: Tensor) -> None:
+        arrive(ranks.pass_on([(t, torch.empty_like(t)) for t in tensors]))
+
     for _ in range(ranks.size - 1):
-        arrive(ranks.pass_on([(here, coming)]))
+        move(k, v)
     if not backward:
         return
-    sums = torch.zeros_like(here, dtype=torch.float32)
-    coming_sums = torch.empty_like(sums)
+    sums = [torch.zeros_like(t, dtype=torch.float32) for t in (k, v)]
     for step in range(ranks.size + 1):
-        moving = [(here, coming)] if step + 1 < ranks.size else []
-        arrive(ranks.pass_on(moving + ([(sums, coming_sums)] if step else [])))
+        move(*((k, v) if step + 1 < ranks.size else ()), *(sums if step else ()))
 
 
 def transfers_of_ulysses(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, backward: bool) -> None:

@@ -383,4 +383,5 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
         require_fits(config, problem, chosen)
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
-    return Plan.of(problem, pick_config(problem, chosen, num_ctas) if config is None else config, chosen)
+    config = pick_config(problem, chosen, num_ctas) if config is None else config
+    return Plan.of(problem, config, chosen, card_is_shared=options.card_is_shared)

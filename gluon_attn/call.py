@@ -26,6 +26,7 @@ class Options(NamedTuple):
     num_ctas: int | None = None
     config: ForwardConfig | None = None
     device: Device | None = None
+    card_is_shared: bool = False  # with what runs at the same time, so that a program may begin late: see `Plan.of`
 
 
 class Extras(NamedTuple):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .api import attention, autocast, check_differentiable, check_options, wants_gradient
+from .api import attend, attention, autocast, check_differentiable, check_options, wants_gradient
 from .call import Extras, Options
 from .device import Device
 from .gradients import Gradients, attention_backward
@@ -260,22 +260,21 @@ def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, *, causal: bool, layout: str, deterministic: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     length = in_bhsd(q, layout).shape[2]
-    here = torch.stack((k, v))  # as one message; contiguous, whatever strides they had
-    coming = torch.empty_like(here)
+    here = [k.contiguous(), v.contiguous()]
     total = total_lse = None
     for step in range(ranks.size):
-        transfers = ranks.pass_on([(here, coming)] if step + 1 < ranks.size else [])
+        coming = [torch.empty_like(t) for t in here] if step + 1 < ranks.size else []
+        transfers = ranks.pass_on(zip(here, coming, strict=False))
         rows, keys, diagonal = block_of(ranks.rank, (ranks.rank - step) % ranks.size, length, causal)
-        out, lse = attention(
-            along(q, rows, layout), *(along(t, keys, layout) for t in here), causal=diagonal, layout=layout,
-            return_lse=True, **options,
-        )  # fmt: skip
+        call = Options(causal=diagonal, layout=layout, card_is_shared=bool(coming), **options)
+        mine, theirs, values = along(q, rows, layout), *(along(t, keys, layout) for t in here)
+        out, lse = attend(mine, theirs, values, Extras(), call, return_lse=True)
         if total is None or total_lse is None:
             total, total_lse = out.float(), lse
         else:
             merge(in_bhsd(total, layout)[:, :, rows], total_lse[..., rows], in_bhsd(out, layout), lse)
         arrive(transfers)
-        here, coming = coming, here
+        here = coming
     assert total is not None
     assert total_lse is not None
     return total.to(q.dtype), total_lse
@@ -300,15 +299,13 @@ def ring_backward(
     Each part of a gradient is exact, as it is given O and LSE of all keys.
     """
     length = in_bhsd(q, layout).shape[2]
-    here = torch.stack((k, v))
-    coming = torch.empty_like(here)
-    dq = torch.zeros_like(q, dtype=torch.float32)
-    sums = torch.zeros_like(here, dtype=torch.float32)  # of dK and dV, of the keys that are here
-    coming_sums = torch.empty_like(sums)
+    here = [k.contiguous(), v.contiguous()]
+    dq = None
+    sums: list[Tensor] = []  # of dK and dV, of the keys that are here
     for step in range(ranks.size):
-        moving = [(here, coming)] if step + 1 < ranks.size else []
-        if step:
-            moving.append((sums, coming_sums))
+        coming = [torch.empty_like(t) for t in here] if step + 1 < ranks.size else []
+        coming_sums = [torch.empty_like(t) for t in sums]
+        moving = [*zip(here, coming, strict=False), *zip(sums, coming_sums, strict=True)]
         transfers = ranks.pass_on(moving)
         rows, keys, diagonal = block_of(ranks.rank, (ranks.rank - step) % ranks.size, length, causal)
         parts = attention_backward(
@@ -324,14 +321,18 @@ def ring_backward(
             **options,
         )
         arrive(transfers)
-        here, coming = coming, here
-        if step:
-            sums, coming_sums = coming_sums, sums
+        here = coming
+        if dq is None:  # the first step is of all rows and keys
+            dq, *sums = (part.float() for part in parts)
+            continue
+        sums = coming_sums
         along(dq, rows, layout).add_(parts[0])
         for total, part in zip(sums, parts[1:], strict=True):
             along(total, keys, layout).add_(part)
-    arrive(ranks.pass_on([(sums, coming_sums)]))
-    dk, dv = coming_sums.to(k.dtype)
+    assert dq is not None
+    home = [torch.empty_like(t) for t in sums]
+    arrive(ranks.pass_on(zip(sums, home, strict=True)))
+    dk, dv = (total.to(k.dtype) for total in home)
     return dq.to(q.dtype), dk, dv
 
 
@@ -347,7 +348,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """
     both = torch.logaddexp(lse, part_lse)
     finite = both.masked_fill(both == float("-inf"), 0.0)  # -inf less -inf would be NaN
-    out.mul_((lse - finite).exp()[..., None]).add_(part * (part_lse - finite).exp()[..., None])
+    out.mul_((lse - finite).exp()[..., None]).addcmul_(part, (part_lse - finite).exp()[..., None])
     lse.copy_(both)
 
 

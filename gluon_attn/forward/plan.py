@@ -49,8 +49,12 @@ class Plan:
         return self.problem.batch * self.problem.kv_heads * -(-self.problem.kv_len // TRANSPOSE_BLOCK_N)
 
     @staticmethod
-    def of(problem: Problem, config: ForwardConfig, device: Device) -> "Plan":
-        """Raises ValueError for more row blocks, queries or keys than the kernel can count."""
+    def of(problem: Problem, config: ForwardConfig, device: Device, *, card_is_shared: bool = False) -> "Plan":
+        """Raises ValueError for more row blocks, queries or keys than the kernel can count.
+
+        card_is_shared: have a program for each item, which the hardware starts where there is room. Of programs that
+            share the items beforehand, one for which a transfer leaves no processor would begin when that ends.
+        """
         clusters = device.sm_count // config.num_ctas
         if clusters == 0:
             raise ValueError(
@@ -104,7 +108,7 @@ class Plan:
         return Plan(
             problem=problem,
             config=config,
-            programs=items if config.one_program_per_item else min(clusters, items),
+            programs=items if config.one_program_per_item or card_is_shared else min(clusters, items),
             items=items,
             blocks_per_item=blocks_per_item,
             heads_longest_first=heads_longest_first,

@@ -229,16 +229,19 @@ class Spy:
 
     def __enter__(self) -> "Spy":
         self.calls: list[tuple[str, int, int, bool]] = []
-        self.originals = {name: getattr(self.module, name) for name in ("attention", "attention_backward")}
+        names = filter(functools.partial(hasattr, self.module), ("attention", "attend", "attention_backward"))
+        self.originals = {name: getattr(self.module, name) for name in names}
         for name, original in self.originals.items():
             setattr(self.module, name, self.watched(name, original))
         return self
 
     def watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            q, k = args[:2] if name == "attention" else args[2:4]
-            sequence = 2 if options.get("layout", "bhsd") == "bhsd" else 1
-            self.calls.append((name, q.shape[sequence], k.shape[sequence], options["causal"]))
+            q, k = args[2:4] if name == "attention_backward" else args[:2]
+            given = args[4]._asdict() if name == "attend" else options
+            sequence = 2 if given.get("layout", "bhsd") == "bhsd" else 1
+            what = name.replace("attend", "attention")
+            self.calls.append((what, q.shape[sequence], k.shape[sequence], given["causal"]))
             return original(*args, **options)
 
         return call

@@ -1,5 +1,6 @@
 """Attention over several ranks, by gloo and gluon_cpu: against float64 on one, what is computed, what is refused."""
 
+import dataclasses
 import itertools
 import re
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 from gluon_attn import reference_attention
+from gluon_attn.api import attend, plan_of
+from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
 from gluon_attn.distributed import block_of, merge, ring_attention, shard, ulysses_attention
 from gluon_attn.testing import check, check_gradients
@@ -189,6 +192,20 @@ def test_merged_in_any_order():
         torch.testing.assert_close(out, want)
         torch.testing.assert_close(lse, want_lse)
         assert (out[:, :, 7] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_beside_transfers(causal):
+    """A program for each item, on a card that is small enough for them to be fewer elsewhere; with items of two."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 1300, 64, generator=generator).bfloat16() for h in (3, 1, 1))
+    options = Options(causal=causal, device=dataclasses.replace(Device.hopper(), sm_count=3), card_is_shared=True)
+    plan = plan_of(q, k, v, Extras(), options)
+    assert plan is not None
+    assert plan.programs == plan.items > 3
+    assert plan.blocks_per_item == 1 + causal
+    out, lse = attend(q, k, v, Extras(), options, return_lse=True)
+    check(q, k, v, out, lse, causal=causal)
 
 
 @pytest.mark.parametrize("score", [float("inf"), float("nan")])

@@ -34,6 +34,15 @@ def test_never_more_programs_than_items():
     assert plan(heads=1, q_len=1).programs == 1
 
 
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_a_program_for_each_item_beside_transfers(longest_first):
+    """However many of them the card has room for, the items are the same."""
+    config = dataclasses.replace(CONFIG, last_heads_longest_first=longest_first)
+    shared = Plan.of(PREFILL, config, H200, card_is_shared=True)
+    assert shared.programs == shared.items
+    assert dataclasses.replace(shared, programs=132) == Plan.of(PREFILL, config, H200)
+
+
 def test_items_of_an_odd_number_of_row_blocks():
     """On Hopper the middle one of three is an item; on Blackwell it is one with that of the next head."""
     assert plan(heads=64, q_len=300, kv_len=300).items == 64 * 2
