@@ -3,10 +3,12 @@
 from . import runtime as runtime  # first, as it looks whether `channels` is the package that the others import
 from .api import attention
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
+from .problem import check_cu_seqlens
 from .reference import reference_attention
 from .runtime.compat import jit
 from .score_mod import ScoreMod
 from .support import supports
+from .varlen import attention_varlen
 
 __all__ = [
     "BlackwellConfig",
@@ -14,6 +16,8 @@ __all__ = [
     "HopperConfig",
     "ScoreMod",
     "attention",
+    "attention_varlen",
+    "check_cu_seqlens",
     "jit",
     "reference_attention",
     "supports",

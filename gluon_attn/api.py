@@ -18,6 +18,7 @@ from .gradients import Attention, require_gradients
 from .ops import attention_op, is_seen_by_a_mode
 from .problem import (
     FP8_DTYPES,
+    PACKED,
     SCALES,
     TMA_ALIGNMENT_BYTES,
     check_bool,
@@ -38,7 +39,6 @@ from .score_mod import ScoreMod, compiled_part
 UNSUPPORTED = {
     **dict.fromkeys(("attn_bias", "bias"), "a bias"),
     **dict.fromkeys(("attn_mask", "attention_mask", "block_mask", "mask_mod"), "a mask given as a tensor or function"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "a batch of variable lengths"),
     **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
     **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),
     **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
@@ -53,6 +53,11 @@ RENAMED = {
     "sliding_window": "window: (sliding_window - 1, 0) sees that many keys, the query's own among them",
     "attention_chunk": "chunk",
     **dict.fromkeys(("s_aux", "learnable_sink"), "sinks"),
+    **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k"),
+        "attention_varlen, which packed sequences have for a call of their own",
+    ),
+    "seqused_q": "seqused_k of attention_varlen; queries count all",
     "return_softmax_lse": "return_lse",
     "return_attn_probs": "return_lse",
 }
@@ -161,7 +166,7 @@ def attention(
     check_options(return_lse, deterministic, unsupported)
     function, read = compiled_part(score_mod)
     options = Options(causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device)
-    extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, read)
+    extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, of_score_mod=read)
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
@@ -197,8 +202,7 @@ def attend(
         out = torch.empty_like(q, dtype=output_dtype(q.dtype))
     lse = None
     if return_lse:
-        heads, q_len = q.shape[1:3] if options.layout == "bhsd" else (q.shape[2], q.shape[1])
-        lse = torch.empty((q.shape[0], heads, q_len), dtype=torch.float32, device=q.device)
+        lse = torch.empty(shape_of_lse(q.shape, options.layout), dtype=torch.float32, device=q.device)
     if launch is None:
         out.zero_()
         if lse is not None and extras.sinks is not None:
@@ -210,6 +214,13 @@ def attend(
             check_scales(extras.scales)
         launch({**extras.given(), "q": q, "k": k, "v": v, "out": out, "lse": lse})
     return out if lse is None else (out, lse)
+
+
+def shape_of_lse(q: Sequence[int], layout: str) -> tuple[int, ...]:
+    """q: its shape."""
+    if layout == PACKED:
+        return q[1], q[0]
+    return (q[0], q[1], q[2]) if layout == "bhsd" else (q[0], q[2], q[1])
 
 
 def check_options(return_lse: object, deterministic: object, unsupported: dict[str, Any]) -> None:
@@ -345,8 +356,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
     if q.device.type == "cpu":
         from .cpu import launches_on_cpu
 
-        return launches_on_cpu(plan, q, k, v, like_out)
-    return launches_on_card(plan, q, k, v, like_out)
+        return launches_on_cpu(plan, q, k, v, like_out, extras.seqused_k is not None)
+    return launches_on_card(plan, q, k, v, like_out, extras.seqused_k is not None)
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Plan | None:

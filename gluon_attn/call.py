@@ -8,7 +8,7 @@ from torch import Tensor
 from .device import Device
 from .forward.configs import ForwardConfig
 from .forward.launch import NOT_GIVEN
-from .problem import Problem, Window, check_of_heads, check_read, in_bhsd
+from .problem import Lengths, Problem, Window, check_of_heads, check_read, in_bhsd
 from .score_mod import ScoreFunction, alibi, softcap
 
 
@@ -27,6 +27,7 @@ class Options(NamedTuple):
     config: ForwardConfig | None = None
     device: Device | None = None
     card_is_shared: bool = False  # with what runs at the same time, so that a program may begin late: see `Plan.of`
+    max_seqlens: tuple[int, int] | None = None  # of queries and of keys, if sequences are packed; in no launch's key
 
 
 class Extras(NamedTuple):
@@ -38,6 +39,9 @@ class Extras(NamedTuple):
     v_scale: Tensor | None = None
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None  # where packed sequences begin, and the last ends
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
     of_score_mod: tuple[Tensor, ...] = ()
 
     @property
@@ -71,9 +75,16 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
     not."""
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, options, type(options.causal), type(options.scale), type(options.num_ctas),
+        q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
         *[t if t is None else identity(t) for t in extras[:-1]], *map(identity, extras.of_score_mod),
     )  # fmt: skip
+
+
+def lengths_of(extras: Extras, options: Options) -> Lengths | None:
+    """Of packed sequences, as they are given."""
+    if options.max_seqlens is None:
+        return None
+    return extras.cu_seqlens_q, extras.cu_seqlens_k, *options.max_seqlens, extras.seqused_k
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
@@ -91,6 +102,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
         layout=options.layout,
         out=extras.out,
         scales=extras.scales,
+        lengths=lengths_of(extras, options),
     )
 
 
@@ -106,6 +118,8 @@ def score_function_of(q: Tensor, extras: Extras, options: Options) -> ScoreFunct
         return softcap(options.softcap)
     if extras.alibi_slopes is not None:
         batch, heads = in_bhsd(q, options.layout).shape[:2]
+        if extras.cu_seqlens_q is not None:
+            batch = len(extras.cu_seqlens_q) - 1
         check_of_heads("alibi_slopes", extras.alibi_slopes, q, ((heads,), (batch, heads)), (torch.float32,))
         return alibi(extras.alibi_slopes)
     for i, t in enumerate(extras.of_score_mod):

@@ -56,10 +56,11 @@ class CpuLaunch:
             )
 
 
-def launches_on_cpu(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launches:
-    """A call on CPU tensors. They are looked at for their shapes and strides only; `out` may be on the meta device."""
+def launches_on_cpu(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False) -> Launches:
+    """A call on CPU tensors. They are looked at for their shapes and strides only; `out` may be on the meta device.
+    used: as for `launches_of`."""
     register_twins()
-    steps = [CpuLaunch(launch, plan.arch) for launch in launches_of(plan, q, k, v, out)]
+    steps = [CpuLaunch(launch, plan.arch) for launch in launches_of(plan, q, k, v, out, used)]
     return Launches(steps, workspaces_of(plan))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .api import UNSUPPORTED, attention, refuse
 from .problem import Window
+from .varlen import attention_varlen
 
 
 def flash_attn_func(
@@ -50,17 +51,9 @@ def flash_attn_func(
         TypeError, ValueError: as `gluon_attn.attention`, by that function's names: scale, return_lse, q_scale, k_scale
             and v_scale.
     """
-    if qv is not None:
-        refuse(qv=qv)
-    if sm_margin:
-        raise NotImplementedError(
-            "sm_margin: leaving processors to others is not supported so far; leave the argument out"
-        )
-    q, k, v = (t.contiguous() if isinstance(t, Tensor) and t.dim() and t.stride(-1) != 1 else t for t in (q, k, v))
+    refuse_what_is_missing(qv, sm_margin)
     return attention(
-        q,
-        k,
-        v,
+        *with_columns_together(q, k, v),
         causal=causal,
         window=window_of(window_size),
         chunk=attention_chunk or None,
@@ -73,6 +66,20 @@ def flash_attn_func(
         k_scale=k_descale,
         v_scale=v_descale,
     )
+
+
+def refuse_what_is_missing(qv: Any, sm_margin: int) -> None:
+    if qv is not None:
+        refuse(qv=qv)
+    if sm_margin:
+        raise NotImplementedError(
+            "sm_margin: leaving processors to others is not supported so far; leave the argument out"
+        )
+
+
+def with_columns_together(*tensors: Any) -> list[Any]:
+    """Those whose last stride is not 1 copied."""
+    return [t.contiguous() if isinstance(t, Tensor) and t.dim() and t.stride(-1) != 1 else t for t in tensors]
 
 
 def window_of(window_size: Window) -> Window:
@@ -105,9 +112,41 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> NoReturn:
-    """Not supported so far."""
-    missing("flash_attn_varlen_func", UNSUPPORTED["cu_seqlens_q"], "call flash_attn_func for each sequence")
+) -> Tensor | tuple[Tensor, Tensor]:
+    """O (T, H, D), and with `return_attn_probs` LSE (H, T) besides, of sequences packed one after the other.
+
+    Args:
+        q: (T, H, D). k, v: (U, Hkv, D). cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
+            `gluon_attn.attention_varlen`. q_descale, k_descale, v_descale: (B, Hkv), of B sequences.
+        The others: as for `flash_attn_func`.
+
+    Raises:
+        As `flash_attn_func`. NotImplementedError besides: seqused_q, by which some of a sequence's queries count.
+    """
+    refuse_what_is_missing(qv, sm_margin)
+    if seqused_q is not None:
+        missing("seqused_q", "a number of queries that count", "give it as cu_seqlens_q of rows that are all computed")
+    q, k, v = with_columns_together(q, k, v)
+    return attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k=seqused_k,
+        causal=causal,
+        window=window_of(window_size),
+        chunk=attention_chunk or None,
+        softcap=softcap or None,
+        scale=softmax_scale,
+        return_lse=return_attn_probs,
+        deterministic=deterministic or None,
+        q_scale=q_descale,
+        k_scale=k_descale,
+        v_scale=v_descale,
+    )
 
 
 def flash_attn_with_kvcache(

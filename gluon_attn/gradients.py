@@ -170,6 +170,10 @@ def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
             "ScoreMod(forward, backward)"
         )
     instead = "call under torch.no_grad(), or .detach() q, k and v"
+    if options.max_seqlens is not None:
+        raise NotImplementedError(
+            f"cu_seqlens_q: expected no gradients to be asked for, which packed sequences do not have so far; {instead}"
+        )
     if out is not None:
         raise NotImplementedError(
             f"out: expected None, as gradients are asked for, got a Tensor; leave it out, or {instead}"

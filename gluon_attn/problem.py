@@ -1,7 +1,7 @@
 """One attention problem: its shapes and options, and the validation of the tensors that pose it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NoReturn
 
@@ -12,9 +12,12 @@ from torch.autograd import forward_ad
 from .kernels.common.mask import Mask
 from .score_mod import ScoreFunction
 
+# Of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and seqused_k, as they are given.
+Lengths = tuple[object, object, object, object, object]
 Window = tuple[int | None, int | None]  # keys before and after a query's own position; None: no limit
 
 LAYOUTS = ("bhsd", "bshd")
+PACKED = "thd"  # the layout of packed sequences: all tokens, head, head dim
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float16, torch.bfloat16, *FP8_DTYPES)
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -26,7 +29,11 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """q (B, H, Sq, D), k and v (B, Hkv, Sk, D), dimensions in the order of `layout`; scale finite and positive."""
+    """q (B, H, Sq, D), k and v (B, Hkv, Sk, D), dimensions in the order of `layout`; scale finite and positive.
+
+    Of packed sequences (`sequences` says how many) batch is 1, and q_len and kv_len count the rows of all of them
+    together: where each begins and ends is known on the card alone.
+    """
 
     dtype: torch.dtype
     batch: int
@@ -43,6 +50,7 @@ class Problem:
     left: int | None = None  # how many keys before its own position a query sees, see `Mask`; None: no limit
     right: int | None = None  # how many after
     chunk: int | None = None  # of how many keys the chunks are, of which a query sees its own; None: no chunks
+    sequences: int | None = None  # that are packed; None: a batch of equal lengths
 
     @staticmethod
     def of(
@@ -59,10 +67,11 @@ class Problem:
         layout: str = "bhsd",
         out: Tensor | None = None,
         scales: Sequence[Tensor | None] = (None, None, None),
+        lengths: Lengths | None = None,
     ) -> "Problem":
         """The problem that these tensors pose, all of its shapes, dtypes, devices and strides checked.
 
-        scales: those of q, k and v, for fp8; None is 1.
+        scales: those of q, k and v, for fp8; None is 1. lengths: of packed sequences.
         What may change from call to call with the same shapes is not looked at: base addresses, and whether the
         memory is there and holds what the tensor reads as (`refuse_address`, `check_readable`).
         Raises TypeError or ValueError naming the argument, what it should be, what it is, and what to do.
@@ -74,7 +83,7 @@ class Problem:
                     f"{name}: expected a torch.Tensor, got {type_name(t)}; "
                     + ("leave it out" if name == "out" else "make it with torch.as_tensor")
                 )
-        if not isinstance(layout, str) or layout not in LAYOUTS:
+        if layout != PACKED if lengths else not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(
                 f"layout: expected one of {LAYOUTS}, got {layout!r}; b is the batch, h the heads, s the sequence and d "
                 "the head dim"
@@ -82,7 +91,8 @@ class Problem:
         check_bool("causal", causal)
         left, right = checked_window(window, chunk)
         for name, t in named.items():
-            check_kind(name, t, q)
+            check_kind(name, t, q, layout)
+        sequences = None if lengths is None else check_lengths(q, *lengths)
         batch, heads, q_len, head_dim = in_bhsd(q, layout).shape
         step = TMA_ALIGNMENT_BYTES // q.element_size()
         if head_dim % step or not step <= head_dim <= MAX_HEAD_DIM:
@@ -101,7 +111,7 @@ class Problem:
         for name, t in named.items():
             check_strides(name, t)
         for name, one in zip(SCALES, scales, strict=True):
-            check_scale_tensor(name, one, q, (batch, in_bhsd(k, layout).shape[1]))
+            check_scale_tensor(name, one, q, (batch if sequences is None else sequences, in_bhsd(k, layout).shape[1]))
         if sinks is not None:
             check_of_heads("sinks", sinks, q, ((heads,),), (torch.float32, torch.float16, torch.bfloat16))
         return Problem(
@@ -120,12 +130,25 @@ class Problem:
             sinks=None if sinks is None else sinks.dtype,
             scale=checked_scale(scale, head_dim),
             layout=layout,
+            sequences=sequences,
+        )
+
+    @property
+    def typical(self) -> "Problem":
+        """A batch of equal lengths that is like packed sequences, for a choice that depends on lengths."""
+        if self.sequences is None:
+            return self
+        count = max(1, self.sequences)
+        return replace(
+            self, batch=count, q_len=-(-self.q_len // count), kv_len=-(-self.kv_len // count), sequences=None
         )
 
     @property
     def mask(self) -> Mask:
         """Without limits that hide nothing at these lengths, so that short sequences run the kernel without."""
         mask = Mask(causal=self.causal, left=self.left, right=self.right, chunk=self.chunk)
+        if self.sequences is not None:
+            return mask
         # Positions are from Sk - Sq to Sk - 1, and those below 0 see no key of a chunk, or under a causal mask.
         one_chunk = mask.chunk is None or (mask.chunk >= self.kv_len and (mask.causal or self.q_len <= self.kv_len))
         return Mask(
@@ -138,7 +161,7 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to launch: no query, or no key."""
-        return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
+        return 0 in (self.batch, self.heads, self.q_len, self.kv_len, self.sequences)
 
     @property
     def padded_head_dim(self) -> int:
@@ -157,6 +180,8 @@ def output_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def in_bhsd(t: Tensor, layout: str) -> Tensor:
     """A view of `t` with dimensions (batch, head, sequence, head_dim)."""
+    if layout == PACKED:
+        return t.transpose(0, 1)[None]
     return t.transpose(1, 2) if layout == "bshd" else t
 
 
@@ -164,6 +189,38 @@ def type_name(x: object) -> str:
     """Of a value's type, with the module of all but Python's own: numpy's bool is not Python's."""
     kind = type(x)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def check_cu_seqlens(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    seqused_k: Tensor | None = None,
+) -> None:  # fmt: skip
+    """That what these tensors hold poses a problem for `attention_varlen`, which does not look at it.
+
+    It waits for the card: for debugging. Arguments are those of `attention_varlen`. Raises ValueError by name for
+    starts that do not begin at 0, do not rise or go beyond the tensor, for a sequence longer than the bound, and for a
+    negative seqused_k, or one of more keys than there are.
+    """
+    check_lengths(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    for kind, starts, rows, bound in (
+        ("q", cu_seqlens_q, q.shape[0], max_seqlen_q), ("k", cu_seqlens_k, k.shape[0], max_seqlen_k),
+    ):  # fmt: skip
+        name, numbers = f"cu_seqlens_{kind}", starts.tolist()
+        if numbers[0] != 0:
+            raise ValueError(f"{name}: expected 0 first, got {numbers[0]}; the first sequence begins at row 0")
+        for i, (first, end) in enumerate(pairwise(numbers)):
+            if end < first:
+                raise ValueError(f"{name}: expected numbers that do not fall, got {first} before {end} at {i}")
+            if end - first > bound:
+                raise ValueError(
+                    f"max_seqlen_{kind}: expected at least {end - first}, as sequence {i} has so many rows, got {bound}"
+                )
+        if numbers[-1] > rows:
+            raise ValueError(f"{name}: expected at most the {rows} rows of {kind}, got {numbers[-1]} last")
+    if seqused_k is not None:
+        for i, (used, (first, end)) in enumerate(zip(seqused_k.tolist(), pairwise(cu_seqlens_k.tolist()), strict=True)):
+            if not 0 <= used <= end - first:
+                raise ValueError(f"seqused_k: expected 0 to {end - first}, the keys of sequence {i}, got {used}")
 
 
 def checked_window(window: object, chunk: object) -> Window:
@@ -190,16 +247,21 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {type_name(value)}; give True or False")
 
 
-def check_kind(name: str, t: Tensor, q: Tensor) -> None:
+def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
     """Memory format, rank, dtype and device."""
     if t.is_nested:
         raise TypeError(
-            f"{name}: expected a dense tensor, got a nested one: sequences of different lengths are not supported; pad "
-            "them with torch.nested.to_padded_tensor, or call once for each"
+            f"{name}: expected a dense tensor, got a nested one; give its .values() and .offsets() to attention_varlen"
         )
     if t.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got one of layout {t.layout}; call .to_dense() on it")
-    if t.dim() != 4:
+    if layout == PACKED:
+        if t.dim() != 3:
+            raise ValueError(
+                f"{name}: expected 3 dimensions, packed tokens, heads and head_dim, got {t.dim()} (shape "
+                f"{tuple(t.shape)}); flatten batch and sequence into one"
+            )
+    elif t.dim() != 4:
         raise ValueError(
             f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); "
             + ("unsqueeze a batch of 1" if t.dim() < 4 else "flatten the first ones into one batch")
@@ -222,7 +284,7 @@ def check_strides(name: str, t: Tensor) -> None:
     todo = "leave it out" if name == "out" else "call .contiguous() on it, nothing is copied silently"
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {t.stride(-1)}; {todo}")
-    for dim in range(3):
+    for dim in range(t.dim() - 1):
         stride_bytes = t.stride(dim) * t.element_size()
         if t.shape[dim] > 1 and stride_bytes % TMA_ALIGNMENT_BYTES:
             raise ValueError(
@@ -230,7 +292,7 @@ def check_strides(name: str, t: Tensor) -> None:
                 f"got {stride_bytes} bytes in dimension {dim}; {todo}"
             )
     if name == "out":
-        used = sorted((t.stride(dim), t.shape[dim]) for dim in range(4) if t.shape[dim] > 1)
+        used = sorted((t.stride(dim), t.shape[dim]) for dim in range(t.dim()) if t.shape[dim] > 1)
         for (stride, size), (next_stride, _) in pairwise([(0, 1), *used]):
             if next_stride < max(1, stride * size):
                 raise ValueError(
@@ -265,6 +327,51 @@ def check_scale_tensor(name: str, scale: Tensor | None, q: Tensor, shape: tuple[
             f"{name}: expected a contiguous tensor, got strides {scale.stride()}; call .contiguous() on it, nothing is "
             "copied silently"
         )
+
+
+def check_lengths(
+    q: Tensor,
+    cu_seqlens_q: object,
+    cu_seqlens_k: object,
+    max_seqlen_q: object,
+    max_seqlen_k: object,
+    seqused_k: object,
+) -> int:
+    """How many sequences these say are packed. What the tensors hold is on the card, and is not looked at."""
+    if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or len(cu_seqlens_q) == 0:
+        got = tuple(cu_seqlens_q.shape) if isinstance(cu_seqlens_q, Tensor) else type_name(cu_seqlens_q)
+        raise (ValueError if isinstance(cu_seqlens_q, Tensor) else TypeError)(
+            f"cu_seqlens_q: expected a tensor of shape (B + 1,), where each sequence begins and the last ends, "
+            f"got {got}"
+        )
+    count = len(cu_seqlens_q) - 1
+    for name, t, size in (
+        ("cu_seqlens_q", cu_seqlens_q, count + 1),
+        ("cu_seqlens_k", cu_seqlens_k, count + 1),
+        ("seqused_k", seqused_k, count),
+    ):
+        if t is None and name == "seqused_k":
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor of shape ({size},), got {type_name(t)}")
+        if t.dtype != torch.int32:
+            raise TypeError(f"{name}: expected dtype torch.int32, got {t.dtype}; convert with .int()")
+        if tuple(t.shape) != (size,):
+            of = "a number for each sequence" if name == "seqused_k" else "as long as cu_seqlens_q"
+            raise ValueError(f"{name}: expected shape ({size},), {of}, got {tuple(t.shape)}")
+        check_read(name, t, q)
+    check_seqlen("max_seqlen_q", max_seqlen_q)
+    check_seqlen("max_seqlen_k", max_seqlen_k)
+    return count
+
+
+def check_seqlen(name: str, bound: object) -> None:
+    """Of the longest sequence."""
+    if isinstance(bound, bool) or not isinstance(bound, int):
+        todo = "call .item() on it" if hasattr(bound, "item") else "give the longest sequence's length"
+        raise TypeError(f"{name}: expected an int, got {type_name(bound)}; {todo}")
+    if bound < 0:
+        raise ValueError(f"{name}: expected at least 0, got {bound}; give the longest sequence's length")
 
 
 def check_of_heads(

@@ -68,7 +68,7 @@ def supports(
         options = Options(
             causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device
         )
-        extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, read)
+        extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, of_score_mod=read)
         check_options(return_lse, deterministic, unsupported)
         gradient = torch.is_grad_enabled() and wants_gradient(q, k, v, sinks) if needs_grad is None else needs_grad
         q, k, v = autocast(q, k, v, convert=torch.empty_like)  # memory for what attention() converts to, no numbers

@@ -123,7 +123,11 @@ def merge_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Descriptor:
-    """A tensor as TMA sees it: strides in bytes; `offset` is that of its first element within the buffer."""
+    """A tensor as TMA sees it: strides in bytes; `offset` is that of its first element within the buffer.
+
+    It may be described as larger than the buffer, or as beginning before it, as long as no box leaves the buffer: two
+    dimensions of one stride make a box end where one of them does.
+    """
 
     def __init__(
         self, buffer: GlobalBuffer, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int, nan: bool
@@ -134,8 +138,10 @@ class Descriptor:
         self.strides = strides
         self.item = item
         self.nan = nan
-        raw = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[item]
-        self.array = np.ndarray(shape, raw, buffer.raw, offset, strides)
+        self.raw = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[item]
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        fits = offset >= 0 and last + item <= buffer.size
+        self.array: Any = np.ndarray(shape, self.raw, buffer.raw, offset, strides) if fits else None
         self.extents: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def clip(self, low: tuple[int, ...], extent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -143,6 +149,16 @@ class Descriptor:
         a = tuple(max(0, x) for x in low)
         b = tuple(min(s, x + e) for x, e, s in zip(low, extent, self.shape, strict=True))
         return None if any(x >= y for x, y in zip(a, b, strict=True)) else (a, b)
+
+    def box(self, a: tuple[int, ...], b: tuple[int, ...]) -> Any:
+        """The raw elements of the box [a, b), to read or to write; None if some are not in the buffer."""
+        if self.array is not None:
+            return self.array[tuple(slice(x, y) for x, y in zip(a, b, strict=True))]
+        runs, base = self.runs(a, b)
+        if not all(base + start >= 0 and base + end <= self.buffer.size for start, end in runs):
+            return None
+        extent = tuple(y - x for x, y in zip(a, b, strict=True))
+        return np.ndarray(extent, self.raw, self.buffer.raw, base, self.strides)
 
     def runs(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
         """(byte ranges, base) of the box [a, b)."""

@@ -20,7 +20,7 @@ from .ops.mbarrier import plural
 from .schedule import Schedule
 from .values import DTYPES
 from .verdicts import SEEN, Accept, Verdicts, shown
-from .wanted import Wanted, is_descriptor
+from .wanted import Wanted, base_of, elements_before, is_descriptor
 
 
 @dataclass
@@ -209,7 +209,7 @@ def convert(machine: Machine, bound: Bound) -> tuple[Any, ...]:
     collected = Arguments()
     where: dict[int, tuple[int, int]] = {}
     for i, (name, value) in enumerate(bound.values):
-        target = value.base if is_descriptor(value) else value
+        target = base_of(value) if is_descriptor(value) else value
         if is_tensor(target):
             where[i] = collected.add(name, target)
     placed = collected.place(machine)
@@ -226,7 +226,7 @@ def convert(machine: Machine, bound: Bound) -> tuple[Any, ...]:
             if getattr(value, "round_f32_to_tf32", False):
                 raise NotImplementedError(f"{name}: a descriptor with round_f32_to_tf32; here copies keep their values")
             nan = getattr(value, "padding", "zero") == "nan"
-            tensor = (placed[base], offset, shape, steps, item, nan)
+            tensor = (placed[base], offset - elements_before(value) * item, shape, steps, item, nan)
             if getattr(value, "mode", "tiled") == "im2col":
                 pixel_steps = tuple((value.element_strides or [1] * len(shape))[:-1])
                 window = (tuple(value.pixel_box_lower_corner), tuple(value.pixel_box_upper_corner), pixel_steps)
@@ -459,7 +459,7 @@ def dtype_of(bound: Bound, buffer: GlobalBuffer) -> Any:
     found = set()
     for name, value in bound.values:
         if name in buffer.name.split("/"):
-            tensor = value.base if is_descriptor(value) else value
+            tensor = base_of(value) if is_descriptor(value) else value
             kind = tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
             found.add(kind)
     if len(found) != 1:
@@ -470,7 +470,7 @@ def dtype_of(bound: Bound, buffer: GlobalBuffer) -> Any:
 def element_of(bound: Bound, buffer: GlobalBuffer, byte: int) -> str:
     """The coordinates of a byte in the tensor it belongs to, for messages."""
     for name, value in bound.values:
-        tensor = value.base if is_descriptor(value) else value
+        tensor = base_of(value) if is_descriptor(value) else value
         if name not in buffer.name.split("/") or not is_tensor(tensor) or isinstance(tensor, np.ndarray):
             continue
         index = byte // tensor.element_size() - tensor.storage_offset()

@@ -7,6 +7,18 @@ def is_descriptor(x: Any) -> bool:
     return hasattr(x, "base") and hasattr(x, "block_shape") and hasattr(x, "strides")
 
 
+def base_of(descriptor: Any) -> Any:
+    """The tensor that a descriptor is of; its first element may lie elsewhere, see `elements_before`."""
+    base = descriptor.base
+    return base.tensor if hasattr(base, "elements_before") else base
+
+
+def elements_before(descriptor: Any) -> int:
+    """How many elements the first one of a descriptor lies before that of its tensor. 0, unless its base is an object
+    that has `tensor`, `elements_before` and, for Triton, `data_ptr()` and `dtype`."""
+    return getattr(descriptor.base, "elements_before", 0)
+
+
 class Wanted:
     """Of one launch, or, if `shared`, of all launches of a `machine`: then each entry must be of one of them.
 
@@ -50,7 +62,7 @@ class Wanted:
 def means(entry: Any, name: str, value: Any) -> bool:
     if isinstance(entry, str):
         return name == entry or name.startswith(entry + ".")  # of a tuple, all
-    return value is entry or (is_descriptor(value) and value.base is entry)
+    return value is entry or (is_descriptor(value) and base_of(value) is entry)
 
 
 def brief(entry: Any) -> str:

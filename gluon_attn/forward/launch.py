@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..kernels.blackwell.forward import kernel as blackwell
 from ..kernels.common.mask import Mask
+from ..kernels.common.packed import RECORD, list_row_blocks
+from ..kernels.common.sequence import KEYS_MULTIPLE
 from ..kernels.hopper.forward import kernel as hopper
 from ..kernels.hopper.transpose.kernel import transpose_values
 from ..problem import FP8_DTYPES, in_bhsd, output_dtype
@@ -28,12 +30,22 @@ STATISTICS = (
 SCALE_POINTERS = tuple(p.name for p in STATISTICS[1:])
 AUX = tuple(Pointer(f"aux{i}_ptr", f"aux{i}") for i in range(MAX_TENSORS))  # what a ScoreFunction reads
 SCORES = (Pointer("sinks_ptr", "sinks"), *AUX)
+RECORDS = Pointer("records_ptr", "records", "i32")
+LENGTHS = (
+    Pointer("cu_q_ptr", "cu_seqlens_q", "i32"),
+    Pointer("cu_k_ptr", "cu_seqlens_k", "i32"),
+    Pointer("used_k_ptr", "seqused_k", "i32"),
+)
 NUMBERS = (Scalar("scale_log2", "fp32"), Scalar("blocks_per_item"))
 
-HOPPER = Kernel(hopper.attention_forward, *OPERANDS, *STATISTICS, *SCORES, *NUMBERS, Scalar("last_heads"))
-BLACKWELL = Kernel(blackwell.attention_forward, *OPERANDS, *STATISTICS, *SCORES, *NUMBERS, Scalar("l2_heads"))
-TRANSPOSE = Kernel(transpose_values, Tma("v_desc", "v"), Tma("out_desc", "transposed_v"))
-KEYS_MULTIPLE = 16  # of V transposed: a row of it is a multiple of 16 bytes, and keys change places among 16
+HOPPER = Kernel(hopper.attention_forward, *OPERANDS, *STATISTICS, *SCORES, RECORDS, *NUMBERS, Scalar("last_heads"))
+BLACKWELL = Kernel(blackwell.attention_forward, *OPERANDS, *STATISTICS, *SCORES, RECORDS, *NUMBERS, Scalar("l2_heads"))
+TRANSPOSE = Kernel(transpose_values, Tma("v_desc", "v"), Tma("out_desc", "transposed_v"), *LENGTHS[1:])
+LIST = Kernel(
+    list_row_blocks, *LENGTHS, RECORDS,
+    *map(Scalar, ("sequences", "q_rows", "k_rows", "block_m", "reach", "most_keys", "capacity")),
+)  # fmt: skip
+TRANSPOSED_MULTIPLE = 16  # of V transposed: a row of it is a multiple of 16 bytes, and keys change places among 16
 
 
 def kernel_of(config: ForwardConfig) -> Kernel:
@@ -48,10 +60,11 @@ def build_of(
     config: ForwardConfig,
     score_mod: ScoreFunction | None = None,
     sinks: torch.dtype | None = None,
+    packed: bool = False,
 ) -> Build:
     """The kernel of attention for these compile-time choices.
 
-    dtype: of q, k and v. sinks: their dtype, if there are any.
+    dtype: of q, k and v. sinks: their dtype, if there are any. packed: of packed sequences.
     """
     before = config.transposes_before(dtype.itemsize)
     blocks = {}
@@ -62,12 +75,13 @@ def build_of(
     absent = {} if dtype in FP8_DTYPES else dict.fromkeys(SCALE_POINTERS)
     pointers = types_of(score_mod, sinks)
     absent |= dict.fromkeys(p.name for p in SCORES if p.name not in pointers)
+    absent |= {} if packed else {RECORDS.name: None}
     return Build(
         kernel=kernel_of(config),
         blocks=blocks,
         constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, **absent},
         num_ctas=config.num_ctas,
-        starts_early=before,
+        starts_early=before or packed,
         pointers=pointers,
     )
 
@@ -79,13 +93,31 @@ def types_of(score_mod: ScoreFunction | None, sinks: torch.dtype | None) -> dict
     return types | {f"aux{i}_ptr": of for i, of in enumerate(read)}
 
 
-def transpose_build(dtype: torch.dtype, padded_head_dim: int) -> Build:
-    """The kernel that transposes V before, which Hopper alone needs, in fp8."""
+def transpose_build(dtype: torch.dtype, padded_head_dim: int, packed: bool = False, used: bool = False) -> Build:
+    """The kernel that transposes V before, which Hopper alone needs, in fp8. packed: of packed sequences; used: of
+    each, some keys."""
     blocks = {
         "v": Block.of(dtype, TRANSPOSE_BLOCK_N, padded_head_dim),
         "transposed_v": Block.of(dtype, padded_head_dim, TRANSPOSE_BLOCK_N),
     }
-    return Build(kernel=TRANSPOSE, blocks=blocks, constants={})
+    return Build(kernel=TRANSPOSE, blocks=blocks, constants=absent_lengths(packed, used, TRANSPOSE))
+
+
+def absent_lengths(packed: bool, used: bool, kernel: Kernel) -> dict[str, None]:
+    """Parameters LENGTHS of a kernel that are not there."""
+    there = LENGTHS[: 3 if used else 2] if packed else ()
+    return {p.name: None for p in LENGTHS if p in kernel.pointers and p not in there}
+
+
+def list_build(used: bool) -> Build:
+    """The kernel that lists the row blocks of packed sequences. used: of each, some keys count."""
+    return Build(kernel=LIST, blocks={}, constants=absent_lengths(True, used, LIST))
+
+
+@lru_cache(maxsize=8)
+def compiled_list(used: bool, arch: int, *, device_index: int | None = None) -> CompiledKernel:
+    """That kernel. device_index: as for `compiled`."""
+    return list_build(used).compile(arch)
 
 
 @lru_cache(maxsize=256)
@@ -97,6 +129,7 @@ def compiled(
     *,
     score_mod: ScoreFunction | None = None,
     sinks: torch.dtype | None = None,
+    packed: bool = False,
     arch: int | None = None,
     device_index: int | None = None,
 ) -> CompiledKernel:
@@ -105,32 +138,48 @@ def compiled(
     arch: 90, 100 or 103, for sm_90a and so on; None: the first that the config is for.
     device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
     """
-    return build_of(dtype, padded_head_dim, mask, config, score_mod, sinks).compile(
+    return build_of(dtype, padded_head_dim, mask, config, score_mod, sinks, packed).compile(
         config.archs[0] if arch is None else arch
     )
 
 
 @lru_cache(maxsize=64)
-def compiled_transpose(dtype: torch.dtype, padded_head_dim: int, *, device_index: int | None = None) -> CompiledKernel:
+def compiled_transpose(
+    dtype: torch.dtype,
+    padded_head_dim: int,
+    *,
+    packed: bool = False,
+    used: bool = False,
+    device_index: int | None = None,
+) -> CompiledKernel:
     """The kernel that transposes V before. device_index: as for `compiled`."""
-    return transpose_build(dtype, padded_head_dim).compile(90)
+    return transpose_build(dtype, padded_head_dim, packed, used).compile(90)
 
 
-def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Launch]:
+def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False) -> list[Launch]:
     """The launches of a call, in order: that of attention is the last.
 
-    The tensors are looked at for their shapes and strides only; any may be on the meta device.
+    The tensors are looked at for their shapes and strides only; any may be on the meta device. used: of packed
+    sequences, some keys count.
     """
     problem, config = plan.problem, plan.config
-    views = {name: View.of(in_bhsd(t, problem.layout)) for name, t in {"q": q, "k": k, "v": v, "out": out}.items()}
+    packed = problem.sequences is not None
+    view = View.packed if packed else View.of
+    views = {name: view(in_bhsd(t, problem.layout)) for name, t in {"q": q, "k": k, "v": v, "out": out}.items()}
     numbers: dict[str, float] = {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
     numbers["l2_heads" if isinstance(config, BlackwellConfig) else "last_heads"] = plan.heads_longest_first
-    build = build_of(problem.dtype, problem.padded_head_dim, problem.mask, config, problem.score_mod, problem.sinks)
+    build = build_of(
+        problem.dtype, problem.padded_head_dim, problem.mask, config, problem.score_mod, problem.sinks, packed
+    )
+    before = []
+    if packed:
+        counts = plan.list_numbers
+        before = [Launch(build=list_build(used), programs=plan.list_programs, views={}, scalars=counts)]
     if not config.transposes_before(problem.dtype.itemsize):
-        return [Launch(build=build, programs=plan.programs, views=views, scalars=numbers)]
-    transposed = View.of(empty_transposed(v.to("meta"), problem.layout))
-    before = Launch(
-        build=transpose_build(problem.dtype, problem.padded_head_dim),
+        return [*before, Launch(build=build, programs=plan.programs, views=views, scalars=numbers)]
+    transposed = View.of(empty_transposed(v.to("meta"), plan))
+    transpose = Launch(
+        build=transpose_build(problem.dtype, problem.padded_head_dim, packed, used),
         programs=plan.transpose_programs,
         views={"v": views["v"], "transposed_v": transposed},
         scalars={},
@@ -142,29 +191,39 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> lis
         scalars=numbers,
         given={"v": "transposed_v"},
     )
-    return [before, attention]
+    return [*before, transpose, attention]
 
 
 def workspaces_of(plan: Plan) -> Callable[[Tensors], Tensors] | None:
     """What makes the memory that the launches of a call hand on to each other; see `Launches`."""
-    if not plan.config.transposes_before(plan.problem.dtype.itemsize):
-        return None
-    return lambda tensors: {"transposed_v": empty_transposed(tensors["v"], plan.problem.layout)}
+    transposes = plan.config.transposes_before(plan.problem.dtype.itemsize)
+    if plan.problem.sequences is None:
+        return (lambda tensors: {"transposed_v": empty_transposed(tensors["v"], plan)}) if transposes else None
+    size = (1 + plan.capacity) * RECORD.value
+
+    def workspaces(tensors: Tensors) -> Tensors:
+        made: Tensors = {"records": torch.empty(size, dtype=torch.int32, device=tensors["q"].device)}
+        return made | {"transposed_v": empty_transposed(tensors["v"], plan)} if transposes else made
+
+    return workspaces
 
 
-def empty_transposed(v: Tensor, layout: str) -> Tensor:
+def empty_transposed(v: Tensor, plan: Plan) -> Tensor:
     """Memory for V transposed: (B, Hkv, D, Sk rounded up)."""
-    batch, heads, keys, head_dim = in_bhsd(v, layout).shape
-    return torch.empty(
-        (batch, heads, head_dim, -(-keys // KEYS_MULTIPLE) * KEYS_MULTIPLE), dtype=v.dtype, device=v.device
-    )
+    batch, heads, keys, head_dim = in_bhsd(v, plan.problem.layout).shape
+    if plan.problem.sequences is None:
+        keys = -(-keys // TRANSPOSED_MULTIPLE) * TRANSPOSED_MULTIPLE
+    else:
+        keys = plan.padded_key_blocks * KEYS_MULTIPLE.value
+    return torch.empty((batch, heads, head_dim, keys), dtype=v.dtype, device=v.device)
 
 
-def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launches:
+def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False) -> Launches:
     """A call on q's card. The tensors are looked at for their shapes, strides and device only; `out` may be on the meta
-    device."""
+    device. used: as for `launches_of`."""
     problem, index = plan.problem, q.device.index
-    launches = launches_of(plan, q, k, v, out)
+    packed = problem.sequences is not None
+    launches = launches_of(plan, q, k, v, out, used)
     attention = compiled(
         problem.dtype,
         problem.padded_head_dim,
@@ -172,14 +231,22 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -
         plan.config,
         score_mod=problem.score_mod,
         sinks=problem.sinks,
+        packed=packed,
         arch=plan.arch,
         device_index=index,
     )
     kernels = [attention]
-    if len(launches) > 1:
-        kernels.insert(0, compiled_transpose(problem.dtype, problem.padded_head_dim, device_index=index))
+    if plan.config.transposes_before(problem.dtype.itemsize):
+        transpose = compiled_transpose(
+            problem.dtype, problem.padded_head_dim, packed=packed, used=used, device_index=index
+        )
+        kernels.insert(0, transpose)
+    if packed:
+        kernels.insert(0, compiled_list(used, plan.arch, device_index=index))
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
     return Launches(steps, workspaces_of(plan))
 
 
-NOT_GIVEN = dict.fromkeys(p.tensor for p in (*STATISTICS, *SCORES))  # what a call gives for tensors that it has not
+NOT_GIVEN = dict.fromkeys(
+    p.tensor for p in (*STATISTICS, *SCORES, *LENGTHS, RECORDS)
+)  # what a call gives for tensors that it has not

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..device import Device
+from ..kernels.common.packed import CANDIDATES
 from ..problem import Problem
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig
 
@@ -12,6 +13,7 @@ from .configs import BlackwellConfig, ForwardConfig, HopperConfig
 SHARE_OF_L2 = 0.6
 
 LARGEST_LENGTH = 2**31 - 2**12  # leaves room to round up to any block of rows or keys
+LARGEST_PACKED = 2**30  # so that coordinates, up to twice as many rows, do too
 
 # Of a head, for row blocks of the last heads to be walked one by one: with four, the lightest is still so heavy that
 # nothing evens out.
@@ -46,7 +48,40 @@ class Plan:
     @property
     def transpose_programs(self) -> int:
         """Programs of the kernel that transposes V: one for each block of keys of each head."""
-        return self.problem.batch * self.problem.kv_heads * -(-self.problem.kv_len // TRANSPOSE_BLOCK_N)
+        blocks = -(-self.problem.kv_len // TRANSPOSE_BLOCK_N)
+        if self.problem.sequences is not None:
+            blocks = self.padded_key_blocks
+        return self.problem.batch * self.problem.kv_heads * blocks
+
+    @property
+    def padded_key_blocks(self) -> int:
+        """Of packed sequences, as `padded_keys` counts them."""
+        return self.problem.kv_len // TRANSPOSE_BLOCK_N + (self.problem.sequences or 0)
+
+    @property
+    def capacity(self) -> int:
+        """Row blocks of a head that packed sequences have at most, whatever their lengths."""
+        return self.problem.q_len // self.config.block_m + (self.problem.sequences or 0)
+
+    @property
+    def list_programs(self) -> int:
+        """Of the kernel that lists the row blocks of packed sequences."""
+        return -(-self.capacity // CANDIDATES.value)
+
+    @property
+    def list_numbers(self) -> dict[str, float]:
+        """What that kernel is given besides tensors."""
+        problem, mask, block_m = self.problem, self.problem.mask, self.config.block_m
+        most = mask.most_keys(problem.kv_len)
+        return {
+            "sequences": problem.sequences or 0,
+            "q_rows": problem.q_len,
+            "k_rows": problem.kv_len,
+            "block_m": block_m,
+            "reach": -1 if mask.reach is None else min(mask.reach, problem.q_len),
+            "most_keys": most if most == problem.kv_len else most + block_m,
+            "capacity": self.capacity,
+        }
 
     @staticmethod
     def of(problem: Problem, config: ForwardConfig, device: Device, *, card_is_shared: bool = False) -> "Plan":
@@ -67,6 +102,8 @@ class Plan:
                     f"{name}: expected at most {LARGEST_LENGTH} positions, counted in 32 bits, got {length}; split the "
                     "sequence"
                 )
+        if problem.sequences is not None:
+            return Plan.of_packed(problem, config, device)
         row_blocks, heads = -(-problem.q_len // config.block_m), problem.batch * problem.heads
         if heads * row_blocks >= 2**31 - 2 * clusters:  # programs count two rounds beyond the last
             raise ValueError(
@@ -112,6 +149,34 @@ class Plan:
             items=items,
             blocks_per_item=blocks_per_item,
             heads_longest_first=heads_longest_first,
+            scale_log2=problem.scale * math.log2(math.e),
+            arch=device.arch,
+        )
+
+    @staticmethod
+    def of_packed(problem: Problem, config: ForwardConfig, device: Device) -> "Plan":
+        """Of packed sequences, whose lengths are not known: with a program for each row block that there may be, but no
+        more than run at a time."""
+        for name, rows in (("q", problem.q_len), ("k", problem.kv_len)):
+            if rows > LARGEST_PACKED:
+                raise ValueError(
+                    f"{name}: expected at most {LARGEST_PACKED} rows of all sequences together, got {rows}; split the "
+                    "batch"
+                )
+        clusters = device.sm_count // config.num_ctas
+        items = problem.heads * (problem.q_len // config.block_m + (problem.sequences or 0))
+        if items >= 2**31 - 2 * clusters:
+            raise ValueError(
+                f"q: expected fewer than 2^31 row blocks over all heads and sequences, got up to {items}; split the "
+                "batch"
+            )
+        return Plan(
+            problem=problem,
+            config=config,
+            programs=min(clusters, items),
+            items=items,
+            blocks_per_item=1,
+            heads_longest_first=0,
             scale_log2=problem.scale * math.log2(math.e),
             arch=device.arch,
         )

@@ -221,9 +221,10 @@ def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -
     """
     require_supported(problem, device)
     require_ctas(num_ctas, device)
+    typical = problem.typical
     for row in TABLE:
         needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes)
-        if row.fits(problem, device, num_ctas) and needed <= device.smem_bytes:
+        if row.fits(typical, device, num_ctas) and needed <= device.smem_bytes:
             return row.config if problem.score_mod is None else for_any_scores(row.config)
     raise ValueError(
         f"config: no row of the tuning table fits head_dim {problem.head_dim}, num_ctas {num_ctas} and the "
@@ -293,6 +294,10 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
         raise ValueError(
             f"config: expected rescale_threshold=0 for {problem.dtype}, in which P beyond its scale would overflow, "
             f"got {config.rescale_threshold}"
+        )
+    if isinstance(config, BlackwellConfig) and config.dynamic and problem.sequences is not None:
+        raise ValueError(
+            "config: expected dynamic=False with packed sequences, which programs take from a list, got True"
         )
     if problem.score_mod is not None:
         require_any_scores(config)

@@ -51,11 +51,30 @@ class Block:
 
 
 @dataclass(frozen=True)
+class ShiftedBase:
+    """What a descriptor has for a base, if its first element lies before that of the tensor."""
+
+    tensor: Tensor
+    elements_before: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() - self.elements_before * self.tensor.element_size()
+
+
+@dataclass(frozen=True)
 class View:
-    """A tensor as TMA sees it: shape and strides (elements) in the order (batch, head, sequence, head_dim)."""
+    """A tensor as TMA sees it: shape and strides (elements) in the order (batch, head, sequence, head_dim).
+
+    elements_before: how many of them the first one lies before that of the tensor.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    elements_before: int = 0
 
     @staticmethod
     def of(t: Tensor) -> "View":
@@ -66,13 +85,29 @@ class View:
         )
         return View(tuple(t.shape), (*strides, 1))
 
+    @staticmethod
+    def packed(t: Tensor) -> "View":
+        """t: (1, head, rows, head_dim), sequences one after the other. A tile's rows can end where a sequence does.
+
+        Its first dimension steps from row to row as the third one does, and the first element lies as many rows before
+        the tensor as it has. Row r of a sequence whose rows end before row `end` is [end, head, rows - length + r, 0]:
+        past the sequence that leaves the third dimension, so that a load has zeros there and a store leaves what is
+        there.
+        """
+        whole = View.of(t)
+        (_, heads, rows, head_dim), (_, of_head, of_row, _) = whole.shape, whole.strides
+        return View((rows + 1, heads, rows, head_dim), (of_row, of_head, of_row, 1), rows * of_row)
+
     def arguments(self, address: int, meta: dict[str, Any]) -> tuple[Any, ...]:
         """What a compiled kernel is passed for the tensor at `address`; meta: the kernel's, of that parameter."""
+        if self.elements_before:
+            address -= self.elements_before * meta["elem_size"]
         return (encode_tma(address, meta, list(self.shape), list(self.strides)), *self.shape, *self.strides)
 
     def descriptor(self, t: Tensor, block: Block) -> TensorDescriptor:
         """What an ordinary launch through Triton is passed for `t`."""
-        return TensorDescriptor(t, list(self.shape), list(self.strides), list(block.shape), block.layout)
+        base = ShiftedBase(t, self.elements_before) if self.elements_before else t
+        return TensorDescriptor(base, list(self.shape), list(self.strides), list(block.shape), block.layout)
 
 
 def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> Any:

@@ -50,20 +50,30 @@ class Task:
         raise NotImplementedError
 
 
+def inside_of(task: Task, desc: Descriptor, a: tuple[int, ...], b: tuple[int, ...]) -> Any:
+    """The raw elements of a box, which a descriptor may promise where there is no memory: then None, if it goes on."""
+    found = desc.box(a, b)
+    if found is None:
+        site = task.info.site
+        said = f"{task.who}: the box from {list(a)} to {list(b)} is inside of what the descriptor says, but outside of "
+        where = f"{desc.buffer.name}\n    at {site.where}\n      {site.source}"
+        task.cluster.machine.found(OutOfBounds(said + where, (site,)))
+    return found
+
+
 def read_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[int, ...]) -> Any:
     """The raw elements of a box; what lies outside of the tensor is zero, or NaN if the descriptor says so."""
     box = desc.clip(low, extent)
-    if box is not None:
-        a, b = box
+    inside = None if box is None else inside_of(task, desc, *box)
+    if box is not None and inside is not None:
         machine = task.cluster.machine
         if machine.checks:
-            runs, base = desc.runs(a, b)
+            runs, base = desc.runs(*box)
             machine.global_read(desc.buffer, runs, base, task.clk, task.access(), task.foreign)
-        inside = desc.array[tuple(slice(x, y) for x, y in zip(a, b, strict=True))]
         if inside.shape == extent:
             return inside
-    data = np.full(extent, NAN_BITS[desc.item] if desc.nan else 0, desc.array.dtype)
-    if box is not None:
+    data = np.full(extent, NAN_BITS[desc.item] if desc.nan else 0, desc.raw)
+    if box is not None and inside is not None:
         a, b = box
         data[tuple(slice(x - lo, y - lo) for x, y, lo in zip(a, b, low, strict=True))] = inside
     return data
@@ -76,7 +86,7 @@ def read_pixels(
     count, channels = extent
     pixels = desc.pixels(start[:-1], tap, count)
     first, last = max(0, start[-1]), min(desc.shape[-1], start[-1] + channels)
-    data = np.full(extent, NAN_BITS[desc.item] if desc.nan else 0, desc.array.dtype)
+    data = np.full(extent, NAN_BITS[desc.item] if desc.nan else 0, desc.raw)
     rows = ((pixels >= 0) & (pixels < np.array(desc.shape[:-1]))).all(axis=1)
     if first >= last or not rows.any():
         return data
@@ -190,6 +200,9 @@ def write_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[
     if box is None:
         return
     a, b = box
+    target = inside_of(task, desc, a, b)
+    if target is None:
+        return
     machine = task.cluster.machine
     if machine.checks:
         runs, base = desc.runs(a, b)
@@ -198,9 +211,8 @@ def write_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[
         )
         machine.global_write(desc.buffer, runs, base, task.clk, access, task.foreign)
         desc.buffer.was_read |= bool(task.info.reduce)  # a reduction reads what it adds to
-    raw = data.view(desc.array.dtype)
+    raw = data.view(desc.raw)
     inside = raw[tuple(slice(x - lo, y - lo) for x, y, lo in zip(a, b, low, strict=True))]
-    target = desc.array[tuple(slice(x, y) for x, y in zip(a, b, strict=True))]
     if task.info.reduce:
         dtype = task.info.pattern.dtype
         target.view(dtype)[...] = task.info.reduce(target.view(dtype), inside.view(dtype)).astype(dtype)

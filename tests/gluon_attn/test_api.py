@@ -237,10 +237,6 @@ UNSUPPORTED: dict[str, Any] = {
     "bias": torch.zeros(1),
     "attn_mask": torch.zeros(1),
     "dropout_p": 0.1,
-    "cu_seqlens_q": torch.zeros(2),
-    "cu_seqlens_k": torch.zeros(2),
-    "max_seqlen_q": 16,
-    "max_seqlen_k": 16,
     "block_table": torch.zeros(1),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import attention, flash, reference_attention
+from gluon_attn import attention, attention_varlen, flash, reference_attention
 from gluon_attn.device import Device
 from gluon_attn.testing import check, check_gradients
 
@@ -42,6 +42,7 @@ def qkv(q_len: int = 5, kv_len: int = 7, **kw: Any) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
     monkeypatch.setattr(flash, "attention", functools.partial(attention, device=Device.hopper()))
+    monkeypatch.setattr(flash, "attention_varlen", functools.partial(attention_varlen, device=Device.hopper()))
 
 
 def attend(*args: Any, **kw: Any) -> Any:
@@ -127,11 +128,45 @@ def test_what_is_missing_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_functions_that_are_missing_say_so(name):
-    if name != "flash_attn_func":
+    if name not in ("flash_attn_func", "flash_attn_varlen_func"):
         function = getattr(flash, name)
         required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
         with pytest.raises(NotImplementedError, match=rf"^{name}: .* is not supported so far; call flash_attn_func"):
             function(*(None for _ in required))
+
+
+def attend_varlen(*args: Any, **kw: Any) -> Any:
+    return flash.flash_attn_varlen_func(*args, **kw)
+
+
+def packed(*lengths: int) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """([q, k, v], where sequences begin and how long they are at most)."""
+    starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+    return [t[0] for t in qkv(sum(lengths), sum(lengths))], (starts, starts, max(lengths), max(lengths))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"window_size": (9, 0)}, {"softmax_scale": 0.3}, {"softcap": 0.5}, {"attention_chunk": 16}],
+    ids=str,
+)
+def test_packed_sequences(options):
+    tensors, lengths = packed(30, 12)
+    out, lse = attend_varlen(*tensors, *lengths, return_attn_probs=True, **options)
+    for rows in (slice(0, 30), slice(30, 42)):
+        want: Any = attend(*(t[None, rows] for t in tensors), return_attn_probs=True, **options)
+        torch.testing.assert_close(out[rows], want[0][0], atol=0.02, rtol=0)
+        torch.testing.assert_close(lse[:, rows], want[1][0], atol=1e-4, rtol=1e-5)
+
+
+def test_seqused_of_packed_sequences():
+    (q, k, v), lengths = packed(30, 12)
+    used = torch.tensor([7, 12], dtype=torch.int32)
+    out = attend_varlen(q, k, v, *lengths, seqused_k=used)
+    want: Any = attend(q[None, :30], k[None, :7], v[None, :7])
+    torch.testing.assert_close(out[:30], want[0], atol=0.02, rtol=0)
+    with pytest.raises(NotImplementedError, match=r"^seqused_q: .* is not supported so far"):
+        attend_varlen(q, k, v, *lengths, seqused_q=used)
 
 
 def test_what_chooses_between_speeds_changes_nothing():

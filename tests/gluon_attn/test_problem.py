@@ -217,7 +217,7 @@ ADVICE = {
     "out is no tensor": "leave it out",
     "q sparse": ".to_dense()",
     "k_scale sparse": ".to_dense()",
-    "k nested": "to_padded_tensor",
+    "k nested": "attention_varlen",
     "complex": "not supported",
     "k of another dtype": ".to(torch.bfloat16)",
     "k on another device": "on one",
@@ -285,6 +285,7 @@ def test_both_layouts_pose_the_same_problem(layout):
         "left": None,
         "right": None,
         "chunk": None,
+        "sequences": None,
     }
 
 

@@ -3,7 +3,7 @@
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from .keys import Rows, end_of_keys
-from .sequence import RowBlock, Sequence
+from .sequence import RowBlock, whole_sequence
 
 
 @aggregate
@@ -18,7 +18,8 @@ class Counts:
 
 @aggregate
 class Lengths:
-    """How many queries and keys every sequence has, int32 scalars; in which blocks they come, and what is masked."""
+    """How many queries and keys every sequence has, or, if there are records (see packed.py), all sequences together:
+    int32 scalars; in which blocks they come, and what is masked."""
 
     q_len: gl.tensor
     kv_len: gl.tensor
@@ -27,6 +28,7 @@ class Lengths:
     MASK: gl.constexpr
     SCORE_MOD: gl.constexpr
     aux: gl.tuple
+    records: gl.tuple  # of one: a pointer; or None
 
     @jit
     def row_blocks(self):
@@ -35,7 +37,10 @@ class Lengths:
     @jit
     def rows(self, batch, head, index):
         """The Rows of row block `index` of a head, and the keys they see."""
-        sequence = Sequence(gl.to_tensor(0), self.q_len, gl.to_tensor(0), self.kv_len)
+        return self.rows_of(whole_sequence(self.q_len, self.kv_len), batch, head, index)
+
+    @jit
+    def rows_of(self, sequence, batch, head, index):
         first = index * self.BLOCK_M
         seen = end_of_keys(first, sequence, self.MASK)
         row_block = RowBlock(batch, head, first, sequence)

@@ -34,7 +34,7 @@ def store_range(found, keys, step):
 @jit(do_not_specialize=["batch", "head", "index", "q_len", "kv_len"])
 def describe_rows(found, batch, head, index, q_len, kv_len, MASK: gl.constexpr):
     """Of a row block, of each half of it, and of the block walked as the halves mask it."""
-    rows = Lengths(q_len, kv_len, 128, 64, MASK, None, ()).rows(batch, head, index)
+    rows = Lengths(q_len, kv_len, 128, 64, MASK, None, (), (None,)).rows(batch, head, index)
     for half in gl.static_range(2):
         share = rows.slice(half * 64, 64)
         at = found + half * 26

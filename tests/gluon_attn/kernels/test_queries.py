@@ -11,7 +11,7 @@ from channels.compat import gl, jit
 from gluon_attn import reference
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.kernels.common.queries import Keys
-from gluon_attn.kernels.common.sequence import Sequence
+from gluon_attn.kernels.common.sequence import whole_sequence
 
 NUMBERS = 7  # before those of the steps
 WHOLE = (1, 0, 1)  # one share, from 0 to 1
@@ -34,7 +34,7 @@ def describe(
 ):
     """first, end, unmasked_first and the three counts of steps of some keys' row blocks; then the head of each step,
     and its row block; then each masked step of a head once more, as the gradient role counts them."""
-    sequence = Sequence(gl.to_tensor(0), q_len, gl.to_tensor(0), kv_len)
+    sequence = whole_sequence(q_len, kv_len)
     zero, five = gl.to_tensor(0), gl.to_tensor(5)
     keys = Keys(
         zero, five, first, sequence, KEYS, BLOCK_M, group, shares, share_first, share_end, MASK, ROTATED, None, ()
@@ -122,7 +122,7 @@ def test_against_every_pair_of_query_and_key(keys, block_m, causal, rotated):
 def describe_windows(found, first, q_len, kv_len, group, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, MASK: gl.constexpr):
     """Steps, those before, and those without a mask; then the head and row block of each; and, after that, of each how
     many blocks of keys before these see the row block."""
-    sequence = Sequence(gl.to_tensor(0), q_len, gl.to_tensor(0), kv_len)
+    sequence = whole_sequence(q_len, kv_len)
     zero, one = gl.to_tensor(0), gl.to_tensor(1)
     keys = Keys(zero, zero, first, sequence, KEYS, BLOCK_M, group, one, zero, one, MASK, False, None, ())
     walked = keys.queries()

@@ -15,7 +15,7 @@ CAUSAL = Mask(causal=True)
 
 @jit
 def square_order(batch, heads, length, blocks_per_item, l2_heads, MASK: gl.constexpr, LONGEST_FIRST: gl.constexpr):
-    lengths = Lengths(length, length, 64, 64, MASK, None, ())
+    lengths = Lengths(length, length, 64, 64, MASK, None, (), (None,))
     counts = counts_of((batch, heads, length), lengths)
     return Order(counts, counts.all_heads * counts.row_blocks, blocks_per_item, l2_heads, lengths, LONGEST_FIRST)
 

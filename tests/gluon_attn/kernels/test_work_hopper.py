@@ -9,7 +9,7 @@ import gluon_cpu
 from channels.compat import gl, jit
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.kernels.common.sizes import Lengths, counts_of
-from gluon_attn.kernels.hopper.forward.work import Order, first_work
+from gluon_attn.kernels.hopper.forward.work import Order, first_work, share_of
 
 BLOCK_M = 64
 CAUSAL = Mask(causal=True)
@@ -17,7 +17,7 @@ CAUSAL = Mask(causal=True)
 
 @jit
 def square_order(batch, heads, length, blocks_per_item, last_heads, MASK: gl.constexpr, LONGEST_FIRST: gl.constexpr):
-    lengths = Lengths(length, length, 64, 64, MASK, None, ())
+    lengths = Lengths(length, length, 64, 64, MASK, None, (), (None,))
     return Order(counts_of((batch, heads, length), lengths), blocks_per_item, last_heads, lengths, LONGEST_FIRST)
 
 
@@ -45,7 +45,7 @@ def note_work(
         at = (block.batch * heads + block.head) * ROW_BLOCKS + block.first_row // 64
         gl.atomic_add(items + at, 1 + 1000 * item)
         gl.atomic_add(steps + at, 1000 * gl.program_id(0) + step)
-        gl.atomic_add(shares + at, work.share(0, 4))
+        gl.atomic_add(shares + at, share_of(work, MASK, 0, 4))
         following = work.next()
         item += gl.where(following.way_back, 0, gl.num_programs(0))
         work, step = following, step + 1

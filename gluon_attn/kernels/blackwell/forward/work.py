@@ -3,6 +3,7 @@
 from channels import WorkConsumer
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
+from ...common.packed import first_packed_work
 from ...common.sizes import Counts, Lengths
 
 
@@ -96,4 +97,13 @@ class Work:
 
 @jit
 def first_work(wires, order):
+    """A Work; of packed sequences a PackedWork."""
+    if order.lengths.records[0] is None:
+        return first_of_batch(wires, order)
+    else:
+        return first_packed_work(order.lengths, order.counts.heads)
+
+
+@jit
+def first_of_batch(wires, order):
     return Work(order.first(), wires.items.consumer(), order, wires.CONFIG.dynamic)

@@ -3,7 +3,7 @@
 from channels import tma
 from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
-from ...common.sequence import RowBlock, Sequence, query_coords
+from ...common.sequence import RowBlock, query_coords, whole_sequence
 from .layouts import in_row_order
 
 
@@ -24,7 +24,7 @@ def finish_backward(
     block, all_head = gl.program_id(0) % blocks, gl.program_id(0) // blocks
     batch, head = all_head // out_desc.shape[1], all_head % out_desc.shape[1]
     no_keys = gl.to_tensor(0)
-    rows = RowBlock(batch, head, block * BLOCK_M, Sequence(no_keys, q_len, no_keys, no_keys))
+    rows = RowBlock(batch, head, block * BLOCK_M, whole_sequence(q_len, no_keys))
     gdc_wait()
     first = gl.program_id(0).to(gl.int64) * (BLOCK_M * D)
     COLUMNS: gl.constexpr = D // PARTS

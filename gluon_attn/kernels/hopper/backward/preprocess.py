@@ -3,7 +3,7 @@
 from channels import SharedMemoryChannel, close_all, init_all, tma
 from gluon_attn.runtime.compat import gdc_launch_dependents, gl, jit
 
-from ...common.sequence import RowBlock, Sequence, query_coords
+from ...common.sequence import RowBlock, query_coords, whole_sequence
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 SHARERS = gl.constexpr(256)  # programs at most that share key blocks
@@ -39,7 +39,7 @@ def prepare_backward(
     block, all_head = gl.program_id(0) % blocks, gl.program_id(0) // blocks
     batch, head = all_head // out_desc.shape[1], all_head % out_desc.shape[1]
     no_keys = gl.to_tensor(0)
-    rows = RowBlock(batch, head, block * BLOCK_M, Sequence(no_keys, q_len, no_keys, no_keys))
+    rows = RowBlock(batch, head, block * BLOCK_M, whole_sequence(q_len, no_keys))
     coords = query_coords(rows, rows.first_row)
     slot, _ = loaded.producer().acquire()
     tma.load(slot, (out_desc, do_desc), (coords, coords))

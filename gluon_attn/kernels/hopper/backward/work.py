@@ -3,7 +3,7 @@
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from ...common.queries import Keys
-from ...common.sequence import Sequence
+from ...common.sequence import whole_sequence
 from .shares import share_of
 
 
@@ -141,7 +141,7 @@ class Work:
                 heads = gl.minimum(order.heads_at_once, order.last_heads - before)
                 head = order.all_heads - order.last_heads + before + place % heads
                 index = place // heads
-        sequence = Sequence(gl.to_tensor(0), order.q_len, gl.to_tensor(0), order.k_len)
+        sequence = whole_sequence(order.q_len, order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
         return Keys(
             batch=batch,

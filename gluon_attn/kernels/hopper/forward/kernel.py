@@ -27,6 +27,7 @@ def attention_forward(
     aux1_ptr,
     aux2_ptr,
     aux3_ptr,
+    records_ptr,  # of packed sequences the row blocks, see packed.py; None: all sequences have the descriptors' lengths
     scale_log2,  # softmax scale times log2(e)
     blocks_per_item,  # 1, or 2 for a heavy row block with a light one
     last_heads,  # of the last heads, how many are computed together, if CONFIG.last_heads_longest_first
@@ -38,7 +39,7 @@ def attention_forward(
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     wires = alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG)
     aux = (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr)
-    lengths = Lengths(q_desc.shape[2], k_desc.shape[2], BLOCK_M, BLOCK_N, MASK, SCORE_MOD, aux)
+    lengths = Lengths(q_desc.shape[2], k_desc.shape[2], BLOCK_M, BLOCK_N, MASK, SCORE_MOD, aux, (records_ptr,))
     order = Order(
         counts=counts_of(q_desc.shape, lengths),
         blocks_per_item=blocks_per_item,

@@ -11,7 +11,7 @@ from ..packing import join_quarters, quarters, unpack
 from .online_softmax import RowStats, finish, may_compare_as_integers, next_maximum, probabilities, rescale, total
 from .store import store_output
 from .wires import Blocks
-from .work import first_work, may_skip_early_keys, may_skip_late_keys
+from .work import first_work, may_skip_early_keys, may_skip_late_keys, share_of
 
 
 @jit
@@ -164,7 +164,7 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
     work = first_work(order)
     while work.is_left():
         all_rows = work.rows()
-        share = work.share(ROLE, wires.queries.PARTS)
+        share = share_of(work, order.lengths.MASK, ROLE, wires.queries.PARTS)
         rows = all_rows.slice(share * ROWS, ROWS)
         last = rows.keys().block(0)
 

@@ -2,6 +2,7 @@
 
 from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit
 
+from ...common.packed import first_packed_work
 from ...common.sizes import Counts, Lengths
 
 
@@ -95,15 +96,6 @@ class Work:
         return order.lengths.rows(batch, head, index)
 
     @jit
-    def share(self, ROLE: gl.constexpr, ROLES: gl.constexpr):
-        """Which of ROLES equal shares of the rows a role computes. Under a causal mask the last share costs the most:
-        who has it on the way there has the first on the way back."""
-        if costs_differ(self.order.lengths.MASK, ROLES):
-            return gl.where(self.way_back, ROLES - 1 - ROLE, ROLE)
-        else:
-            return ROLE
-
-    @jit
     def next(self):
         order, counts = self.order, self.order.counts
         to_second, way_back, last_place = self.way_back, self.way_back, self.last_place
@@ -127,7 +119,26 @@ class Work:
 
 
 @jit
+def share_of(work, MASK: gl.constexpr, ROLE: gl.constexpr, ROLES: gl.constexpr):
+    """Which of ROLES equal shares of the rows a role computes. Under a causal mask the last share costs the most:
+    who has it on the way there has the first on the way back."""
+    if costs_differ(MASK, ROLES):
+        return gl.where(work.way_back, ROLES - 1 - ROLE, ROLE)
+    else:
+        return ROLE
+
+
+@jit
 def first_work(order):
+    """A Work; of packed sequences a PackedWork."""
+    if order.lengths.records[0] is None:
+        return first_of_batch(order)
+    else:
+        return first_packed_work(order.lengths, order.counts.heads)
+
+
+@jit
+def first_of_batch(order):
     counts = order.counts
     items = (counts.row_blocks + order.blocks_per_item - 1) // order.blocks_per_item
     batch, head, item = digits(gl.program_id(0), items, counts.heads)

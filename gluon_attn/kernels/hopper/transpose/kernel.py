@@ -7,6 +7,9 @@ runs along the head dim. A role transposes each block as often as it is used; th
 from channels import SharedMemoryChannel, close_all, init_all, tma
 from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents, gl, jit
 
+from ...common.packed import sequence_of_keys
+from ...common.sequence import RowBlock, key_coords
+
 
 @constexpr_function
 def values_layout(block_n, head_dim, num_warps, cga_layout):
@@ -41,6 +44,8 @@ def transposed(slot, BLOCK_N: gl.constexpr, D: gl.constexpr, cga_layout: gl.cons
 def transpose_values(
     v_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D]
     out_desc,  # (B, Hkv, D, Sk rounded up to 16), blocks [1, 1, D, BLOCK_N]
+    cu_k_ptr,  # (sequences + 1,) int32, of packed sequences; then out_desc is (1, Hkv, D, K), see `padded_keys`; or None
+    used_k_ptr,  # (sequences,) int32: how many keys of each count; None: all
 ):
     """The kernel: one program for each block of keys of each head."""
     gdc_launch_dependents()  # attention begins where this leaves room, and waits only before it loads V
@@ -50,12 +55,21 @@ def transpose_values(
     out = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_shape, out_desc.layout)
     init_all((loaded,))
 
-    blocks = (v_desc.shape[2] + BLOCK_N - 1) // BLOCK_N
-    key = gl.program_id(0) % blocks * BLOCK_N
-    head = gl.program_id(0) // blocks % v_desc.shape[1]
-    batch = gl.program_id(0) // blocks // v_desc.shape[1]
+    if cu_k_ptr is None:
+        blocks = (v_desc.shape[2] + BLOCK_N - 1) // BLOCK_N
+        key = gl.program_id(0) % blocks * BLOCK_N
+        head = gl.program_id(0) // blocks % v_desc.shape[1]
+        batch = gl.program_id(0) // blocks // v_desc.shape[1]
+        coords = [batch, head, key, 0]
+    else:
+        blocks = out_desc.shape[3] // BLOCK_N
+        sequences = blocks - v_desc.shape[2] // BLOCK_N
+        block, head, batch = gl.program_id(0) % blocks, gl.program_id(0) // blocks, 0
+        sequence, key = sequence_of_keys(cu_k_ptr, used_k_ptr, v_desc.shape[2], sequences, block, BLOCK_N)
+        coords = key_coords(RowBlock(batch, head, key, sequence), head, key)
+        key = block * BLOCK_N
     slot, _ = loaded.producer().acquire()
-    tma.load(slot, v_desc, [batch, head, key, 0])
+    tma.load(slot, v_desc, coords)
     slot, _ = loaded.consumer().acquire()  # filled once, and so never released
     v = transposed(slot, BLOCK_N, D, v_desc.layout.cga_layout)
     out.reshape([D, BLOCK_N]).store(v)

@@ -1,0 +1,87 @@
+"""The public call for packed sequences of unlike lengths."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .api import attend, check_differentiable, check_options, wants_gradient
+from .call import Extras, Options, Window
+from .device import Device
+from .forward.configs import ForwardConfig
+from .problem import PACKED, check_seqlen
+from .score_mod import ScoreMod, compiled_part
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window = (None, None),
+    chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    out: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_ctas: int | None = None,
+    config: ForwardConfig | None = None,
+    device: Device | None = None,
+    **unsupported: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of each of B sequences, whose rows lie one after the other in the same tensors.
+
+    As a loop over the sequences gives it, and with the same config bit for bit; but in one launch, and one before that
+    lists the work on the card, longest first. Nothing is copied, nothing is padded, nothing waits for the card. A
+    length compiles nothing and is in no grid: a CUDA graph may be replayed with other numbers in cu_seqlens_q,
+    cu_seqlens_k and seqused_k.
+
+    Args:
+        q: (T, H, D), T queries of all sequences together. k, v: (U, Hkv, D). Dtypes, D and strides as for `attention`.
+        cu_seqlens_q: (B + 1,) int32, contiguous, on q's card: where each sequence begins, and where the last ends. 0
+            comes first, the numbers never fall, the last is at most T. cu_seqlens_k: likewise, of keys. A sequence may
+            have no query, or no key. Nobody looks at the numbers, which are on the card: with others, what is written
+            where is open. `check_cu_seqlens` looks.
+        max_seqlen_q, max_seqlen_k: ints, the most rows that a sequence has. They are there as in flash-attention:
+            nothing depends on them.
+        seqused_k: (B,) int32, contiguous, on q's card: of each sequence's keys, how many of the first count; default:
+            all. What lies in the others is not looked at.
+        causal, window, chunk: within a sequence, aligned to the bottom right of its own queries and keys.
+        alibi_slopes: (H,) or (B, H) fp32. score_mod: its `batch` is the number of the sequence, its positions are those
+            in the sequence.
+        q_scale, k_scale, v_scale: (B, Hkv) fp32.
+        softcap, sinks, scale, return_lse, deterministic, out, num_ctas, config, device: as for `attention`. The tuning
+            table is asked for B sequences of T / B queries and U / B keys.
+
+    Returns:
+        O, (T, H, D); with return_lse, (O, LSE), LSE (H, T) fp32. Rows of q past cu_seqlens_q[-1] have none: what is
+        in `out` there stays. A row that sees no key has O = 0 and LSE = -inf.
+
+    Raises:
+        As `attention` does. NotImplementedError: gradients.
+    """
+    check_options(return_lse, deterministic, unsupported)
+    check_seqlen("max_seqlen_q", max_seqlen_q)
+    check_seqlen("max_seqlen_k", max_seqlen_k)
+    function, read = compiled_part(score_mod)
+    options = Options(
+        causal, window, chunk, softcap, function, scale, PACKED, deterministic, num_ctas, config, device,
+        (max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, read)
+    if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
+        check_differentiable(q, k, v, extras, options)
+    return attend(q, k, v, extras, options, return_lse)

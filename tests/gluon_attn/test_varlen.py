@@ -1,0 +1,407 @@
+"""Packed sequences: bit for bit a loop of calls, whatever lies between and after them; and what is refused."""
+
+import random
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import gluon_attn
+import gluon_cpu
+from gluon_attn import ScoreMod, attention, check_cu_seqlens, reference_attention
+from gluon_attn.cpu import CpuLaunch
+from gluon_attn.device import Device
+from gluon_attn.forward.configs import ForwardConfig
+from gluon_attn.forward.launch import LIST, RECORD, launches_of, list_build
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config
+from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
+from gluon_attn.runtime.compat import gl, jit
+from gluon_attn.runtime.kernel import Launch
+from tests.slow import slow_if
+
+NAN = float("nan")
+H200, B200 = Device.hopper(), Device.blackwell()
+SMALL = hopper_config(2, 64, 2, 2, 232)  # 128 rows, 64 keys
+WIDE = blackwell_config(3, 192, exp_pieces=4, polynomial_columns=2, rescale_threshold=8.0)  # 256 rows, 128 keys
+
+
+def attention_varlen(*args: Any, **kw: Any) -> Any:
+    return gluon_attn.attention_varlen(*args, **kw)
+
+
+def starts(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+class Pack(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    used: tuple[int, ...] | None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "q": self.q, "k": self.k, "v": self.v,
+            "cu_seqlens_q": starts(self.lengths_q), "cu_seqlens_k": starts(self.lengths_k),
+            "max_seqlen_q": max(self.lengths_q), "max_seqlen_k": max(self.lengths_k),
+            "seqused_k": None if self.used is None else torch.tensor(self.used, dtype=torch.int32),
+        }  # fmt: skip
+
+    def sequences(self) -> list[tuple[slice, Tensor, Tensor, Tensor]]:
+        """(rows, q, k, v), of each."""
+        used = self.lengths_k if self.used is None else self.used
+        rows = (slice(*pair) for pair in pairwise(starts(self.lengths_q).tolist()))
+        firsts = starts(self.lengths_k).tolist()
+        return [
+            (row, self.q[row], self.k[first : first + count], self.v[first : first + count])
+            for row, first, count in zip(rows, firsts, used, strict=False)
+        ]
+
+
+def pack(
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...],
+    *,
+    used: tuple[int, ...] | None = None,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float16,
+    poisoned: int | None = None,
+    seed: int = 0,
+) -> Pack:
+    """Normal numbers, but NaN in keys that do not count, in rows after the last sequence, and in the keys of one."""
+    made = torch.Generator().manual_seed(seed)
+    shapes = {
+        "q": (sum(lengths_q) + 3, heads, head_dim), "k": (sum(lengths_k) + 70, kv_heads, head_dim),
+        "v": (sum(lengths_k) + 70, kv_heads, head_dim),
+    }  # fmt: skip
+    q, k, v = (torch.randn(shape, generator=made) for shape in shapes.values())
+    q[sum(lengths_q) :] = NAN
+    for t in (k, v):
+        t[sum(lengths_k) :] = NAN
+        for i, (first, end) in enumerate(pairwise(starts(lengths_k).tolist())):
+            t[first + (used[i] if used is not None else end - first) : end] = NAN
+            if i == poisoned:
+                t[first:end] = NAN
+    return Pack(q.to(dtype), k.to(dtype), v.to(dtype), lengths_q, lengths_k, used)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Of NaN, whatever bits."""
+    return torch.equal(torch.nan_to_num(a.float(), nan=12345.0), torch.nan_to_num(b.float(), nan=12345.0))
+
+
+def run(case: Pack, config: ForwardConfig, programs: int = 3, **options: Any) -> tuple[Tensor, Tensor]:
+    """(O, LSE), with NaN before, so that gluon_cpu finds what nobody writes; rows after the last sequence stay."""
+    out = torch.full(case.q.shape, NAN, dtype=output_dtype(case.q.dtype))
+    out[sum(case.lengths_q) :] = 7.0
+    device = device_of(config, programs)
+    got = attention_varlen(**case.arguments, return_lse=True, out=out, config=config, device=device, **options)
+    assert got[0] is out
+    assert bool((out[sum(case.lengths_q) :] == 7.0).all())
+    return got
+
+
+def device_of(config: ForwardConfig, programs: int) -> Device:
+    card = H200 if 90 in config.archs else B200
+    return Device(
+        name=card.name, capability=card.capability, sm_count=programs * config.num_ctas, smem_bytes=card.smem_bytes,
+        l2_bytes=card.l2_bytes,
+    )  # fmt: skip
+
+
+def check(case: Pack, config: ForwardConfig, *, exact: bool = True, **options: Any) -> None:
+    """Against a loop of calls, bit for bit, and these against the definition."""
+    out, lse = run(case, config, **options)
+    for i, (rows, q, k, v) in enumerate(case.sequences()):
+        if len(q) == 0:
+            continue
+        of_sequence = {name: of_one(value, i) for name, value in options.items()}
+        q, k, v = (t[None] for t in (q, k, v))
+        one: Any = attention(
+            q, k, v, **of_sequence, layout="bshd", return_lse=True, config=config, device=device_of(config, 2)
+        )
+        assert same_bits(out[rows], one[0][0]), i
+        assert same_bits(lse[:, rows], one[1][0]), i
+        if exact and not k.isnan().any():
+            wide = (t if t.dtype in FP8_DTYPES else t.double() for t in (q, k, v))
+            want, want_lse = reference_attention(*wide, **of_sequence, layout="bshd")
+            atol = 0.2 if q.dtype in FP8_DTYPES else 4e-3
+            torch.testing.assert_close(out[rows].double(), want[0].double(), atol=atol, rtol=0)
+            torch.testing.assert_close(lse[:, rows].double(), want_lse[0].double(), atol=2e-3, rtol=1e-5)
+
+
+def of_one(value: Any, sequence: int) -> Any:
+    """What a call of one sequence is given for what all of them have together."""
+    if isinstance(value, Tensor) and value.dim() == 2:
+        return value[sequence : sequence + 1]
+    return value
+
+
+# Empty on either side, one row, a block of rows (128, 256) and of keys (64, 128) less and more one; Sq != Sk.
+MIX_Q = (0, 1, 129, 40, 127, 3)
+MIX_K = (5, 65, 63, 0, 128, 200)
+USED = (5, 64, 0, 0, 127, 129)
+
+
+@jit
+def near(score, q_index, k_index, head, batch, factor):
+    return score + gl.load(factor + batch) * (q_index - k_index + head).to(gl.float32)
+
+
+CASES: dict[str, tuple[ForwardConfig, dict[str, Any], dict[str, Any]]] = {
+    "Hopper": (SMALL, {}, {}),
+    "Hopper, causal, some keys used": (SMALL, {"used": USED}, {"causal": True}),
+    "Hopper, turns": (hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True), {}, {}),
+    "Hopper, four roles": (
+        hopper_config(4, 64, 2, 4, 112, integer_max=True, last_heads_longest_first=True), {}, {"causal": True}
+    ),
+    "Hopper, O in Q's tile": (hopper_config(2, 64, 1, 2, 232, stage_in_queries=True), {}, {"causal": True}),
+    "Hopper, 2 CTAs": (hopper_config(2, 64, 2, 2, 232, num_ctas=2), {"used": USED}, {"causal": True}),
+    "Hopper, D=128, window": (SMALL, {"head_dim": 128}, {"window": (30, 20)}),
+    "Hopper, chunk": (SMALL, {}, {"chunk": 50}),
+    "Hopper, soft cap, sinks": (SMALL, {}, {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0])}),
+    "Hopper, slopes": (SMALL, {}, {"alibi_slopes": torch.rand(6, 2), "causal": True}),
+    "Hopper, e4m3": (
+        hopper_config(2, 128, 2, 2, 216, early_exp=1, transpose_registers=56),
+        {"dtype": torch.float8_e4m3fn},
+        {"causal": True, "q_scale": torch.rand(6, 1) + 0.5, "v_scale": torch.rand(6, 1)},
+    ),
+    "Hopper, e4m3, V transposed before": (
+        hopper_config(2, 128, 2, 2, 216), {"dtype": torch.float8_e4m3fn, "used": USED}, {}
+    ),
+    "Blackwell": (WIDE, {"used": USED}, {"causal": True}),
+    "Blackwell, 2 CTAs": (blackwell_config(3, 192, num_ctas=2), {}, {}),
+    "Blackwell, e4m3, window": (blackwell_config(3, 192), {"dtype": torch.float8_e4m3fn}, {"window": (40, 0)}),
+}  # fmt: skip
+QUICK = ("Hopper", "Hopper, causal, some keys used", "Hopper, e4m3, V transposed before", "Blackwell")
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CASES))
+def test_packed_sequences_are_a_loop_of_calls(name):
+    config, shape, options = CASES[name]
+    check(pack(MIX_Q, MIX_K, **shape), config, **options)
+
+
+@pytest.mark.parametrize("config", [SMALL, WIDE], ids=["Hopper", "Blackwell"])
+def test_a_neighbour_of_nan_does_no_harm(config):
+    """Its keys lie in the same blocks as those of the sequences beside it."""
+    check(pack((70, 30, 60), (70, 30, 60), poisoned=1), config)
+
+
+def test_a_score_mod_is_told_the_sequence_and_positions_in_it():
+    case, factors = pack((3, 70), (70, 40)), torch.tensor([0.1, -0.2])
+    out, _ = run(case, SMALL, score_mod=ScoreMod(near, tensors=(factors,)))
+    for i, (rows, q, k, v) in enumerate(case.sequences()):
+        of_one = ScoreMod(near, tensors=(factors[i:].contiguous(),))
+        one: Any = attention(
+            *(t[None] for t in (q, k, v)), layout="bshd", score_mod=of_one, config=SMALL, device=device_of(SMALL, 2)
+        )
+        assert same_bits(out[rows], one[0])
+
+
+@pytest.mark.parametrize(
+    "policy", slow_if(lambda policy: policy != "random", ("random", "late", "early", "pct", "starve"))
+)
+@pytest.mark.parametrize("config", [SMALL, WIDE], ids=["Hopper", "Blackwell"])
+def test_no_schedule_changes_a_bit(policy, config):
+    case = pack((130, 0, 5), (70, 3, 130))
+    want = run(case, config, causal=True)
+    for seed in range(2):
+        with gluon_cpu.machine(schedule=gluon_cpu.Schedule(policy, seed=seed)):
+            got = run(case, config, programs=2, causal=True)
+        assert all(
+            same_bits(a[..., :135, :], b[..., :135, :])
+            for a, b in zip((got[0], got[1].mT), (want[0], want[1].mT), strict=True)
+        )
+
+
+def test_lengths_of_equal_sequences_are_a_batch():
+    q = torch.randn(3, 40, 2, 64).half()
+    cu = starts((40, 40, 40))
+    packed = attention_varlen(*(q.flatten(0, 1) for _ in range(3)), cu, cu, 40, 40, device=H200)
+    batched = attention(q, q, q, layout="bshd", device=H200)
+    assert isinstance(batched, Tensor)
+    assert same_bits(packed.view_as(batched), batched)
+
+
+def test_strides_of_a_packed_projection_are_taken():
+    q, k, v = torch.randn(50, 3, 2, 64).half().unbind(1)
+    cu = starts((20, 30))
+    got = attention_varlen(q, k, v, cu, cu, 30, 30, device=H200)
+    want = attention_varlen(*(t.contiguous() for t in (q, k, v)), cu, cu, 30, 30, device=H200)
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_compute(rows, keys):
+    q, k = torch.randn(rows, 2, 64).half(), torch.randn(keys, 2, 64).half()
+    got = attention_varlen(
+        q,
+        k,
+        k,
+        starts((rows,)),
+        starts((keys,)),
+        rows,
+        keys,
+        return_lse=True,
+        sinks=torch.tensor([1.0, 2.0]),
+        device=H200,
+    )
+    assert got[0].shape == (rows, 2, 64)
+    assert not got[0].any()
+    assert torch.equal(got[1], torch.tensor([[1.0], [2.0]]).expand(2, rows))
+
+
+def test_all_sequences_may_be_empty_on_the_card():
+    """Where the host sees rows."""
+    q, cu = torch.randn(8, 2, 64).half(), torch.zeros(3, dtype=torch.int32)
+    out = torch.full_like(q, 7.0)
+    attention_varlen(q, q, q, cu, cu, 8, 8, out=out, device=H200)
+    assert bool((out == 7.0).all())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The list of row blocks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def listed(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], mask: Mask, block_m: int) -> list[list[int]]:
+    capacity = sum(lengths_q) // block_m + len(lengths_q)
+    most = mask.most_keys(sum(lengths_k))
+    numbers = {
+        "sequences": len(lengths_q), "q_rows": sum(lengths_q), "k_rows": sum(lengths_k), "block_m": block_m,
+        "reach": -1 if mask.reach is None else mask.reach, "capacity": capacity,
+        "most_keys": most if most == sum(lengths_k) else most + block_m,
+    }  # fmt: skip
+    records = torch.full(((1 + capacity) * RECORD.value,), -7, dtype=torch.int32)
+    launch = Launch(build=list_build(False), programs=-(-capacity // 32), views={}, scalars=numbers)
+    cu_q, cu_k = starts(lengths_q), starts(lengths_k)
+    CpuLaunch(launch, 90)({"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_k": None, "records": records})
+    count, rows = int(records[0]), records.view(-1, RECORD.value)[1:, :6].tolist()
+    assert all(row == [-7] * 6 for row in rows[count:])
+    return rows[:count]
+
+
+def blocks_of(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], block_m: int) -> list[list[int]]:
+    cu_q, cu_k = starts(lengths_q).tolist(), starts(lengths_k).tolist()
+    return [
+        [cu_q[b], q_len, cu_k[b], k_len, b, i]
+        for b, (q_len, k_len) in enumerate(zip(lengths_q, lengths_k, strict=True))
+        for i in range(-(-q_len // block_m))
+    ]
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(left=100, causal=True), Mask(right=70)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_each_row_block_is_listed_once_longest_first(mask, seed):
+    draw = random.Random(seed)
+    count = (3, 40, 150)[seed]  # more than a block of sequences in the last
+    lengths_q = tuple(draw.choice((0, 0, 1, 63, 64, 65, draw.randrange(400))) for _ in range(count))
+    lengths_k = tuple(draw.choice((0, 1, 64, draw.randrange(400))) for _ in range(count))
+    got = listed(lengths_q, lengths_k, mask, 64)
+    assert sorted(got) == sorted(blocks_of(lengths_q, lengths_k, 64))
+
+    def cost(record: list[int]) -> int:
+        _, q_len, _, k_len, _, index = record
+        end = k_len if mask.reach is None else min((index + 1) * 64, q_len) + k_len - q_len + mask.reach
+        most = sum(lengths_k) if mask.left is None else min(sum(lengths_k), mask.most_keys(sum(lengths_k)) + 64)
+        return min(max(0, min(end, k_len)), most)
+
+    costs = [cost(record) for record in got]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_lengths_are_in_no_kernel_and_no_grid_beyond_what_runs_at_once():
+    """What is compiled depends on neither, nor on how many sequences there are."""
+    builds, programs = [], []
+    for lengths in ((9000, 4096), (1,) * 90, (70000,), (5000,) * 7):
+        case = pack(lengths, lengths)
+        problem = Problem.of(
+            case.q, case.k, case.v, layout="thd", causal=True,
+            lengths=(starts(lengths), starts(lengths), max(lengths), max(lengths), None),
+        )  # fmt: skip
+        plan = Plan.of(problem, SMALL, H200)
+        launches = launches_of(plan, case.q, case.k, case.v, case.q)
+        builds.append([launch.build for launch in launches])
+        programs.append(launches[-1].programs)
+        assert isinstance(pick_config(problem, H200), ForwardConfig)
+    assert all(build == builds[0] for build in builds)
+    assert programs == [132] * 4
+    assert LIST.fn.params[4].do_not_specialize
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------------------------------------------------
+
+GOOD = pack((4, 5), (6, 7)).arguments | {"device": H200}
+WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "four dimensions": (ValueError, r"q: expected 3 dimensions", {"q": torch.zeros(1, 9, 2, 64).half()}),
+    "int64": (TypeError, r"cu_seqlens_q: expected dtype torch.int32", {"cu_seqlens_q": torch.tensor([0, 4, 9])}),
+    "a list": (TypeError, r"cu_seqlens_q: expected a tensor", {"cu_seqlens_q": [0, 4, 9]}),
+    "a list of keys": (TypeError, r"cu_seqlens_k: expected a torch.Tensor", {"cu_seqlens_k": [0, 4, 9]}),
+    "none": (ValueError, r"cu_seqlens_q: expected", {"cu_seqlens_q": torch.zeros(0, dtype=torch.int32)}),
+    "other numbers of sequences": (ValueError, r"cu_seqlens_k: expected shape \(3,\)", {"cu_seqlens_k": starts((1,))}),
+    "not contiguous": (ValueError, r"cu_seqlens_q: expected a contiguous", {"cu_seqlens_q": starts((1,) * 5)[::2]}),
+    "another device": (ValueError, r"cu_seqlens_k: expected device", {"cu_seqlens_k": starts((6, 7)).to("meta")}),
+    "used of other sequences": (ValueError, r"seqused_k: expected shape \(2,\)", {"seqused_k": starts((6, 7))}),
+    "max is a tensor": (TypeError, r"max_seqlen_k: expected an int.*item", {"max_seqlen_k": torch.tensor(7)}),
+    "max is negative": (ValueError, r"max_seqlen_q: expected at least 0", {"max_seqlen_q": -1}),
+    "layout": (TypeError, r"unexpected keyword argument 'layout'", {"layout": "bshd"}),
+    "head counts": (ValueError, r"multiple of the 3 KV heads", dict.fromkeys("kv", torch.zeros(83, 3, 64).half())),
+    "scales of one": (
+        ValueError, r"q_scale: expected shape \(2, 1\)",
+        {**{n: GOOD[n].to(torch.float8_e4m3fn) for n in "qkv"}, "q_scale": torch.ones(1, 1)},
+    ),
+    "slopes of one": (ValueError, r"alibi_slopes: expected shape", {"alibi_slopes": torch.ones(1, 2)}),
+    "dynamic": (
+        ValueError, r"config: expected dynamic=False",
+        {"device": B200, "config": blackwell_config(3, 192, dynamic=True)},
+    ),
+    "two changes of scores": (
+        NotImplementedError, r"alibi_slopes: not supported together", {"softcap": 1.0, "alibi_slopes": torch.ones(2)}
+    ),
+    "pages": (NotImplementedError, r"page_table: a paged KV cache", {"page_table": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refusals(name):
+    error, message, change = WRONG[name]
+    with pytest.raises(error, match=message):
+        attention_varlen(**{**GOOD, **change})
+
+
+def test_a_batch_has_no_lengths():
+    q = torch.zeros(1, 2, 3, 64).half()
+    with pytest.raises(TypeError, match=r"cu_seqlens_q.*use attention_varlen"):
+        attention(q, q, q, cu_seqlens_q=starts((3,)), device=H200)
+    with pytest.raises(ValueError, match="layout: expected one of"):
+        attention(q, q, q, layout="thd", device=H200)
+
+
+BAD_NUMBERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "first": ("cu_seqlens_q: expected 0 first", {"cu_seqlens_q": torch.tensor([1, 4, 9], dtype=torch.int32)}),
+    "falling": ("cu_seqlens_k: expected numbers that do not fall", {"cu_seqlens_k": starts((7, -1))}),
+    "beyond": ("cu_seqlens_q: expected at most the 12 rows", {"cu_seqlens_q": starts((4, 9)), "max_seqlen_q": 9}),
+    "longer": ("max_seqlen_k: expected at least 7", {"max_seqlen_k": 6}),
+    "used": ("seqused_k: expected 0 to 6", {"seqused_k": torch.tensor([8, 1], dtype=torch.int32)}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NUMBERS)
+def test_what_is_on_the_card_can_be_checked(name):
+    message, change = BAD_NUMBERS[name]
+    arguments = {n: t for n, t in GOOD.items() if n not in ("v", "device")}
+    check_cu_seqlens(**arguments)
+    with pytest.raises(ValueError, match=message):
+        check_cu_seqlens(**{**arguments, **change})
