@@ -44,7 +44,7 @@ def transposed(slot, BLOCK_N: gl.constexpr, D: gl.constexpr, cga_layout: gl.cons
 def transpose_values(
     v_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D]
     out_desc,  # (B, Hkv, D, Sk rounded up to 16), blocks [1, 1, D, BLOCK_N]
-    cu_k_ptr,  # (sequences + 1,) int32, of packed sequences; then out_desc is (1, Hkv, D, K), see `padded_keys`; or None
+    cu_k_ptr,  # (sequences + 1,) int32, of packed sequences: out_desc is (1, Hkv, D, K), see `padded_keys`; or None
     used_k_ptr,  # (sequences,) int32: how many keys of each count; None: all
 ):
     """The kernel: one program for each block of keys of each head."""
