@@ -79,7 +79,7 @@ def attention_varlen(
     function, read = compiled_part(score_mod)
     options = Options(
         causal, window, chunk, softcap, function, scale, PACKED, deterministic, num_ctas, config, device,
-        (max_seqlen_q, max_seqlen_k),
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
     extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, read)
     if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
