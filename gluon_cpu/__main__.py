@@ -6,6 +6,7 @@ kernel, 4 the function, or its file, raised something else.
 
 import argparse
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import POLICIES, Accept, Finding, NothingChecked, check
+from .compat import JITFunction
 from .context import findings_in
 from .front import MODES, arch_of
 from .given import file_name
@@ -42,7 +44,19 @@ def load(spec: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise Mistake(f"{path} has no function {name}")
+    if isinstance(function, JITFunction):
+        raise Mistake(
+            f"{spec}: expected a function that launches kernels, got a kernel; write one that makes its inputs"
+        )
+    required = [p.name for p in inspect.signature(function).parameters.values() if is_required(p)]
+    if required:
+        raise Mistake(f"{spec}: expected a function without arguments, got one that needs {', '.join(required)}")
     return function
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    optional = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not optional
 
 
 class Mistake(Exception):
@@ -59,15 +73,16 @@ class Unloadable(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="gluon_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m gluon_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     c = commands.add_parser("check", help="run a function under many schedules; stops at the first finding")
     c.add_argument("function", help="file.py::name of a function without arguments that launches kernels")
-    c.add_argument("--schedules", type=int, default=200)
-    c.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    c.add_argument("--schedules", type=int, default=200, help="how many; default: 200")
+    c.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES,
+                   help="who goes next; default: all of these in turn")  # fmt: skip
     c.add_argument("--seed", type=int, default=0, help="first seed; to replay, with --schedules 1 and one policy")
-    c.add_argument("--target", default="sm_90a", help="sm_90a, sm_100a or sm_103a")
+    c.add_argument("--target", default="sm_90a", help="sm_90a (default), sm_100a or sm_103a")
     c.add_argument("--mode", choices=MODES, help="default: fast for one CTA, but for the last schedule")
     c.add_argument("--trace", help="write a Chrome trace of the last launch to this file")
     c.add_argument("--skip", nargs="+", metavar="KIND", help="kinds of findings not to look for, as UninitialisedRead")

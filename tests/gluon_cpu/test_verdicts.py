@@ -326,6 +326,9 @@ def wrong_numbers():
 def partial():
     first_half[(1,)](normal(128), torch.ones(256))
 
+def of_two(x, y, z=1, *more, **options):
+    pass
+
 def leave():
     sys.exit(0)
 
@@ -357,6 +360,8 @@ gluon_cpu.launch(three_faults, (1,), normal(128), poisoned(128), True, False, Fa
     (["wrong", "--trace", "absent/out.json"], 2, ["--trace: expected a file in a folder that there is"]),
     (["wrong", "--timeline", "absent/out.svg"], 2, ["timeline: expected a file in a folder that there is"]),
     (["absent"], 2, ["has no function absent"]),
+    (["of_two"], 2, ["expected a function without arguments, got one that needs x, y"]),
+    (["three_faults"], 2, ["expected a function that launches kernels, got a kernel"]),
     (["nothing"], 3, ["launched no kernel"]),
     (["crash"], 4, ["KeyError", "that is no finding"]),
     (["caught"], 1, ["UninitialisedRead after 1 schedule", "caught caught a finding and went on"]),
