@@ -1,6 +1,7 @@
 """`python -m bench`: attention forward on this card against cuDNN (through torch's SDPA), timed in one process.
 
-`python -m bench tables` and `python -m bench plot` show what a result file says.
+`python -m bench tables` and `python -m bench plot` show what a result file says. `python -m bench learn` times the
+kernels of the course instead.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench import features, report, sweep
+from bench import features, learn, report, sweep
 from bench.points import DTYPES, LENGTHS, SETS, Point
 
 RESULT = Path("bench/results/latest.json")
@@ -87,6 +88,9 @@ def chosen(args: argparse.Namespace, error: Callable[[str], Any]) -> list[Point]
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["learn"]:
+        learn.main(sys.argv[2:])
+        return
     command = parser()
     args = command.parse_args()
     if args.show and sys.argv[1] != args.show:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from . import demo, warmup
+from . import demo, lessons, warmup
 
 
 def at_least_one(text: str) -> int:
@@ -16,11 +16,14 @@ def at_least_one(text: str) -> int:
 def main() -> None:
     if sys.argv[1:2] == ["warmup"]:
         return warmup.main(sys.argv[2:])
+    if sys.argv[1:2] == ["learn"]:
+        return lessons.main(sys.argv[2:])
     demo.quiet_exit()
     command = argparse.ArgumentParser(
         prog="python -m gluon_attn",
         description=__doc__,
-        epilog="python -m gluon_attn warmup compiles kernels ahead instead: see its --help",
+        epilog="python -m gluon_attn learn runs a lesson instead, python -m gluon_attn warmup compiles kernels ahead: "
+        "see their --help",
     )
     command.add_argument("--cpu", action="store_true", help="execute on the CPU also where there is a card")
     command.add_argument(

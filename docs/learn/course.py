@@ -52,3 +52,12 @@ def lesson(name: str) -> ModuleType:
     if here not in sys.path:
         sys.path.insert(0, here)
     return importlib.import_module(name)
+
+
+def exercise(run: Callable[[], object], *, target: str = "sm_90a", schedules: int = 20) -> None:
+    """Say whether a kernel is right; if not, what is found, and exit with status 1."""
+    try:
+        gluon_cpu.check(run, schedules=schedules, target=target, quiet=True)
+    except (gluon_cpu.Finding, AssertionError) as error:
+        sys.exit(f"{type(error).__name__}\n{error}")
+    print(f"right in {schedules} interleavings")

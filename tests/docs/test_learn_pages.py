@@ -1,23 +1,46 @@
-"""docs/learn: each lesson's page has all of its file, and what it prints; the files run; the exercises can be mended.
+"""docs/learn: each lesson's page has all of its file, and what it prints; the exercises are broken, and can be mended.
 
 A page is the source: `python -m tests.docs.test_learn_pages` makes each lesson's file of its page, runs it, and writes
-what it prints into the page.
+what it prints, and what was measured, into the pages. Then `python -m tests.docs.learn_pictures` draws.
 """
 
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import io
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import gluon_cpu
+from bench.learn import OUT, tables
+from channels import check_ends
+from channels.compat import JITFunction
+from gluon_attn import lessons
+from gluon_attn.runtime import compat
+from tests.docs import learn_pictures
+from tests.docs.test_pages import anchors
 
 ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "docs" / "learn"
+INDEX = LEARN / "README.md"
+MOST_LINES = 150
+MOST_BYTES = 30_000  # of a picture
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"(^## What the file prints\n.*?^```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL)
+CHANGE = re.compile(r"^ *```diff (\w+)\.py\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+MEASURED = re.compile(r"(<!-- written by tests/docs/test_learn_pages.py: measured -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 LESSONS = sorted(path.stem for path in LEARN.glob("[0-9][0-9]_*.md"))
+EXERCISES = sorted(path.stem for path in LEARN.glob("exercise_*.py"))
+every_lesson = pytest.mark.parametrize("name", LESSONS)
 
 
 def page(name: str) -> str:
@@ -34,20 +57,170 @@ def lines(code: str) -> list[str]:
 
 
 def printed(name: str) -> str:
-    if str(LEARN) not in sys.path:
-        sys.path.insert(0, str(LEARN))
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        importlib.import_module(name).main()
+        lessons.load(name).main()
     return out.getvalue()
+
+
+def measured() -> str:
+    """The tables of the result file; without one, that there is none."""
+    if not (ROOT / OUT).exists():
+        return "\nNot measured yet.\n\n"
+    return "\n" + "\n".join(tables(json.loads((ROOT / OUT).read_text(encoding="utf-8")))) + "\n\n"
+
+
+# The lessons
+
+
+def test_the_lessons_are_numbered_and_in_the_index():
+    assert [name[:2] for name in LESSONS] == [f"{i:02}" for i in range(1, len(LESSONS) + 1)]
+    assert list(lessons.lessons().values()) == LESSONS
+    named = re.findall(r"\]\((\w+\.md)\)", INDEX.read_text(encoding="utf-8"))
+    assert {path.name for path in LEARN.glob("*.md")} - {"README.md"} <= set(named)
+
+
+@every_lesson
+def test_the_page_has_all_of_the_file(name):
+    """And so no code that the page does not explain."""
+    assert lines("\n".join(CODE.findall(page(name)))) == lines(source(name))
+    assert len(source(name).splitlines()) <= MOST_LINES
+
+
+@every_lesson
+def test_it_runs_and_prints_what_the_page_shows(name):
+    shown = PRINTED.search(page(name))
+    assert shown is not None
+    assert printed(name) == shown[2]
+
+
+@every_lesson
+def test_ends_are_used_rightly(name):
+    functions = [f for f in vars(lessons.load(name)).values() if isinstance(f, JITFunction)]
+    assert [misuse for f in functions for misuse in check_ends(f)] == []
+
+
+@pytest.mark.parametrize("name", learn_pictures.runs())
+def test_the_pictures_are_small_and_on_their_page(name):
+    assert (LEARN / f"{name}.svg").stat().st_size <= MOST_BYTES
+    assert f"]({name}.svg)" in page(name)
+
+
+def test_a_picture_has_a_row_for_each_role_and_its_engines():
+    drawn = learn_pictures.picture(learn_pictures.runs()["03_ring"])
+    rows = re.findall(r'text-anchor="end">([^<]*)<', drawn)
+    assert rows == ["double", "load", "TMA load"]
+    assert drawn.count('class="w"') > 2
+    assert drawn.count("<path d=") > 2
+    assert drawn == (LEARN / "03_ring.svg").read_text(encoding="utf-8")
+
+
+def test_the_measured_times_are_those_of_the_result_file():
+    shown = MEASURED.search(INDEX.read_text(encoding="utf-8"))
+    assert shown is not None
+    assert shown[2] == measured()
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], target: str) -> list[tuple[Any, ...]]:
+    """What a run would compile: kernel, types, constants, attributes, options, architecture."""
+    found: dict[str, tuple[Any, ...]] = {}
+    launch = importlib.import_module("gluon_cpu.launch")
+    real = launch.compile_source
+
+    def noted(kernel: Any, types: Any, constants: Any, attrs: Any, options: Any, arch: int, mode: str) -> Any:
+        found.setdefault(f"{kernel} {types} {constants} {options.num_ctas}", (kernel, types, constants, attrs, options))
+        return real(kernel, types, constants, attrs, options, arch, mode)
+
+    monkeypatch.setattr(launch, "compile_source", noted)
+    with gluon_cpu.machine(target=target):
+        run()
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", learn_pictures.runs())
+def test_the_kernel_compiles_for_the_card(name, monkeypatch):
+    target = learn_pictures.TARGETS.get(name, "sm_90a")
+    for kernel, types, constants, attrs, options in compiled(monkeypatch, learn_pictures.runs()[name], target):
+        code = compat.triton.compile(
+            compat.GluonASTSource(kernel, types, constants, attrs),
+            target=compat.GPUTarget("cuda", {"sm_90a": 90, "sm_100a": 100}[target], 32),
+            options={"num_warps": options.num_warps, "num_ctas": options.num_ctas},
+        )
+        assert 0 < code.metadata.shared <= 232448
+        assert ".local" not in code.asm["ptx"]
+
+
+# The exercises
+
+
+def changes(exercise: str) -> list[tuple[str, str]]:
+    """What the answers say to change: (old text, new text)."""
+    found = []
+    for name, hunk in CHANGE.findall((LEARN / "answers.md").read_text(encoding="utf-8")):
+        if name == exercise:
+            marked = [line.lstrip() and line[3:] for line in hunk.splitlines()]
+            old = "".join(f"{line[1:]}\n" for line in marked if line[:1] in ("-", " "))
+            new = "".join(f"{line[1:]}\n" for line in marked if line[:1] in ("+", " "))
+            found.append((old, new))
+    return found
+
+
+def module_of(name: str, text: str, folder: Path) -> ModuleType:
+    """A file of the course with another text."""
+    lessons.load("course")  # puts its folder on the path
+    file = folder / f"{name}.py"
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"{name}_{folder.name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def target_of(module: ModuleType) -> str:
+    return getattr(module, "TARGET", "sm_90a")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_exercise_is_mended_by_its_answers_and_by_no_fewer(name, tmp_path):
+    text, hunks = source(name), changes(name)
+    assert hunks, f"no answer for {name}"
+    for number in range(len(hunks) + 1):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        module = module_of(name, text, folder)
+        if number == len(hunks):
+            assert gluon_cpu.check(module.run, schedules=6, target=target_of(module), quiet=True).ok
+            break
+        with pytest.raises((gluon_cpu.Finding, AssertionError)):
+            gluon_cpu.check(module.run, schedules=6, target=target_of(module), quiet=True)
+        old, new = hunks[number]
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+
+
+def test_every_exercise_is_on_a_page():
+    assert [name for name in EXERCISES if not any(f"({name}.py)" in page(lesson) for lesson in LESSONS)] == []
+    assert [name for name in LESSONS if f"lesson-{int(name[:2])}" not in anchors(LEARN / "answers.md")] == []
+
+
+def test_an_exercise_says_what_is_found(capsys):
+    module = lessons.load("exercise_02")
+    with pytest.raises(SystemExit, match="TooFewArrivals"):
+        lessons.load("course").exercise(module.run)
+
+
+# From pages to files
 
 
 def write(name: str) -> None:
     file = LEARN / f"{name}.py"
     file.write_text("\n".join(CODE.findall(page(name))), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "ruff", "format", str(file)], check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "-q", str(file)], check=True)
     shown, formatted = lines("\n".join(CODE.findall(page(name)))), lines(source(name))
     if shown != formatted:
-        sys.exit(f"{name}.md: not as ruff formats it\n" + "\n".join(difflib.unified_diff(shown, formatted, "page", "file", n=0)))
+        sys.exit(f"{name}.md: not as ruff formats it\n" + "\n".join(difflib.unified_diff(shown, formatted, n=0)))
     text = PRINTED.sub(lambda m: m[1] + printed(name) + m[3], page(name))
     (LEARN / f"{name}.md").write_text(text, encoding="utf-8")
 
@@ -55,3 +228,5 @@ def write(name: str) -> None:
 if __name__ == "__main__":
     for lesson in sys.argv[1:] or LESSONS:
         write(lesson)
+    index = INDEX.read_text(encoding="utf-8")
+    INDEX.write_text(MEASURED.sub(lambda m: m[1] + measured() + m[3], index), encoding="utf-8")

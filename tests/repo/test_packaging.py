@@ -85,6 +85,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(built):
     own = f"gluon_attn-{PROJECT['version']}.dist-info"
     assert {name.partition("/")[0] for name in files} == {"channels", "gluon_attn", "gluon_cpu", own}
     sources = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    sources |= {f"gluon_attn/learn/{path.name}" for path in (ROOT / "docs" / "learn").glob("*.py")}  # by a link
     assert {name for name in files if not name.startswith(own)} == sources | {f"{name}/py.typed" for name in PACKAGES}
     assert f"{own}/licenses/LICENSE" in files
 
