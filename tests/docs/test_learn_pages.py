@@ -36,7 +36,7 @@ MOST_LINES = 150
 MOST_BYTES = 30_000  # of a picture
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"(^## What the file prints\n.*?^```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL)
-CHANGE = re.compile(r"^ *```diff (\w+)\.py\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+CHANGE = re.compile(r"^```diff\n# (\w+)\.py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MEASURED = re.compile(r"(<!-- written by tests/docs/test_learn_pages.py: measured -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 LESSONS = sorted(path.stem for path in LEARN.glob("[0-9][0-9]_*.md"))
 EXERCISES = sorted(path.stem for path in LEARN.glob("exercise_*.py"))
@@ -158,9 +158,8 @@ def changes(exercise: str) -> list[tuple[str, str]]:
     found = []
     for name, hunk in CHANGE.findall((LEARN / "answers.md").read_text(encoding="utf-8")):
         if name == exercise:
-            marked = [line.lstrip() and line[3:] for line in hunk.splitlines()]
-            old = "".join(f"{line[1:]}\n" for line in marked if line[:1] in ("-", " "))
-            new = "".join(f"{line[1:]}\n" for line in marked if line[:1] in ("+", " "))
+            old = "".join(f"{line[1:]}\n" for line in hunk.splitlines() if line[:1] in ("-", " "))
+            new = "".join(f"{line[1:]}\n" for line in hunk.splitlines() if line[:1] in ("+", " "))
             found.append((old, new))
     return found
 

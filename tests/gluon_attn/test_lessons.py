@@ -1,4 +1,4 @@
-"""`python -m gluon_attn learn`: what it lists, runs, copies and refuses. The lessons: tests/docs/test_learn_pages.py."""
+"""`python -m gluon_attn learn`: what it lists, runs, copies and refuses. The lessons are in tests/docs."""
 
 import re
 import subprocess
