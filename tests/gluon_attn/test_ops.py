@@ -1,12 +1,15 @@
 """Attention under torch.compile, torch.export and torch.autocast, on gluon_cpu."""
 
 import dataclasses
+import io
+import shutil
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -63,15 +66,53 @@ def test_checkpointed():
     check_gradients(q, k, v, dout, torch.autograd.grad(out, inputs, dout))
 
 
-def test_exported():
-    class Model(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return model(q, k, v)
+def test_other_lengths_make_no_other_graph():
+    """But for the second, which makes one of any length."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for n in (40, 24, 30, 64, 16):
+        inputs = [t.detach() for t in qkv(n, n)]
+        assert torch.equal(compiled(*inputs), model(*inputs))
+    assert counter.frame_count == 2
 
-    inputs = [t.detach() for t in qkv()]
-    exported = torch.export.export(Model(), tuple(inputs))
-    assert "gluon_attn.forward" in str(exported.graph)
-    assert torch.equal(exported.module()(*inputs), model(*inputs))
+
+class Exported(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return model(q, k, v)
+
+
+def exported() -> Any:
+    """Of any length."""
+    inputs = tuple(t.detach() for t in qkv(40, 40))
+    return torch.export.export(Exported(), inputs, dynamic_shapes=[{2: torch.export.Dim("length", min=2)}] * 3)
+
+
+def test_exported():
+    """Also after it was saved."""
+    assert "gluon_attn.forward" in str(exported().graph)
+    file = io.BytesIO()
+    torch.export.save(exported(), file)
+    loaded = torch.export.load(file)
+    for n in (40, 24):
+        inputs = [t.detach() for t in qkv(n, n)]
+        assert torch.equal(loaded.module()(*inputs), model(*inputs))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+def test_by_inductor(tmp_path):
+    """A graph with lengths that change, and a model compiled ahead: what is beside attention it fuses, and rounds less
+    often."""
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True)
+    package = torch._inductor.aoti_compile_and_package(exported(), package_path=str(tmp_path / "model.pt2"))
+    ahead = torch._inductor.aoti_load_package(package)
+    for n in (24, 40):
+        inputs = qkv(n, n)
+        want, got, by_package = (fn(*inputs) for fn in (model, compiled, ahead))
+        torch.testing.assert_close(by_package, want, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
+        for one, other in zip(*(torch.autograd.grad(out.sum(), inputs) for out in (got, want)), strict=True):
+            torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -318,6 +318,14 @@ def test_activated_it_overrides_those_of_cuda():
             assert (len(asked), len(stand_ins.calls)) == (2, 3)
             kernel()
             assert (len(asked), len(stand_ins.calls)) == (2, 4)
+            for _ in range(2):
+                activate_flash_attention_impl(torch_sdpa.NAME)
+            with torch_sdpa.enabled():
+                restore_flash_attention_impl()
+                kernel()
+            assert (len(asked), len(stand_ins.calls)) == (3, 5)
+            kernel()
+            assert (len(asked), len(stand_ins.calls)) == (3, 6)
         finally:
             restore_flash_attention_impl(_raise_warn=False)
             stand_ins.library._destroy()

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,14 @@ def test_a_release_is_installed_beside_every_torch_and_triton_that_are_supported
     assert {torch for torch, _ in pairs} == {f"2.{minor}" for minor in range(11, 16)}
     assert {triton for _, triton in pairs} == set(MINORS)
     assert "secrets." not in workflow
+
+
+def test_a_release_says_where_the_project_lives(tmp_path):
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    (command,) = re.findall(r"run: (printf .*project.urls.*)$", workflow, re.MULTILINE)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    environment = os.environ | {"HOME_PAGE": "https://example.org/a/b"}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True)
+    before, after = (tomllib.loads((at / "pyproject.toml").read_text(encoding="utf-8")) for at in (ROOT, tmp_path))
+    urls = {"Source": "https://example.org/a/b", "Issues": "https://example.org/a/b/issues"}
+    assert after == {**before, "project": before["project"] | {"urls": urls}}
