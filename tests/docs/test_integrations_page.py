@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 import gluon_attn
+from bench.distributed import HEAD, row_of
 from bench.models import COLUMNS
 from gluon_attn import flash, reference_attention
 from gluon_attn.device import Device
@@ -119,7 +120,7 @@ def test_hugging_face_on_a_card(monkeypatch):
 
 
 def test_the_script_for_several_cards(tmp_path):
-    """In two processes, over gloo, on a shorter sequence. No machine with several cards is at hand."""
+    """In two processes, over gloo, on a shorter sequence. On cards: tests/gpu/test_distributed.py."""
     (tmp_path / "script.py").write_text(CARDS, encoding="utf-8")
     for of_rank in run_ranks(2, tmp_path, "script"):
         q, k, v = (t.double().requires_grad_() for t in of_rank["whole"])
@@ -151,6 +152,18 @@ def test_the_gains_are_those_of_the_result_file():
     }
     want = {row: [round(x, 2) for x in measured(*of, "× sdpa")] for row, of in named.items()}
     assert rows_of("× SDPA") == want
+
+
+def test_the_speed_of_several_cards_is_that_of_the_result_file():
+    found = json.loads((ROOT / "bench/results/h100x2_distributed.json").read_text(encoding="utf-8"))
+    columns = [("ring", 32768), ("ring", 131072), ("ulysses", 32768), ("ulysses", 131072)]
+    points = {(f"{point['mask']}, {point['pass']}", point["length"]): point for point in found["timed"]}
+    tables = re.findall(r"^\| \| ring, 32768 .*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    for table, column in zip(tables, (HEAD.index("TFLOP/s per card"), HEAD.index("×")), strict=True):
+        for line in table.splitlines():
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            rows = [row_of(points[name, length], function, found["cards"]) for function, length in columns]
+            assert [float(cell) for cell in cells] == pytest.approx([float(row[column]) for row in rows], abs=0.0051)
 
 
 def test_the_times_are_those_of_the_result_file():
