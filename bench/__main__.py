@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench import features, learn, report, sweep
+from bench import features, learn, report, sweep, varlen
 from bench.points import DTYPES, LENGTHS, SETS, Point
 
 RESULT = Path("bench/results/latest.json")
@@ -34,9 +34,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--sets",
         nargs="+",
-        choices=[*SETS, *features.SETS],
+        choices=[*SETS, *features.SETS, *varlen.SETS],
         default=["sweep"],
-        help="of bench/points.py; or of bench/features.py, then alone",
+        help="of bench/points.py; or of bench/features.py or bench/varlen.py, then alone",
     )
     top.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["bf16"], help="of these sets, what has these")
     top.add_argument("--head-dim", type=int, nargs="+", help="only these")
@@ -87,6 +87,11 @@ def chosen(args: argparse.Namespace, error: Callable[[str], Any]) -> list[Point]
     return points
 
 
+def module_sets(module: Any, sets: Sequence[str]) -> list[str]:
+    """Those of these sets that the module has."""
+    return [name for name in sets if name in module.SETS]
+
+
 def main() -> None:
     if sys.argv[1:2] == ["learn"]:
         learn.main(sys.argv[2:])
@@ -104,19 +109,22 @@ def main() -> None:
     elif args.show == "plot":
         print("written:", report.plot(read, args.to, args.all))
     else:
-        of_features = [name for name in args.sets if name in features.SETS]
-        if of_features and len(of_features) < len(args.sets):
-            others = ", ".join(name for name in args.sets if name not in features.SETS)
-            command.error(f"--sets: expected no others with {', '.join(of_features)}, got {others}; run them apart")
-        points = [] if of_features else chosen(args, command.error)
+        alone = [name for module in (features, varlen) if (name := module_sets(module, args.sets))]
+        for names in alone:
+            if len(names) < len(args.sets):
+                others = ", ".join(name for name in args.sets if name not in names)
+                command.error(f"--sets: expected no others with {', '.join(names)}, got {others}; run them apart")
+        points = [] if alone else chosen(args, command.error)
         if args.rounds < 1:
             command.error(f"--rounds: expected 1 or more, got {args.rounds}")
         if args.out.is_dir() or args.out.suffix != ".json":
             command.error(f"--out: expected a file name that ends in .json, got {args.out}")
         if not torch.cuda.is_available():
             sys.exit("bench: needs a Hopper or Blackwell card, found no CUDA device; nothing was timed")
-        if of_features:
+        if args.sets[0] in features.SETS:
             features.run(args)
+        elif args.sets[0] in varlen.SETS:
+            varlen.run(args)
         else:
             sweep.run(points, args)
 

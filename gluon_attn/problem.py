@@ -360,18 +360,19 @@ def check_lengths(
             of = "a number for each sequence" if name == "seqused_k" else "as long as cu_seqlens_q"
             raise ValueError(f"{name}: expected shape ({size},), {of}, got {tuple(t.shape)}")
         check_read(name, t, q)
-    check_seqlen("max_seqlen_q", max_seqlen_q)
-    check_seqlen("max_seqlen_k", max_seqlen_k)
+    check_seqlens(max_seqlen_q, max_seqlen_k)
     return count
 
 
-def check_seqlen(name: str, bound: object) -> None:
-    """Of the longest sequence."""
-    if isinstance(bound, bool) or not isinstance(bound, int):
-        todo = "call .item() on it" if hasattr(bound, "item") else "give the longest sequence's length"
-        raise TypeError(f"{name}: expected an int, got {type_name(bound)}; {todo}")
-    if bound < 0:
-        raise ValueError(f"{name}: expected at least 0, got {bound}; give the longest sequence's length")
+def check_seqlens(max_seqlen_q: object, max_seqlen_k: object) -> tuple[int, int]:
+    """Of the longest sequences, both."""
+    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
+            todo = "call .item() on it" if hasattr(bound, "item") else "give the longest sequence's length"
+            raise TypeError(f"{name}: expected an int, got {type_name(bound)}; {todo}")
+        if bound < 0:
+            raise ValueError(f"{name}: expected at least 0, got {bound}; give the longest sequence's length")
+    return max_seqlen_q, max_seqlen_k  # type: ignore[return-value]  # as the loop has found
 
 
 def check_of_heads(

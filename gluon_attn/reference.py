@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import FP8_DTYPES
+from .problem import FP8_DTYPES, output_dtype
 
 
 def reference_attention(
@@ -24,6 +24,9 @@ def reference_attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ + mask) V and the log-sum-exp of its scores, in the dtype of the inputs, materialising S.
 
@@ -38,12 +41,20 @@ def reference_attention(
     |i + Sk - Sq - j|. sinks: (H,): for each row a further score that has no value.
     q_scale, k_scale, v_scale: (B, Hkv), for fp8 inputs: what they are multiplied with, default 1; that is then done in
     fp32, and the rest too.
+    cu_seqlens_q, cu_seqlens_k, seqused_k: of packed sequences, as `attention_varlen` has them: then q is (T, H, D), k
+    and v (U, Hkv, D), there is no layout, and LSE is (H, T). Rows that are in no sequence have O = 0 and LSE = -inf.
 
     Returns (O in the layout and dtype of q (of fp8 inputs: bfloat16), LSE (B, H, Sq), natural log, fp32 or, for float64
     inputs, float64).
     A row that sees no key, or has scores of -inf alone, has O = 0 and LSE = -inf, but NaN where V is NaN or infinite. A
     score of NaN makes O and LSE NaN; one of +inf makes O NaN and LSE +inf.
     """
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        of_sequences = {"alibi_slopes": alibi_slopes, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        same: dict[str, Any] = {
+            "causal": causal, "window": window, "chunk": chunk, "scale": scale, "softcap": softcap, "sinks": sinks
+        }  # fmt: skip
+        return reference_of_packed(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_k), of_sequences, same)
     if q.dtype in FP8_DTYPES:
         kv_heads = k.shape[1 if layout == "bhsd" else 2]
         q, k, v = (dequantise(t, by, kv_heads, layout) for t, by in ((q, q_scale), (k, k_scale), (v, v_scale)))
@@ -74,6 +85,29 @@ def reference_attention(
     p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
     out = p.to(v.dtype) @ v
     return (out.transpose(1, 2) if layout == "bshd" else out), lse
+
+
+def reference_of_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[Tensor, Tensor, Tensor | None],
+    of_sequences: dict[str, Tensor | None],
+    same: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """A loop over the sequences. of_sequences: options that have, if they are of two dimensions, a row for each."""
+    starts_q, starts_k = (t.tolist() for t in lengths[:2])
+    used = None if lengths[2] is None else lengths[2].tolist()
+    out = torch.zeros_like(q, dtype=output_dtype(q.dtype))
+    statistics = torch.float32 if q.dtype in FP8_DTYPES else torch.promote_types(q.dtype, torch.float32)
+    lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=statistics, device=q.device)
+    for i in range(len(starts_q) - 1):
+        rows = slice(starts_q[i], starts_q[i + 1])
+        keys = slice(starts_k[i], starts_k[i + 1] if used is None else starts_k[i] + used[i])
+        own: dict[str, Any] = {n: t if t is None or t.dim() < 2 else t[i : i + 1] for n, t in of_sequences.items()}
+        of_one = reference_attention(q[None, rows], k[None, keys], v[None, keys], layout="bshd", **own, **same)
+        out[rows], lse[:, rows] = of_one[0][0], of_one[1][0]
+    return out, lse
 
 
 def masked(scores: Tensor, *, causal: bool, window: tuple[int | None, int | None], chunk: int | None) -> Tensor:

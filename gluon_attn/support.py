@@ -21,7 +21,7 @@ from .call import Extras, Options, Window, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
 from .ops import card_in_graph
-from .problem import FP8_DTYPES
+from .problem import FP8_DTYPES, PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
 
 REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)  # what `attention` raises before it computes
@@ -54,9 +54,15 @@ def supports(
     config: ForwardConfig | None = None,
     device: Device | None = None,
     needs_grad: bool | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
     **unsupported: Any,
 ) -> str | None:
-    """Why `attention` refuses these arguments, in the words that it raises; None if it takes them.
+    """Why `attention` refuses these arguments, in the words that it raises; None if it takes them. With cu_seqlens_q:
+    why `attention_varlen` does.
 
     Compiles nothing and runs nothing on a card. It makes the checks that `attention` makes, and nothing else, so that
     both always agree. Asked again for the same shapes and strides, it takes a few microseconds.
@@ -68,7 +74,12 @@ def supports(
         options = Options(
             causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device
         )
-        extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, of_score_mod=read)
+        extras = Extras(
+            out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, read
+        )
+        if cu_seqlens_q is not None:
+            longest = check_seqlens(max_seqlen_q, max_seqlen_k)
+            options = options._replace(layout=PACKED, max_seqlens=longest)
         check_options(return_lse, deterministic, unsupported)
         gradient = torch.is_grad_enabled() and wants_gradient(q, k, v, sinks) if needs_grad is None else needs_grad
         q, k, v = autocast(q, k, v, convert=torch.empty_like)  # memory for what attention() converts to, no numbers

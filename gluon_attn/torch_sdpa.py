@@ -26,6 +26,7 @@ from .device import Device
 from .gradients import attention_backward, check_outputs, readable_by_tma
 from .problem import Window, in_bhsd
 from .support import supports
+from .varlen import attention_varlen
 
 NAME = "GLUON"
 DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
@@ -151,6 +152,18 @@ def takes(
     return not (causal or window != (None, None)) or in_bhsd(q, layout).shape[2] == in_bhsd(k, layout).shape[2]
 
 
+def takes_packed(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, **options: Any
+) -> bool:
+    """Whether packed sequences are ours to compute. Left to torch, besides what `supports` refuses: keys that may begin
+    elsewhere than queries. Where, is known on the card alone, and a row that sees no key has another LSE there."""
+    if q.dtype not in DTYPES or q.numel() == 0 or k.numel() == 0 or cu_seqlens_q is None or cu_seqlens_k is None:
+        return False
+    if q.shape[0] != k.shape[0] or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr():
+        return False
+    return supports(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options) is None
+
+
 def takes_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, layout: str, **options: Any
 ) -> bool:
@@ -246,20 +259,31 @@ def flash_forward(
     out: Tensor | None = None,
     **others: Any,
 ) -> Any:
-    """(B, S, H, D); packed sequences, of which `cum_seq_q` says where they begin, are torch's.
+    """(B, S, H, D); or packed sequences, of which `cum_seq_q` says where they begin, (T, H, D).
 
     out: where to put O, for the operator that has it as its first argument. others: windows, and options that differ
     from release to release: each may be None.
     """
     options = options_of(device, is_causal, scale, others) | {"out": out}
-    dense = cum_seq_q is None and cum_seq_k is None and not dropout_p and not return_debug_mask
-    if not dense or asks_more(others) or not takes(query, key, value, needs_grad=False, **options):
+    packed = cum_seq_q is not None or cum_seq_k is not None
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k
+    }  # fmt: skip
+    if packed:
+        ours = takes_packed(query, key, value, needs_grad=False, **lengths, **options)
+    else:
+        ours = takes(query, key, value, needs_grad=False, **options)
+    if not ours or dropout_p or return_debug_mask or asks_more(others):
         return original(
             *(() if out is None else (out,)), query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
             is_causal, return_debug_mask, scale=scale, **others,
         )  # fmt: skip
     with torch.no_grad():
-        o, lse = attention(query, key, value, return_lse=True, **options)
+        if packed:
+            del options["layout"]
+            o, lse = attention_varlen(query, key, value, return_lse=True, **lengths, **options)
+        else:
+            o, lse = attention(query, key, value, return_lse=True, **options)
     return (o, lse, *without_dropout(query)) if out is None else lse
 
 

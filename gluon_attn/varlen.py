@@ -9,7 +9,7 @@ from .api import attend, check_differentiable, check_options, wants_gradient
 from .call import Extras, Options, Window
 from .device import Device
 from .forward.configs import ForwardConfig
-from .problem import PACKED, check_seqlen
+from .problem import PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
 
 
@@ -74,8 +74,7 @@ def attention_varlen(
         As `attention` does. NotImplementedError: gradients.
     """
     check_options(return_lse, deterministic, unsupported)
-    check_seqlen("max_seqlen_q", max_seqlen_q)
-    check_seqlen("max_seqlen_k", max_seqlen_k)
+    check_seqlens(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
     options = Options(
         causal, window, chunk, softcap, function, scale, PACKED, deterministic, num_ctas, config, device,

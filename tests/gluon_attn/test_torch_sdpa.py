@@ -195,7 +195,10 @@ NOT_OURS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "causal, backward": (SDPA_BACKWARD, (Q, Q, K, K, Q, LSE, None, None, 40, 24, 0.0, True, *RNG), {}),
     "fp32, backward": (SDPA_BACKWARD, (*(Q.float(),) * 5, LSE, None, None, 40, 40, 0.0, False, *RNG), {"scale": 0.5}),
     "LSE's shape": (SDPA_BACKWARD, (Q, Q, Q, Q, Q, LSE[..., None], None, None, 40, 40, 0.0, False, *RNG), {}),
-    "packed": (FLASH, (B[0], B[0], B[0], *PACKED), {}),
+    "packed, keys that begin elsewhere": (FLASH, (B[0], B[0], B[0], SEQUENCES, SEQUENCES.clone(), *PACKED[2:]), {}),
+    "packed, fewer keys": (FLASH, (B[0], B[0, :24], B[0, :24], *PACKED), {}),
+    "packed, some keys used": (FLASH, (B[0], B[0], B[0], *PACKED), {"seqused_k": torch.tensor([8], dtype=torch.int32)}),
+    "packed, int64": (FLASH, (B[0], B[0], B[0], SEQUENCES.long(), SEQUENCES.long(), *PACKED[2:]), {}),
     "window, unequal lengths": (
         FLASH,
         (q_of(1, 24, 2, 64), B, B, None, None, 24, 40, 0.0, False, False),
@@ -235,6 +238,24 @@ def test_all_else_goes_to_torchs_own(name, originals):
         assert all(x is handed_on[n] if isinstance(x, Tensor) else x == handed_on[n] for n, x in plain.items())
     for one, other in zip(want, got, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize("window", [{}, {"window_size_left": 9}])
+def test_packed_sequences(window, calls):
+    q = q_of(40, 2, 64)
+    starts = torch.tensor([0, 25, 40], dtype=torch.int32)
+    out, lse, *_ = FLASH(q, q, q, starts, starts, 25, 25, 0.0, True, False, **window)
+    left = window.get("window_size_left")
+    want, want_lse = reference_attention(
+        q.double(), q.double(), q.double(), causal=True, window=(left, None), cu_seqlens_q=starts, cu_seqlens_k=starts
+    )
+    torch.testing.assert_close(out.double(), want, atol=0.02, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
+    into = torch.empty_like(q)
+    if INPLACE:
+        INPLACE(into, q, q, q, starts, starts, 25, 25, 0.0, True, False, **window)
+        assert torch.equal(into, out)
+    assert calls == []
 
 
 def test_on_blackwell_the_gradients_are_torchs(originals):
