@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import sustained
-from bench.points import DTYPES, LENGTHS, Point
+from bench.points import DTYPES, LENGTHS, MODEL_DIM, Point
 from bench.provenance import provenance
 from bench.sweep import measure_by_rounds
 from bench.timing import host_seconds, time_interleaved
@@ -40,20 +40,26 @@ from gluon_attn.backward.table import HOPPER
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import Problem
+from gluon_attn.problem import Problem, empty_output
 from gluon_attn.resources import resources
 from gluon_attn.testing import backward_call
 
-GRAD_FLOPS = 2.5  # over those of the forward pass
+GRAD_FLOPS = 2.5  # over those of the forward pass, where V's head dim is as Q's
 MOST_SPILLS = 100  # of a loop; with more, a config is not timed
 
 
-def points(head_dims: list[int], lengths: list[int], kv_heads: int | None) -> list[Point]:
-    """B·S = 16384 tokens, H·D = 2048, full and causal; with kv_heads, 64 query heads."""
+def head_dims_of(text: str) -> tuple[int, int]:
+    """Of Q and of V: "192/128", or "128" for both."""
+    of_q, _, of_v = text.partition("/")
+    return int(of_q), int(of_v or of_q)
+
+
+def points(head_dims: Sequence[tuple[int, int]], lengths: Sequence[int], kv_heads: int | None) -> list[Point]:
+    """B·S = 16384 tokens, H·D = 2048, of V's D; full and causal; with kv_heads, 64 query heads."""
     grouped: dict[str, Any] = {"heads": 64, "heads_per_kv_head": 64 // kv_heads} if kv_heads else {}
     return [
-        Point(head_dim=head_dim, causal=causal, length=length, **grouped)
-        for head_dim in head_dims
+        Point(head_dim=d, head_dim_v=d_v, causal=causal, length=length, **({"heads": MODEL_DIM // d_v} | grouped))
+        for d, d_v in head_dims
         for causal in (False, True)
         for length in lengths
     ]
@@ -81,7 +87,8 @@ def deterministic() -> Iterator[None]:
 
 def calls_of(point: Point, with_deterministic: bool, with_forward: bool = False) -> dict[str, Callable[[], object]]:
     """cuDNN's backward pass and ours; and, if asked for, FlashAttention-2's and ours with a fixed order of sums."""
-    dout = torch.randn_like(point.tensors()[0])
+    q, _, v = point.tensors()
+    dout = torch.randn_like(empty_output(q, v))
 
     def inputs() -> list[Tensor]:
         return [t.detach().requires_grad_() for t in point.tensors()]
@@ -117,7 +124,7 @@ def calls_of(point: Point, with_deterministic: bool, with_forward: bool = False)
 
 
 def measure_sustained(point: Point, with_deterministic: bool, with_forward: bool) -> dict[str, Any]:
-    flops = (GRAD_FLOPS + with_forward) * point.flops
+    flops = point.backward_flops + with_forward * point.flops
     kept_up = {
         name: sustained.measure(call, flops) for name, call in calls_of(point, with_deterministic, with_forward).items()
     }
@@ -137,7 +144,7 @@ def measure_sustained(point: Point, with_deterministic: bool, with_forward: bool
 
 def measure(point: Point, rounds: int, with_deterministic: bool, with_forward: bool) -> dict[str, Any]:
     timings = time_interleaved(calls_of(point, with_deterministic, with_forward), rounds=rounds)
-    flops = (GRAD_FLOPS + with_forward) * point.flops
+    flops = point.backward_flops + with_forward * point.flops
     return {
         "point": asdict(point),
         "name": point.name,
@@ -230,7 +237,7 @@ def difference(got: Sequence[Tensor], want: Sequence[Tensor]) -> str | None:
 def measure_candidates(point: Point, rounds: int) -> dict[str, Any]:
     """All configs of a point, the table's among them; the gradients alone, without autograd."""
     q, k, v = point.tensors()
-    dout = torch.randn_like(q)
+    dout = torch.randn_like(empty_output(q, v))
     out, lse = attention(q, k, v, causal=point.causal, return_lse=True)
     calls: dict[str, Callable[[], object]] = {}
     refused: dict[str, str] = {}
@@ -247,7 +254,7 @@ def measure_candidates(point: Point, rounds: int) -> dict[str, Any]:
             calls.pop(label(config), None)
             refused[label(config)] = why
     timings = time_interleaved(calls, rounds=rounds)
-    flops = GRAD_FLOPS * point.flops
+    flops = point.backward_flops
     results = {
         name: {"ms": t.median * 1e3, "tflops": flops / t.median / 1e12, "spread": t.spread}
         for name, t in timings.items()
@@ -274,7 +281,9 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, help="result file to write (JSON)")
     parser.add_argument("--show", type=Path, help="print the table of a result file, and time nothing")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
+    parser.add_argument(
+        "--head-dims", type=head_dims_of, nargs="+", default=[(128, 128), (64, 64)], help="as 128, or 192/128: of V 128"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--kv-heads", type=int, help="64 query heads, and so many KV heads")
     parser.add_argument("--deterministic", action="store_true", help="time that too")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.provenance import SEED
+from gluon_attn.problem import Problem
 
 TOKENS = 16384  # B * S of every point but the small ones
 MODEL_DIM = 2048  # H * D
@@ -25,9 +26,9 @@ DTYPES = {
 class Point:
     """One problem: self-attention over `length` tokens.
 
-    batch, heads: default TOKENS and MODEL_DIM, shared out. heads_per_kv_head: 1 is MHA. layout: as attention() has it.
-    baseline_length: in a point that is compared with ours on a plainer problem (MHA, "bhsd", multiples of a row block),
-    that one's length.
+    batch, heads: default TOKENS and MODEL_DIM, shared out. head_dim_v: default head_dim. heads_per_kv_head: 1 is MHA.
+    layout: as attention() has it. baseline_length: in a point that is compared with ours on a plainer problem (MHA,
+    "bhsd", multiples of a row block), that one's length.
     """
 
     dtype: str = "bf16"
@@ -39,22 +40,37 @@ class Point:
     heads_per_kv_head: int = 1
     layout: str = "bhsd"
     baseline_length: int | None = None
+    head_dim_v: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batch", self.batch or TOKENS // self.length)
         object.__setattr__(self, "heads", self.heads or MODEL_DIM // self.head_dim)
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+
+    @property
+    def padded_head_dims(self) -> tuple[int, int]:
+        """Of the kernel that computes it."""
+        return Problem.padded(self.head_dim), Problem.padded(self.head_dim_v)
 
     @property
     def flops(self) -> float:
-        """4 B H S² D for the two products, half of it under a causal mask."""
-        return 4 * self.batch * self.heads * self.length**2 * self.head_dim / (2 if self.causal else 1)
+        """2 B H S² (D + Dv) for the two products, half of it under a causal mask."""
+        both = self.head_dim + self.head_dim_v
+        return 2 * self.batch * self.heads * self.length**2 * both / (2 if self.causal else 1)
+
+    @property
+    def backward_flops(self) -> float:
+        """Of its five products: three over columns of Q, two over those of V."""
+        both = self.head_dim + self.head_dim_v
+        return self.flops * (3 * self.head_dim + 2 * self.head_dim_v) / both
 
     @property
     def bytes(self) -> int:
         """Of Q, K, V and O (16 bits at least), each once."""
         size = DTYPES[self.dtype].itemsize
-        rows = self.batch * self.length * self.head_dim
-        return rows * (self.heads * (size + 2) + 2 * self.heads // self.heads_per_kv_head * size)
+        queries, keys = self.head_dim * size, (self.head_dim + self.head_dim_v) * size
+        of_row = self.heads * (queries + 2 * self.head_dim_v) + self.heads // self.heads_per_kv_head * keys
+        return self.batch * self.length * of_row
 
     @property
     def intensity(self) -> float:
@@ -69,7 +85,8 @@ class Point:
             (self.batch, self.heads) != (TOKENS // self.length, MODEL_DIM // self.head_dim)
         )
         extras += [f"against {self.baseline_length}"] * (self.baseline_length not in (None, self.length))
-        return " ".join([f"D={self.head_dim} {'causal' if self.causal else 'full'} {self.length}", *extras])
+        of_v = f"/{self.head_dim_v}" * (self.head_dim_v != self.head_dim)
+        return " ".join([f"D={self.head_dim}{of_v} {'causal' if self.causal else 'full'} {self.length}", *extras])
 
     def in_layouts(self, layouts: Sequence[str]) -> "list[Point]":
         """The point in each of these layouts; one that is compared with a plainer one keeps its own."""
@@ -90,7 +107,8 @@ class Point:
         torch.manual_seed(SEED)
         dtype = DTYPES[self.dtype] if DTYPES[self.dtype].itemsize == 2 else torch.bfloat16
         kv_heads = self.heads // self.heads_per_kv_head
-        shapes = [(self.batch, heads, self.length, self.head_dim) for heads in (self.heads, kv_heads, kv_heads)]
+        sizes = ((self.heads, self.head_dim), (kv_heads, self.head_dim), (kv_heads, self.head_dim_v))
+        shapes = [(self.batch, heads, self.length, head_dim) for heads, head_dim in sizes]
         return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
     def arguments(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -130,10 +148,17 @@ def uneven() -> list[Point]:
     return [Point(head_dim=d, causal=True, length=n) for d in (64, 128) for n in (1501, 3000)]
 
 
+def unlike() -> list[Point]:
+    """The head dims of DeepSeek's: 192, and of V 128; 16 heads."""
+    choices = itertools.product((False, True), LENGTHS)
+    return [Point(head_dim=192, head_dim_v=128, causal=causal, length=n, heads=16) for causal, n in choices]
+
+
 SETS: dict[str, list[Point]] = {
     "sweep": [p for dtype in DTYPES for p in sweep(dtype, (64, 128))],
     "d256": sweep("bf16", (256,)) + sweep("e4m3", (256,)),
     "variants": variants(),
     "small": small(),
     "uneven": uneven(),
+    "unlike": unlike(),
 }

@@ -10,11 +10,13 @@ from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.launch import compiled
 from gluon_attn.kernels.common.mask import Mask
 
-Job = tuple[torch.dtype, int, Mask, ForwardConfig]  # the arguments of `compiled`
+# The arguments of `compiled`: dtype, padded head dims of Q and of V, mask and config.
+Job = tuple[torch.dtype, int, int, Mask, ForwardConfig]
 
 
 def compile_to_disk(job: Job, arch: int | None) -> None:
-    compiled(*job, arch=arch)
+    dtype, head_dim, head_dim_v, mask, config = job
+    compiled(dtype, head_dim, mask, config, padded_head_dim_v=head_dim_v, arch=arch)
 
 
 def precompile(jobs: Iterable[Job], arch: int | None = None) -> Iterator[None]:

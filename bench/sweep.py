@@ -27,24 +27,23 @@ from bench.timing import host_seconds, seconds_alone, time_interleaved, wall_sec
 from gluon_attn import ForwardConfig
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
-from gluon_attn.forward.table import TABLE
+from gluon_attn.forward.table import OTHER_HEAD_DIMS, TABLE
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
 
 ROUNDS_ALONE = 5
 ROUNDS_OF_HOST = 25
 
 
-def configs_of_table(device: Device, head_dim: int, causal: bool, element_bytes: int) -> list[ForwardConfig]:
-    kind = (head_dim, causal, element_bytes)
-    rows = (row for row in TABLE if (row.padded_head_dim, row.causal, row.element_bytes) == kind)
+def configs_of_table(device: Device, point: Point) -> list[ForwardConfig]:
+    kind = (*point.padded_head_dims, point.causal, DTYPES[point.dtype].itemsize)
+    rows = (row for row in TABLE + OTHER_HEAD_DIMS if (*row.head_dims, row.causal, row.element_bytes) == kind)
     return [row.config for row in rows if device.arch in row.config.archs]
 
 
 def candidates(point: Point, ctas: Sequence[int]) -> list[ForwardConfig]:
     """Those of bench/candidates.py for the point. Without a mask no order is the longest first."""
-    configs = CANDIDATES[Problem.padded(point.head_dim), DTYPES[point.dtype].itemsize]
+    configs = CANDIDATES[*point.padded_head_dims, DTYPES[point.dtype].itemsize]
     return [config for config in configs if config.num_ctas in ctas and (point.causal or not orders_heads(config))]
 
 
@@ -122,10 +121,8 @@ def jobs_of(points: list[Point], configs: dict[Point, list[ForwardConfig]], devi
     """Every kernel that the points need, once."""
     jobs: dict[Job, None] = {}
     for p in points:
-        dtype = DTYPES[p.dtype]
-        padded = Problem.padded(p.head_dim)
-        for t in configs[p] or configs_of_table(device, padded, p.causal, dtype.itemsize):
-            jobs[dtype, padded, Mask(causal=p.causal), t] = None
+        for t in configs[p] or configs_of_table(device, p):
+            jobs[DTYPES[p.dtype], *p.padded_head_dims, Mask(causal=p.causal), t] = None
     return list(jobs)
 
 
@@ -182,11 +179,12 @@ def run(points: list[Point], args: argparse.Namespace) -> None:
         {
             "dtype": str(dtype),
             "head_dim": d,
+            "head_dim_v": d_v,
             "causal": mask.causal,
             "config": label(t),
-            **asdict(resources(compiled(dtype, d, mask, t, arch=device.arch))),
+            **asdict(resources(compiled(dtype, d, mask, t, padded_head_dim_v=d_v, arch=device.arch))),
         }
-        for dtype, d, mask, t in jobs
+        for dtype, d, d_v, mask, t in jobs
     ]
     start = time.time()
     for i, point in enumerate(points, start=1):

@@ -26,7 +26,7 @@ from .problem import (
     check_readable,
     check_scale_signs,
     check_scale_tensor,
-    output_dtype,
+    empty_output,
     refuse_address,
     type_name,
 )
@@ -42,7 +42,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
     **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),
     **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
-    "qv": "a V head dim unlike Q's",
+    "qv": "a product of Q with V",
 }
 RENAMED = {
     "softmax_scale": "scale",
@@ -111,8 +111,9 @@ def attention(
     Args:
         q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a
             multiple of 8 (fp8: of 16) up to 256 (Blackwell: up to 128).
-        k, v: (B, Hkv, Sk, D) likewise, H a multiple of Hkv. Any Sq, Sk. Any strides that TMA takes: the last 1, the
-            others and the base address multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
+        k, v: (B, Hkv, Sk, D) likewise, H a multiple of Hkv. V's head dim may be another one than D, as 128 with 192; O
+            has V's (Blackwell: D). Any Sq, Sk. Any strides that TMA takes: the last 1, the others and the base address
+            multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
         causal: query i sees keys j <= i + Sk - Sq, aligned to the BOTTOM RIGHT as in flash-attention. (`is_causal` of
             torch's scaled_dot_product_attention is aligned to the top left: they differ where Sq != Sk.)
         window: (left, right), how many keys a query sees before and after its own position, besides the one at it; None
@@ -133,8 +134,8 @@ def attention(
         return_lse: also return the log-sum-exp of the scores of each row.
         deterministic: whether dQ is added up in a fixed order in the backward pass, so that its bits are the same in
             each run. None: as `torch.use_deterministic_algorithms` says. All else is always deterministic.
-        out: where to put O: shape and dtype of q (of fp8 inputs: bfloat16), sharing no memory with q, k, v. Default: a
-            new tensor like q.
+        out: where to put O: shape and dtype of q (of fp8 inputs: bfloat16), but for V's head dim, sharing no memory
+            with q, k, v. Default: a new tensor like q.
         q_scale, k_scale, v_scale: for fp8 inputs, what they are multiplied with: (B, Hkv) fp32, contiguous. Default 1.
             q_scale too is by KV head: one for all query heads that share it. Those of q and k must not be negative:
             on the CPU that is refused, on a card, where nobody looks, such a head is NaN.
@@ -144,11 +145,11 @@ def attention(
             has gluon_cpu execute the kernel for such a card, slowly, and check it for races.
 
     Returns:
-        O in q's shape and dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE), LSE (B, H, Sq) fp32, natural
-        logarithm. A row that sees no key, or has scores of -inf alone, has O = 0 and LSE = -inf: so with Sk = 0 all
-        rows. With Sq = 0, O and LSE are empty. In fp8 on Hopper,
-        whose tensor cores add with about 14 bits, O of many keys is too small if V has one sign: by 13 % at 8192
-        (docs/fp8.md#how-exact, with a remedy).
+        O in q's shape, but with V's head dim, and in q's dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE),
+        LSE (B, H, Sq) fp32, natural logarithm. A row that sees no key, or has scores of -inf alone, has O = 0 and
+        LSE = -inf: so with Sk = 0 all rows. With Sq = 0, O and LSE are empty. In fp8 on Hopper, whose tensor cores add
+        with about 14 bits, O of many keys is too small if V has one sign: by 13 % at 8192 (docs/fp8.md#how-exact, with
+        a remedy).
 
         NaN and infinity come out as of `reference_attention`, which is plain PyTorch: a score of NaN makes O and LSE of
         its row NaN; one of +inf makes O NaN and LSE +inf. NaN and infinity in V reach O in each row that sees the key.
@@ -199,7 +200,7 @@ def attend(
 
     out = extras.out
     if out is None:
-        out = torch.empty_like(q, dtype=output_dtype(q.dtype))
+        out = empty_output(q, v)
     lse = None
     if return_lse:
         lse = torch.empty(shape_of_lse(q.shape, options.layout), dtype=torch.float32, device=q.device)
@@ -356,7 +357,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
     plan = plan_of(q, k, v, extras, options)
     if plan is None:
         return None
-    like_out = torch.empty_like(q, dtype=output_dtype(q.dtype), device="meta") if extras.out is None else extras.out
+    like_out = empty_output(q, v, device="meta") if extras.out is None else extras.out
     if q.device.type == "cpu":
         from .cpu import launches_on_cpu
 

@@ -37,7 +37,8 @@ def flash_attn_func(
     """O (B, Sq, H, D), and with `return_attn_probs` LSE (B, H, Sq) besides, natural logarithm, fp32.
 
     Args:
-        q: (B, Sq, H, D). k, v: (B, Sk, Hkv, D), H a multiple of Hkv. One whose last stride is not 1 is copied.
+        q: (B, Sq, H, D). k, v: (B, Sk, Hkv, D), H a multiple of Hkv. One whose last stride is not 1 is copied. V's head
+            dim may be another one, which O has too.
         softmax_scale: default 1/sqrt(D).
         causal: aligned to the bottom right: query i sees keys j <= i + Sk - Sq. A row that sees none has O = 0.
         window_size: (left, right), keys that a query sees before and after its own position, aligned as `causal`; -1 or

@@ -94,7 +94,7 @@ def differentiate(
     try:
         launch = _launches[key]
     except KeyError:
-        check_outputs(q, options.layout, out=out, dout=dout, lse=lse, dlse=dlse)
+        check_outputs(q, v, options.layout, out=out, dout=dout, lse=lse, dlse=dlse)
         launch = prepare({"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}, extras, options, deterministic)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
@@ -111,12 +111,12 @@ def differentiate(
     return tuple(grads.values())
 
 
-def check_outputs(q: Tensor, layout: str, **tensors: Tensor | None) -> None:
-    """That O, LSE and their gradients are of q. Raises TypeError or ValueError by name."""
+def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -> None:
+    """That O, LSE and their gradients are of q, with v's head dim. Raises TypeError or ValueError by name."""
     shape = in_bhsd(q, layout).shape
     for name, t in tensors.items():
         of_rows = name in ("lse", "dlse")
-        want = (shape[:3], torch.float32) if of_rows else (q.shape, q.dtype)
+        want = (shape[:3], torch.float32) if of_rows else ((*q.shape[:3], v.shape[3]), q.dtype)
         if t is None:
             continue
         if t.dtype != want[1]:

@@ -14,7 +14,7 @@ from .call import Extras, Options, key_of
 from .device import Device
 from .gradients import differentiate, require_gradients
 from .kernels.common.mask import Mask, visible_pairs
-from .problem import in_bhsd, output_dtype
+from .problem import empty_output, in_bhsd
 
 Shape = Sequence[int]
 FORWARD_PRODUCTS = (1, 1)  # S, and O
@@ -58,7 +58,7 @@ LAYOUT_AT = 11  # of the arguments
 @forward.register_fake
 def _(q: Tensor, k: Any, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _ = in_bhsd(q, others[LAYOUT_AT - 3]).shape
-    return torch.empty_like(q, dtype=output_dtype(q.dtype)), q.new_empty((batch, heads, q_len), dtype=torch.float32)
+    return empty_output(q, v), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
 
 @torch.library.custom_op("gluon_attn::backward", mutates_args=())

@@ -22,6 +22,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float16, torch.bfloat16, *FP8_DTYPES)
 SCALES = ("q_scale", "k_scale", "v_scale")
 MAX_HEAD_DIM = 256
+PADDED_HEAD_DIMS = (64, 128, 192, 256)  # that kernels have
 TMA_ALIGNMENT_BYTES = 16
 # The kernel multiplies by scale · log2(e) in fp32, where that must be a normal number.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
@@ -29,7 +30,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """q (B, H, Sq, D), k and v (B, Hkv, Sk, D), dimensions in the order of `layout`; scale finite and positive.
+    """q (B, H, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv), dimensions in the order of `layout`; scale finite and
+    positive. head_dim: D. head_dim_v: Dv, which O has too.
 
     Of packed sequences (`sequences` says how many) batch is 1, and q_len and kv_len count the rows of all of them
     together: where each begins and ends is known on the card alone.
@@ -51,6 +53,10 @@ class Problem:
     right: int | None = None  # how many after
     chunk: int | None = None  # of how many keys the chunks are, of which a query sees its own; None: no chunks
     sequences: int | None = None  # that are packed; None: a batch of equal lengths
+    head_dim_v: int = 0  # 0: as Q's
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
 
     @staticmethod
     def of(
@@ -94,20 +100,14 @@ class Problem:
             check_kind(name, t, q, layout)
         sequences = None if lengths is None else check_lengths(q, *lengths)
         batch, heads, q_len, head_dim = in_bhsd(q, layout).shape
-        step = TMA_ALIGNMENT_BYTES // q.element_size()
-        if head_dim % step or not step <= head_dim <= MAX_HEAD_DIM:
-            todo = f"pad q, k and v with zeros to the next multiple of {step} and give scale explicitly"
-            if head_dim > MAX_HEAD_DIM:
-                todo = f"{MAX_HEAD_DIM} is the largest, and padding makes it no smaller: use another kernel"
-            elif head_dim == 0:
-                todo = "without columns there are no scores"
-            raise ValueError(
-                f"q: expected a head_dim that is a multiple of {step} from {step} to {MAX_HEAD_DIM}, got {head_dim}; "
-                f"{todo}"
-            )
+        check_head_dim("q", q)
         check_shapes(in_bhsd(q, layout), in_bhsd(k, layout), in_bhsd(v, layout))
-        if out is not None and out.shape != q.shape:
-            raise ValueError(f"out: expected shape {tuple(q.shape)} (as q), got {tuple(out.shape)}; leave it out")
+        if v.shape[-1] != head_dim:
+            check_head_dim("v", v)
+        if out is not None and out.shape != (*q.shape[:-1], v.shape[-1]):
+            like = "as q" if v.shape[-1] == head_dim else "as q, with v's head_dim"
+            want = (*q.shape[:-1], v.shape[-1])
+            raise ValueError(f"out: expected shape {want} ({like}), got {tuple(out.shape)}; leave it out")
         for name, t in named.items():
             check_strides(name, t)
         for name, one in zip(SCALES, scales, strict=True):
@@ -122,6 +122,7 @@ class Problem:
             q_len=q_len,
             kv_len=in_bhsd(k, layout).shape[2],
             head_dim=head_dim,
+            head_dim_v=v.shape[-1],
             causal=causal or right == 0,
             left=left,
             right=None if causal or right == 0 else right,
@@ -165,17 +166,32 @@ class Problem:
 
     @property
     def padded_head_dim(self) -> int:
-        """The head dim of the kernel that computes it: 64, 128 or 256. TMA fills the columns between with zeros."""
+        """Columns of Q and K in the kernel that computes it. TMA fills those between with zeros."""
         return Problem.padded(self.head_dim)
+
+    @property
+    def padded_head_dim_v(self) -> int:
+        """Likewise of V and O."""
+        return Problem.padded(self.head_dim_v)
 
     @staticmethod
     def padded(head_dim: int) -> int:
-        return max(64, 1 << (head_dim - 1).bit_length())
+        return next(padded for padded in PADDED_HEAD_DIMS if head_dim <= padded)
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of O, for q, k and v of `dtype`."""
     return torch.bfloat16 if dtype in FP8_DTYPES else dtype
+
+
+def empty_output(q: Tensor, v: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Memory for O of these, in q's order of dimensions."""
+    dtype = output_dtype(q.dtype)
+    if v.shape[-1] == q.shape[-1]:
+        return torch.empty_like(q, dtype=dtype, device=device)
+    inwards = sorted(range(q.dim() - 1), key=q.stride, reverse=True)
+    shape = (*q.shape[:-1], v.shape[-1])
+    return torch.empty_permuted(shape, (*inwards, q.dim() - 1), dtype=dtype, device=device or q.device)
 
 
 def in_bhsd(t: Tensor, layout: str) -> Tensor:
@@ -403,14 +419,31 @@ def check_read(name: str, t: Tensor, q: Tensor) -> None:
         )
 
 
+def check_head_dim(name: str, t: Tensor) -> None:
+    """That a kernel has that head dim, and TMA its rows."""
+    head_dim, step = t.shape[-1], TMA_ALIGNMENT_BYTES // t.element_size()
+    if head_dim % step or not step <= head_dim <= MAX_HEAD_DIM:
+        of_q = name == "q"
+        todo = f"pad {'q and k' if of_q else 'v'} with zeros to the next multiple of {step} and " + (
+            "give scale explicitly" if of_q else "drop these columns of O"
+        )
+        if head_dim > MAX_HEAD_DIM:
+            todo = f"{MAX_HEAD_DIM} is the largest, and padding makes it no smaller: use another kernel"
+        elif head_dim == 0:
+            todo = "without columns there are no scores" if of_q else "without columns there is no output"
+        raise ValueError(
+            f"{name}: expected a head_dim that is a multiple of {step} from {step} to {MAX_HEAD_DIM}, got {head_dim}; "
+            f"{todo}"
+        )
+
+
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That q (B, H, Sq, D), k and v (B, Hkv, Sk, D) fit together."""
+    """That q (B, H, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv) fit together."""
     for name, t in (("k", k), ("v", v)):
         if t.shape[0] != q.shape[0]:
             raise ValueError(f"{name}: expected batch {q.shape[0]} (as q), got {t.shape[0]}")
-        if t.shape[3] != q.shape[3]:
-            hint = "; a V head dim unlike Q's is not supported" if name == "v" else ""
-            raise ValueError(f"{name}: expected head_dim {q.shape[3]} (as q), got {t.shape[3]}{hint}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k: expected head_dim {q.shape[3]} (as q), got {k.shape[3]}; v's alone may differ")
     if v.shape[1] != k.shape[1]:
         raise ValueError(f"v: expected {k.shape[1]} heads (as k), got {v.shape[1]}")
     if v.shape[2] != k.shape[2]:

@@ -30,7 +30,8 @@ def reference_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ + mask) V and the log-sum-exp of its scores, in the dtype of the inputs, materialising S.
 
-    q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D) with H a multiple of Hkv; with layout "bshd", dimensions 1 and 2 swapped.
+    q: (B, H, Sq, D); k, v: (B, Hkv, Sk, D) with H a multiple of Hkv; with layout "bshd", dimensions 1 and 2 swapped. V
+    and O may have another head dim.
     causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right, as flash-attention has it; the `is_causal`
     of torch's scaled_dot_product_attention is aligned to the top left).
     window: (left, right): with p = i + Sk - Sq, query i sees keys from p - left to p + right; None: no limit.

@@ -58,6 +58,7 @@ def normal_qkv(
     q_len: int,
     kv_len: int | None = None,
     head_dim: int = 128,
+    head_dim_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     layout: str = "bhsd",
     seed: int = 0,
@@ -65,12 +66,13 @@ def normal_qkv(
     """q, k and v of normal numbers on the card.
 
     q is (batch, heads, q_len, head_dim), or with layout "bshd" (batch, q_len, heads, head_dim); k and v likewise.
-    kv_heads and kv_len are those of q unless they are given.
+    kv_heads, kv_len and head_dim_v, which is v's, are those of q unless they are given.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     kv_len = q_len if kv_len is None else kv_len
-    sizes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
-    shapes = [(batch, h, s, head_dim) if layout == "bhsd" else (batch, s, h, head_dim) for h, s in sizes]
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    sizes = ((heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, head_dim_v))
+    shapes = [(batch, h, s, d) if layout == "bhsd" else (batch, s, h, d) for h, s, d in sizes]
     q, k, v = (normal(*shape, dtype=dtype, seed=3 * seed + i) for i, shape in enumerate(shapes))
     return q, k, v
 
@@ -227,7 +229,8 @@ def check(
     heads = q.shape[1] if layout == "bhsd" else q.shape[2]
     wanted_dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
     got_kind = (out.shape, out.dtype, out.device)
-    assert got_kind == (q.shape, wanted_dtype, q.device), f"{what}: O is {out.shape}, {out.dtype}"
+    wanted_shape = (*q.shape[:-1], v.shape[-1])
+    assert got_kind == (wanted_shape, wanted_dtype, q.device), f"{what}: O is {out.shape}, {out.dtype}"
     torch.backends.cuda.matmul.allow_tf32 = False
     options: dict[str, Any] = {"causal": causal, "window": window, "chunk": chunk, "scale": scale, "layout": layout}
     fp8 = q.dtype in FP8

@@ -170,7 +170,7 @@ def takes_gradients(
     if not takes(q, k, v, layout=layout, needs_grad=True, **options):
         return False
     try:
-        check_outputs(q, layout, dout=dout, out=out, lse=lse.contiguous())
+        check_outputs(q, v, layout, dout=dout, out=out, lse=lse.contiguous())
     except (TypeError, ValueError):
         return False
     return True

@@ -153,7 +153,7 @@ def compare_levers(head_dim: int, causal: bool, notes: Notes) -> None:
 
     try:
         for _ in precompile(
-            {(q.dtype, head_dim, Mask(causal=causal), config) for config in configs.values()},
+            {(q.dtype, head_dim, head_dim, Mask(causal=causal), config) for config in configs.values()},
             device_at_hand.device().arch,
         ):
             pass

@@ -29,6 +29,7 @@ from ..runtime.kernel import (
 from ..score_mod import TENSOR_TYPES, ScoreFunction
 from .configs import HopperBackward
 from .plan import MOST_SHARERS, BackwardPlan
+from .table import padded_head_dim
 
 PREPARE = Kernel(
     prepare_backward,
@@ -163,7 +164,7 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     KEYS, D) fp32, and who has, int32."""
     problem, config = plan.problem, plan.config
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
-    sums = (plan.rows * problem.padded_head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    sums = (plan.rows * padded_head_dim(problem) // SUM_COLUMNS, SUM_COLUMNS)
     found = {
         "lse_log2": ((*heads, *statistics), torch.float32),
         "delta": ((*heads, *statistics), torch.float32),
@@ -171,7 +172,7 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
         "added": ((*heads, plan.row_blocks), torch.int32),
     }
     if plan.shared:
-        found["handed_in"] = ((plan.sharers, 2, config.keys, problem.padded_head_dim), torch.float32)
+        found["handed_in"] = ((plan.sharers, 2, config.keys, padded_head_dim(problem)), torch.float32)
         found["has_handed_in"] = ((MOST_SHARERS,), torch.int32)
     return found
 
@@ -184,7 +185,7 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
     views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
     before, main, after = builds_of(
         problem.dtype,
-        problem.padded_head_dim,
+        padded_head_dim(problem),
         problem.mask,
         config,
         plan.deterministic,
@@ -218,7 +219,7 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
     problem, index = plan.problem, tensors["q"].device.index
     kernels = compiled_backward(
         problem.dtype,
-        problem.padded_head_dim,
+        padded_head_dim(problem),
         problem.mask,
         plan.config,
         deterministic=plan.deterministic,

@@ -13,6 +13,11 @@ HOPPER = {
 RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h200_gradients_d256.json"}
 
 
+def padded_head_dim(problem: Problem) -> int:
+    """Of the kernels that compute its gradients: of Q, K, V and O alike. TMA fills the columns between with zeros."""
+    return next(padded for padded in HOPPER if max(problem.head_dim, problem.head_dim_v) <= padded)
+
+
 def pick_config(problem: Problem) -> HopperBackward:
     """By the padded head dim."""
-    return HOPPER[problem.padded_head_dim]
+    return HOPPER[padded_head_dim(problem)]

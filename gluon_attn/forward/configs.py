@@ -10,6 +10,13 @@ REGISTERS_PER_SM = 65536
 REGISTERS_PER_ROLE = range(24, 257, 8)
 WARPGROUP = 128  # threads
 BARRIER_BYTES = 1024  # shared memory for barriers and the compiler's own use, at most
+PIECE = 64  # columns
+
+
+def piece_columns(padded_head_dim: int) -> int:
+    """In tiles of how many columns a tensor of that head dim is: of all; or of PIECE where they are no power of two, as
+    Gluon's tensors are."""
+    return padded_head_dim if padded_head_dim & (padded_head_dim - 1) == 0 else PIECE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +76,9 @@ class ForwardConfig:
         """Query rows of a row block, over all CTAs of the cluster."""
 
     @abstractmethod
-    def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
-        """Shared memory of a CTA for a padded head dim (64, 128 or 256), with barriers and the compiler's own use."""
+    def smem_bytes(self, head_dim: int, element_bytes: int, head_dim_v: int | None = None) -> int:
+        """Shared memory of a CTA for a padded head dim, with barriers and the compiler's own use. head_dim_v: the one
+        of V, padded; None: as Q's."""
 
     @abstractmethod
     def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
@@ -151,12 +159,12 @@ class HopperConfig(ForwardConfig):
         softmax = self.softmax_roles * self.softmax_registers
         return WARPGROUP * (softmax + self.transpose_registers + self.load_registers)
 
-    def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
-        row = head_dim * element_bytes
-        results = 0 if self.stage_in_queries else self.ROWS_PER_CTA * head_dim * 2
-        queries = self.softmax_roles * (self.query_slots * self.ROWS_PER_CTA * row + results)
-        keys_values = (3 if self.transpose_registers else 2) * self.kv_slots * self.block_n * row
-        return queries + keys_values + BARRIER_BYTES
+    def smem_bytes(self, head_dim: int, element_bytes: int, head_dim_v: int | None = None) -> int:
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        results = 0 if self.stage_in_queries else self.ROWS_PER_CTA * head_dim_v * 2
+        queries = self.softmax_roles * (self.query_slots * self.ROWS_PER_CTA * head_dim * element_bytes + results)
+        columns = head_dim + (2 if self.transpose_registers else 1) * head_dim_v
+        return queries + self.kv_slots * self.block_n * columns * element_bytes + BARRIER_BYTES
 
     def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
         if name in ("q", "out"):
@@ -256,13 +264,14 @@ class BlackwellConfig(ForwardConfig):
         asked = self.QUERY_TILES * self.softmax_registers + self.load_registers
         return REGISTERS_PER_SM // WARPGROUP - asked
 
-    def tensor_memory_columns(self, head_dim: int) -> int:
-        """Columns of tensor memory, of the 512 there are."""
-        return self.QUERY_TILES * (self.block_n + head_dim)
+    def tensor_memory_columns(self, head_dim_v: int) -> int:
+        """Columns of tensor memory for a padded head dim of V, of the 512 there are."""
+        return self.QUERY_TILES * (self.block_n + head_dim_v)
 
-    def smem_bytes(self, head_dim: int, element_bytes: int) -> int:
+    def smem_bytes(self, head_dim: int, element_bytes: int, head_dim_v: int | None = None) -> int:
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
         queries = self.QUERY_TILES * self.ROWS_PER_CTA * head_dim * element_bytes
-        results = self.QUERY_TILES * self.ROWS_PER_CTA * head_dim * 2
+        results = self.QUERY_TILES * self.ROWS_PER_CTA * head_dim_v * 2
         keys_values = self.kv_slots * self.block_n * head_dim * element_bytes // min(2, self.num_ctas)
         return queries + results + keys_values + BARRIER_BYTES
 

@@ -17,7 +17,7 @@ from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
 from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
 from ..score_mod import MAX_TENSORS, TENSOR_TYPES, ScoreFunction
-from .configs import BlackwellConfig, ForwardConfig
+from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 from .plan import TRANSPOSE_BLOCK_N, Plan
 
 OPERANDS = (Tma("q_desc", "q"), Tma("k_desc", "k"), Tma("v_desc", "v"), Tma("o_desc", "out"))
@@ -61,16 +61,23 @@ def build_of(
     score_mod: ScoreFunction | None = None,
     sinks: torch.dtype | None = None,
     packed: bool = False,
+    padded_head_dim_v: int | None = None,
 ) -> Build:
     """The kernel of attention for these compile-time choices.
 
-    dtype: of q, k and v. sinks: their dtype, if there are any. packed: of packed sequences.
+    dtype: of q, k and v. sinks: their dtype, if there are any. packed: of packed sequences. padded_head_dim_v: None: as
+    Q's.
     """
     before = config.transposes_before(dtype.itemsize)
+    head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
+    columns, columns_v = piece_columns(padded_head_dim), piece_columns(head_dim_v)
+    on_hopper = isinstance(config, HopperConfig)
+    staged = isinstance(config, HopperConfig) and config.stage_in_queries
+    columns_of = {"q": columns, "k": columns, "v": columns_v, "out": min(columns, columns_v) if staged else columns_v}
     blocks = {}
     for name in ("q", "k", "v", "out"):
         rows, cga_layout = config.operand(name)
-        size = (padded_head_dim, rows) if name == "v" and before else (rows, padded_head_dim)
+        size = (columns_v, rows) if name == "v" and before else (rows, columns_of[name])
         blocks[name] = Block.of(output_dtype(dtype) if name == "out" else dtype, *size, cga_layout)
     absent = {} if dtype in FP8_DTYPES else dict.fromkeys(SCALE_POINTERS)
     pointers = types_of(score_mod, sinks)
@@ -79,7 +86,13 @@ def build_of(
     return Build(
         kernel=kernel_of(config),
         blocks=blocks,
-        constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, **absent},
+        constants={
+            "MASK": mask,
+            "SCORE_MOD": score_mod,
+            "CONFIG": config,
+            **({"PIECES": (padded_head_dim // columns, head_dim_v // columns_v)} if on_hopper else {}),
+            **absent,
+        },
         num_ctas=config.num_ctas,
         starts_early=before or packed,
         pointers=pointers,
@@ -94,13 +107,15 @@ def types_of(score_mod: ScoreFunction | None, sinks: torch.dtype | None) -> dict
 
 
 def transpose_build(dtype: torch.dtype, padded_head_dim: int, packed: bool = False, used: bool = False) -> Build:
-    """The kernel that transposes V before, which Hopper alone needs, in fp8. packed: of packed sequences; used: of
-    each, some keys."""
+    """The kernel that transposes V, of that head dim, before, which Hopper alone needs, in fp8. packed: of packed
+    sequences; used: of each, some keys."""
+    columns = piece_columns(padded_head_dim)
     blocks = {
-        "v": Block.of(dtype, TRANSPOSE_BLOCK_N, padded_head_dim),
-        "transposed_v": Block.of(dtype, padded_head_dim, TRANSPOSE_BLOCK_N),
+        "v": Block.of(dtype, TRANSPOSE_BLOCK_N, columns),
+        "transposed_v": Block.of(dtype, columns, TRANSPOSE_BLOCK_N),
     }
-    return Build(kernel=TRANSPOSE, blocks=blocks, constants=absent_lengths(packed, used, TRANSPOSE))
+    absent = absent_lengths(packed, used, TRANSPOSE)
+    return Build(kernel=TRANSPOSE, blocks=blocks, constants=absent | {"PIECES": padded_head_dim // columns})
 
 
 def absent_lengths(packed: bool, used: bool, kernel: Kernel) -> dict[str, None]:
@@ -130,6 +145,7 @@ def compiled(
     score_mod: ScoreFunction | None = None,
     sinks: torch.dtype | None = None,
     packed: bool = False,
+    padded_head_dim_v: int | None = None,
     arch: int | None = None,
     device_index: int | None = None,
 ) -> CompiledKernel:
@@ -138,7 +154,7 @@ def compiled(
     arch: 90, 100 or 103, for sm_90a and so on; None: the first that the config is for.
     device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
     """
-    return build_of(dtype, padded_head_dim, mask, config, score_mod, sinks, packed).compile(
+    return build_of(dtype, padded_head_dim, mask, config, score_mod, sinks, packed, padded_head_dim_v).compile(
         config.archs[0] if arch is None else arch
     )
 
@@ -169,7 +185,14 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: 
     numbers: dict[str, float] = {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
     numbers["l2_heads" if isinstance(config, BlackwellConfig) else "last_heads"] = plan.heads_longest_first
     build = build_of(
-        problem.dtype, problem.padded_head_dim, problem.mask, config, problem.score_mod, problem.sinks, packed
+        problem.dtype,
+        problem.padded_head_dim,
+        problem.mask,
+        config,
+        problem.score_mod,
+        problem.sinks,
+        packed,
+        problem.padded_head_dim_v,
     )
     before = []
     if packed:
@@ -179,7 +202,7 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: 
         return [*before, Launch(build=build, programs=plan.programs, views=views, scalars=numbers)]
     transposed = View.of(empty_transposed(v.to("meta"), plan))
     transpose = Launch(
-        build=transpose_build(problem.dtype, problem.padded_head_dim, packed, used),
+        build=transpose_build(problem.dtype, problem.padded_head_dim_v, packed, used),
         programs=plan.transpose_programs,
         views={"v": views["v"], "transposed_v": transposed},
         scalars={},
@@ -232,13 +255,14 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u
         score_mod=problem.score_mod,
         sinks=problem.sinks,
         packed=packed,
+        padded_head_dim_v=problem.padded_head_dim_v,
         arch=plan.arch,
         device_index=index,
     )
     kernels = [attention]
     if plan.config.transposes_before(problem.dtype.itemsize):
         transpose = compiled_transpose(
-            problem.dtype, problem.padded_head_dim, packed=packed, used=used, device_index=index
+            problem.dtype, problem.padded_head_dim_v, packed=packed, used=used, device_index=index
         )
         kernels.insert(0, transpose)
     if packed:

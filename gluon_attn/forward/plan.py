@@ -198,6 +198,6 @@ def pairs_even_out(cost: Callable[[int], int], blocks: int) -> bool:
 def heads_in_l2(problem: Problem, device: Device) -> int:
     """How many query heads have their K and V in a share of the L2 cache together, at least one KV head's."""
     group = problem.heads // problem.kv_heads
-    kv_head_bytes = 2 * problem.kv_len * problem.head_dim * problem.dtype.itemsize
+    kv_head_bytes = problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     kv_heads = max(1, int(SHARE_OF_L2 * device.l2_bytes) // kv_head_bytes)
     return min(problem.batch * problem.heads, group * kv_heads)

@@ -9,7 +9,7 @@ from ..device import Device
 from ..kernels.common.mask import Mask
 from ..problem import FP8_DTYPES, Problem
 from ..runtime.descriptors import Bases
-from .configs import BlackwellConfig, ForwardConfig, HopperConfig
+from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 from .plan import Plan
 
 LONG = 1280  # keys, from where on it pays to compute the last heads' row blocks longest first
@@ -39,6 +39,12 @@ class Row:
     result_file: str | None = None
     card: str | None = None
     date: str | None = None
+    padded_head_dim_v: int | None = None  # None: as Q's
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of Q and K, and of V, padded."""
+        return self.padded_head_dim, self.padded_head_dim_v or self.padded_head_dim
 
     @property
     def mask(self) -> Mask:
@@ -46,7 +52,7 @@ class Row:
 
     def fits(self, problem: Problem, device: Device, num_ctas: int | None) -> bool:
         return (
-            (self.padded_head_dim, self.causal) == (problem.padded_head_dim, problem.mask.causal)
+            (*self.head_dims, self.causal) == (problem.padded_head_dim, problem.padded_head_dim_v, problem.mask.causal)
             and self.element_bytes == problem.dtype.itemsize
             and device.arch in self.config.archs
             and num_ctas in (None, self.config.num_ctas)
@@ -178,6 +184,33 @@ def hopper_rows() -> Iterator[Row]:
             yield measured(64, causal, config, **fp8)
 
 
+def rows_of_other_head_dims() -> Iterator[Row]:
+    """Of 192, and of a V head dim unlike Q's: what has room in shared memory and, in registers, does not spill. They
+    wait for their measurement."""
+    chosen = {
+        (192, 128): hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=2, stage_in_queries=True),
+        (64, 128): hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2),
+        (128, 64): hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2),
+        (192, 64): hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=2),
+        (256, 64): hopper_config(2, 64, 1, 3, 232, early_exp=1),
+        (256, 128): hopper_config(2, 64, 1, 2, 232, early_exp=1),
+        (64, 192): hopper_config(2, 64, 2, 3, 232, early_exp=1),
+        (128, 192): hopper_config(2, 64, 1, 3, 232, early_exp=1),
+        (192, 192): hopper_config(2, 64, 1, 2, 232, early_exp=1),
+        (256, 192): hopper_config(2, 64, 1, 2, 232, early_exp=1),
+        (64, 256): hopper_config(2, 64, 2, 2, 232),
+        (128, 256): hopper_config(2, 64, 1, 2, 232),
+        (192, 256): hopper_config(2, 64, 1, 2, 232),
+    }
+    for ((head_dim, head_dim_v), config), causal, n in itertools.product(chosen.items(), (False, True), (1, 2)):
+        of_n = replace(config, cga_layout=CGA_LAYOUTS[n])
+        yield Row(head_dim, causal, of_n, padded_head_dim_v=head_dim_v)
+        # In fp8, O takes as much room as in 16 bits, and is never staged in Q's tile.
+        block_n = 128 if head_dim_v <= 128 else 64
+        fp8 = hopper_config(2, block_n, 1, 2, 240, early_exp=1, num_ctas=n)
+        yield Row(head_dim, causal, fp8, 1, padded_head_dim_v=head_dim_v)
+
+
 def blackwell_rows() -> tuple[Row, ...]:
     """The choices that are published for FlashAttention-4 and for Triton's example; none is measured by us.
 
@@ -211,10 +244,11 @@ def blackwell_rows() -> tuple[Row, ...]:
 HOPPER = tuple(hopper_rows())
 BLACKWELL = blackwell_rows()
 TABLE = HOPPER + BLACKWELL
+OTHER_HEAD_DIMS = tuple(rows_of_other_head_dims())
 
 
 def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -> ForwardConfig:
-    """The config for a problem: the first row of TABLE that fits. Pure.
+    """The config for a problem: the first row of TABLE, or of OTHER_HEAD_DIMS, that fits. Pure.
 
     num_ctas: 1, 2 or (Blackwell) 4 to insist on it; default: whichever comes first in the table.
     Raises NotImplementedError if there is no kernel for such a problem on the device, ValueError if no row fits it.
@@ -222,23 +256,32 @@ def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -
     require_supported(problem, device)
     require_ctas(num_ctas, device)
     typical = problem.typical
-    for row in TABLE:
-        needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes)
+    for row in TABLE + OTHER_HEAD_DIMS:
+        needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes, row.padded_head_dim_v)
         if row.fits(typical, device, num_ctas) and needed <= device.smem_bytes:
             return row.config if problem.score_mod is None else for_any_scores(row.config)
     raise ValueError(
-        f"config: no row of the tuning table fits head_dim {problem.head_dim}, num_ctas {num_ctas} and the "
+        f"config: no row of the tuning table fits head_dim {head_dims_of(problem)}, num_ctas {num_ctas} and the "
         f"{device.smem_bytes} bytes of shared memory of {device.name}; give a ForwardConfig as config"
     )
 
 
-def rows_by_default(padded_head_dim: int, causal: bool, element_bytes: int, arch: int) -> list[Row]:
+def head_dims_of(problem: Problem) -> str:
+    """As a message names them."""
+    alike = problem.head_dim == problem.head_dim_v
+    return f"{problem.head_dim}" if alike else f"{problem.head_dim} (v's: {problem.head_dim_v})"
+
+
+def rows_by_default(
+    padded_head_dim: int, causal: bool, element_bytes: int, arch: int, padded_head_dim_v: int | None = None
+) -> list[Row]:
     """The rows that `pick_config` chooses from, by lengths and heads, where nobody insists on a number of CTAs: those
     of the table but for one that an earlier one fits wherever it does."""
     rows: list[Row] = []
-    for row in TABLE:
-        facts = (row.padded_head_dim, row.causal, row.element_bytes)
-        if facts != (padded_head_dim, causal, element_bytes) or arch not in row.config.archs:
+    for row in TABLE + OTHER_HEAD_DIMS:
+        facts = (*row.head_dims, row.causal, row.element_bytes)
+        asked = (padded_head_dim, padded_head_dim_v or padded_head_dim, causal, element_bytes)
+        if facts != asked or arch not in row.config.archs:
             continue
         if not any(r.min_kv_len <= row.min_kv_len and r.min_reuse <= row.min_reuse and not r.one_round for r in rows):
             rows.append(row)
@@ -255,6 +298,11 @@ def for_any_scores(config: ForwardConfig) -> ForwardConfig:
 
 def require_supported(problem: Problem, device: Device) -> None:
     """NotImplementedError for a problem that the kernel of the device's architecture does not compute."""
+    if device.arch != 90 and problem.padded_head_dim != problem.padded_head_dim_v:
+        raise NotImplementedError(
+            f"v: head_dim {problem.head_dim_v} with q of {problem.head_dim} is not supported on a Blackwell card so "
+            "far; pad v with zeros and drop these columns of O"
+        )
     if device.arch != 90 and problem.padded_head_dim > 128:
         raise NotImplementedError(
             f"q: head_dim {problem.head_dim} on a Blackwell card is not supported: expected at most 128, as two query "
@@ -301,11 +349,11 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
         )
     if problem.score_mod is not None:
         require_any_scores(config)
-    needed = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize)
+    needed = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize, problem.padded_head_dim_v)
     if needed > device.smem_bytes:
         raise ValueError(
             f"config: expected a config that fits the {device.smem_bytes} bytes of shared memory of {device.name}, "
-            f"got one that needs {needed} at head_dim {problem.head_dim}; lower kv_slots, query_slots or block_n"
+            f"got one that needs {needed} at head_dim {head_dims_of(problem)}; lower kv_slots, query_slots or block_n"
         )
 
 
@@ -317,6 +365,12 @@ def require_any_scores(config: ForwardConfig) -> None:
                 f"config: expected {lever}=False with a score_mod, as it finds the maxima of scores before that, "
                 "got True"
             )
+
+
+def can_stage(problem: Problem) -> bool:
+    """Whether O, in blocks as wide as Q's pieces, has room in Q's tile."""
+    columns, columns_v = piece_columns(problem.padded_head_dim), piece_columns(problem.padded_head_dim_v)
+    return problem.padded_head_dim_v <= problem.padded_head_dim and columns <= columns_v <= 2 * columns
 
 
 def require_fits_dtype(config: HopperConfig, problem: Problem) -> None:
@@ -336,8 +390,18 @@ def require_fits_dtype(config: HopperConfig, problem: Problem) -> None:
         raise ValueError(
             f"config: expected transpose_registers=0 for {problem.dtype}, got {config.transpose_registers}"
         )
-    if config.transpose_registers > 0 and config.block_n * problem.padded_head_dim < 128 * 64:
+    if config.stage_in_queries and not can_stage(problem):
+        raise ValueError(
+            f"config: expected stage_in_queries=False at head_dim {head_dims_of(problem)}, where O has no room in Q's "
+            "tile, or other pieces, got True"
+        )
+    if config.transpose_registers > 0 and piece_columns(problem.padded_head_dim_v) < problem.padded_head_dim_v:
+        raise ValueError(
+            f"config: expected transpose_registers=0 at head_dim {head_dims_of(problem)}, where V is in pieces, got "
+            f"{config.transpose_registers}"
+        )
+    if config.transpose_registers > 0 and config.block_n * problem.padded_head_dim_v < 128 * 64:
         raise ValueError(
             f"config: expected transpose_registers=0 for blocks of {config.block_n} keys at head_dim "
-            f"{problem.head_dim}, got {config.transpose_registers}: too few values for a warpgroup"
+            f"{head_dims_of(problem)}, got {config.transpose_registers}: too few values for a warpgroup"
         )

@@ -24,5 +24,5 @@ def test_calls_of_a_point(monkeypatch):
     assert names(dataclasses.replace(plain, dtype="fp16"), ctas=[2]) == ["cudnn", "fa2", "flex", "ours", "ours 2cta"]
     assert names(dataclasses.replace(plain, dtype="e4m3"), ctas=[1]) == ["cudnn", "ours", "ours 1cta"]
     assert names(dataclasses.replace(plain, baseline_length=512))[3:] == ["ours", "ours, plainer"]
-    configs = CANDIDATES[64, 2][:2]
+    configs = CANDIDATES[64, 64, 2][:2]
     assert names(plain, configs)[3:] == [label(config) for config in configs]

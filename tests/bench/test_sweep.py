@@ -9,7 +9,7 @@ from bench import sweep
 from bench.points import DTYPES, SETS, Point
 from gluon_attn import ForwardConfig
 from gluon_attn.device import Device
-from gluon_attn.forward.table import HOPPER
+from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS
 
 EVERY_POINT = [p for points in SETS.values() for p in points]
 
@@ -50,10 +50,11 @@ def test_each_kernel_is_compiled_once():
     configs: dict[Point, list[ForwardConfig]] = {p: [] for p in EVERY_POINT}
     jobs = sweep.jobs_of(EVERY_POINT, configs, Device.hopper())
     wanted = {
-        (DTYPES[p.dtype], p.head_dim, row.mask, row.config)
+        (DTYPES[p.dtype], *row.head_dims, row.mask, row.config)
         for p in EVERY_POINT
-        for row in HOPPER
-        if (row.padded_head_dim, row.causal) == (p.head_dim, p.causal) and row.element_bytes == DTYPES[p.dtype].itemsize
+        for row in HOPPER + OTHER_HEAD_DIMS
+        if (*row.head_dims, row.causal) == (p.head_dim, p.head_dim_v, p.causal)
+        and row.element_bytes == DTYPES[p.dtype].itemsize
     }
     assert len(jobs) == len(set(jobs))
     assert set(jobs) == wanted  # every config of the table for each

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gluon_attn.problem import Problem
+from gluon_attn.problem import Problem, empty_output
 
 HEAD_DIMS = range(8, 257, 8)
 
@@ -81,7 +81,14 @@ REFUSED = {
     "k of another batch": Refused({"k": half(3, 2, 32, 128)}, ValueError, "k", "batch 2 (as q)", "3"),
     "v of another batch": Refused({"v": half(1, 2, 32, 128)}, ValueError, "v", "batch 2 (as q)", "1"),
     "k of another head dim": Refused({"k": half(2, 2, 32, 64)}, ValueError, "k", "head_dim 128 (as q)", "64"),
-    "v of another head dim": Refused({"v": half(2, 2, 32, 64)}, ValueError, "v", "head_dim 128 (as q)", "64"),
+    "v of a head dim that TMA cannot address": Refused(
+        {"v": half(2, 2, 32, 60)}, ValueError, "v", "multiple of 8", "60"
+    ),
+    "v of a head dim too large": Refused({"v": half(2, 2, 32, 264)}, ValueError, "v", "8 to 256", "264"),
+    "v without columns": Refused({"v": half(2, 2, 32, 0)}, ValueError, "v", "multiple of 8", "0"),
+    "out without v's head dim": Refused(
+        {"v": half(2, 2, 32, 64), "out": half(2, 4, 16, 128)}, ValueError, "out", "(2, 4, 16, 64)", "16, 128)"
+    ),
     "v of other heads than k": Refused({"v": half(2, 4, 32, 128)}, ValueError, "v", "2 heads (as k)", "4"),
     "v of another length than k": Refused({"v": half(2, 2, 31, 128)}, ValueError, "v", "32", "31"),
     "out of another shape": Refused({"out": half(2, 4, 17, 128)}, ValueError, "out", "(2, 4, 16, 128)", "17, 128)"),
@@ -243,7 +250,7 @@ ADVICE = {
     "k_scale of bfloat16": "leave it out",
     "q with last stride 2": ".contiguous()",
     "q rows off by 8 bytes": ".contiguous()",
-    "v of another head dim": "not supported",
+    "v of a head dim that TMA cannot address": "drop these columns of O",
     "heads no multiple of KV heads": "layout",
 }
 
@@ -396,3 +403,22 @@ def test_nothing_is_copied_or_touched():
     Problem.of(**tensors)
     assert addresses == {name: t.data_ptr() for name, t in tensors.items()}
     assert all(bool((t == 3.0).all()) for t in tensors.values())
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(8, 64), (64, 64), (72, 128), (136, 192), (192, 192), (200, 256)])
+def test_head_dims_are_padded_each_for_itself(head_dim, padded):
+    v = half(2, 2, 32, head_dim)
+    posed = Problem.of(VALID["q"], VALID["k"], v)
+    assert (posed.head_dim, posed.head_dim_v) == (128, head_dim)
+    assert (posed.padded_head_dim, posed.padded_head_dim_v) == (128, padded)
+    assert posed.scale == 128**-0.5
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)], ids=str)
+def test_an_output_of_another_head_dim_is_in_the_order_of_q(order):
+    q = torch.empty_permuted((2, 4, 16, 192), (*order, 3), dtype=torch.float16)
+    alike, other = empty_output(q, half(2, 2, 32, 192)), empty_output(q, half(2, 2, 32, 128))
+    assert alike.stride() == q.stride()
+    assert other.shape == (2, 4, 16, 128)
+    assert other.dtype == torch.float16
+    assert other.stride() == tuple(stride * 128 // 192 if stride > 1 else 1 for stride in q.stride())

@@ -21,6 +21,7 @@ from gluon_attn.forward.table import BLACKWELL, Row, blackwell_config
 from gluon_attn.kernels.blackwell.forward.wires import ITEM_SLOTS, ROLES
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import first_role_registers
+from gluon_attn.runtime.compat import CompiledKernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # all are compiled for the first test
 
@@ -36,12 +37,12 @@ CHOSEN = [rows[i % len(rows)] for i, rows in enumerate(GROUPS.values())]
 # The wiring that no row has: items from the hardware, and neither turns nor an early P.
 DYNAMIC = [Row(64, False, blackwell_config(6, 192, num_ctas=n, dynamic=True)) for n in (1, 2, 4)]
 
-Job = tuple[torch.dtype, int, Mask, ForwardConfig]
+Job = tuple[torch.dtype, int, int, Mask, ForwardConfig]
 
 
 def job(row: Row) -> Job:
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
-    return dtype, row.padded_head_dim, row.mask, row.config
+    return dtype, *row.head_dims, row.mask, row.config
 
 
 def name_of(row: Row) -> str:
@@ -53,6 +54,11 @@ def name_of(row: Row) -> str:
 every_kernel = pytest.mark.parametrize("row", CHOSEN + DYNAMIC, ids=map(name_of, CHOSEN + DYNAMIC))
 
 
+def compiled_as(job: Job) -> CompiledKernel:
+    dtype, head_dim, head_dim_v, mask, config = job
+    return compiled(dtype, head_dim, mask, config, padded_head_dim_v=head_dim_v)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled_ahead():
     """All kernels, on all cores, into the cache on disk."""
@@ -62,7 +68,7 @@ def compiled_ahead():
 
 @functools.cache
 def kernel(row: Row) -> Any:
-    return compiled(*job(row))
+    return compiled_as(job(row))
 
 
 def test_the_chosen_rows_stand_for_all():
@@ -151,7 +157,7 @@ def test_barriers_are_initialised_with_the_derived_counts(row):
 def test_the_other_dtypes_compile_to_the_same_products(dtype):
     """Of fp16 and e5m2 one kernel each; their products are as many as those of bf16 and e4m3."""
     row = next(r for r in CHOSEN if alike(r) == (64, 1, dtype.itemsize))
-    other = compiled(dtype, *job(row)[1:])
+    other = compiled_as((dtype, *job(row)[1:]))
     products = [k.asm["ptx"].count("tcgen05.mma.") for k in (kernel(row), other)]
     assert products[0] == products[1] > 0
     assert other.metadata.shared == kernel(row).metadata.shared

@@ -4,6 +4,7 @@ from channels import tma
 from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
 from ...common.sequence import key_coords, query_coords, transposed_value_coords
+from ..pieces import from_column, from_row
 from .work import first_work
 
 
@@ -12,7 +13,9 @@ def load(wires, order, operands, heads_per_kv_head):
     """Fills queries, keys and values, in the order in which the softmax roles ask for them."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
-    SHARES: gl.constexpr = wires.queries.PARTS
+    QUERIES: gl.constexpr = wires.queries.PARTS  # pieces of every role's tile
+    PIECES: gl.constexpr = wires.keys.PARTS
+    COLUMNS: gl.constexpr = operands.k.block_shape[3]
     queries, keys, values = wires.queries.producer(), wires.keys.producer(), wires.loaded_values.producer()
 
     work = first_work(order)
@@ -23,19 +26,20 @@ def load(wires, order, operands, heads_per_kv_head):
 
         q, queries = queries.acquire()
         coords = ()
-        for share in gl.static_range(SHARES):
-            coords = coords + (query_coords(row_block, row_block.first_row + share * ROWS),)
-        tma.load(q, (operands.q,) * SHARES, coords)
+        for i in gl.static_range(QUERIES):
+            row = row_block.first_row + i // PIECES * ROWS
+            coords = coords + (from_column(query_coords(row_block, row), i % PIECES * COLUMNS),)
+        tma.load(q, (operands.q,) * QUERIES, coords)
 
         # In one step a softmax role multiplies with the keys of a block and the values of the block before it.
         key_range = rows.keys()
         key = key_range.block(0) * BLOCK_N
         k, keys = keys.acquire()
-        tma.load(k, operands.k, key_coords(row_block, kv_head, key))
+        load_keys(k, operands, row_block, kv_head, key)
         for step in range(1, key_range.steps()):
             following = key_range.block(step) * BLOCK_N
             k, keys = keys.acquire()
-            tma.load(k, operands.k, key_coords(row_block, kv_head, following))
+            load_keys(k, operands, row_block, kv_head, following)
             v, values = values.acquire()
             load_values(v, wires, operands, row_block, kv_head, key)
             key = following
@@ -45,10 +49,26 @@ def load(wires, order, operands, heads_per_kv_head):
 
 
 @jit
+def load_keys(slot, operands, row_block, kv_head, key):
+    """Fill a slot with the block of K from `key` on."""
+    PIECES: gl.constexpr = slot.PARTS
+    coords = (key_coords(row_block, kv_head, key),)
+    for i in gl.static_range(1, PIECES):
+        coords += (from_column(key_coords(row_block, kv_head, key), i * operands.k.block_shape[3]),)
+    tma.load(slot, (operands.k,) * PIECES, coords)
+
+
+@jit
 def load_values(slot, wires, operands, row_block, kv_head, key):
     """Fill a slot with the block of V from `key` on, as users have it or as it was transposed before."""
+    PIECES: gl.constexpr = slot.PARTS
     if operands.v.dtype.primitive_bitwidth == 16 or wires.CONFIG.transpose_registers > 0:
-        tma.load(slot, operands.v, key_coords(row_block, kv_head, key))
+        coords = (key_coords(row_block, kv_head, key),)
+        for i in gl.static_range(1, PIECES):
+            coords += (from_column(key_coords(row_block, kv_head, key), i * operands.v.block_shape[3]),)
     else:
         gdc_wait()  # for the kernel that transposes, beside whose end Q and K are loaded; passes at once ever after
-        tma.load(slot, operands.v, transposed_value_coords(row_block, kv_head, key))
+        coords = (transposed_value_coords(row_block, kv_head, key),)
+        for i in gl.static_range(1, PIECES):
+            coords += (from_row(transposed_value_coords(row_block, kv_head, key), i * operands.v.block_shape[2]),)
+    tma.load(slot, (operands.v,) * PIECES, coords)

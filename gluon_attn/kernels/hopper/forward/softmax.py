@@ -1,24 +1,19 @@
 """The softmax role: a warpgroup that takes its query rows from QKᵀ to O."""
 
 from channels import tma, turn_of
-from gluon_attn.runtime.compat import aggregate, gl, jit, warpgroup_mma, warpgroup_mma_wait
+from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.operands import probability_dtype, unshift
 from ...common.row_stats import first_maximum
 from ...common.sequence import store_lse
+from ...common.thread_view import halves
 from ..layouts import accumulator_layout, left_operand_layout, scores_layout
 from ..packing import join_quarters, quarters, unpack
+from ..pieces import multiply_transposed, pieces_of, zeros_in_pieces
 from .online_softmax import RowStats, finish, may_compare_as_integers, next_maximum, probabilities, rescale, total
 from .store import store_output
 from .wires import Blocks
 from .work import first_work, may_skip_early_keys, may_skip_late_keys, share_of
-
-
-@jit
-def multiply_qk(q, k, LAYOUT: gl.constexpr):
-    """Issue S = Q Kᵀ: [ROWS, BLOCK_N] fp32, registers, to be waited for."""
-    scores = gl.zeros([q.shape[0], k.shape[0]], gl.float32, LAYOUT)
-    return warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=False, is_async=True)
 
 
 @jit
@@ -38,12 +33,38 @@ def held_registers(packed, left):
 
 
 @jit
-def right_operand(v, BLOCK_N: gl.constexpr, D: gl.constexpr):
-    """V [BLOCK_N, D] as wgmma reads it: 16-bit values as they are, 8-bit ones from their transposed tile."""
+def right_operand(v, i, BLOCK_N: gl.constexpr, D: gl.constexpr):
+    """Piece i of V, [BLOCK_N, D], as wgmma reads it: 16-bit values as they are, 8-bit ones of a transposed tile."""
     if v.part(0).dtype.primitive_bitwidth == 16:
-        return v.view([BLOCK_N, D])
+        return v.view([BLOCK_N, D], part=i)
     else:
-        return v.view([D, BLOCK_N]).permute((1, 0))
+        return v.view([D, BLOCK_N], part=i).permute((1, 0))
+
+
+@jit
+def multiply_pv(left, v, acc, BLOCK_N: gl.constexpr):
+    """Issue O += P V, piece by piece of its columns, to be waited for."""
+    pieces = acc[:0]
+    for i in gl.static_range(len(acc)):
+        right = right_operand(v, i, BLOCK_N, acc[i].shape[1])
+        pieces += (warpgroup_mma(left, right, acc[i], is_async=True),)
+    return pieces
+
+
+@jit
+def wait_for_pv(acc, held):
+    """Until all products are done. held: see `held_registers`."""
+    return warpgroup_mma_wait(0, deps=acc + (held,))[: len(acc)]
+
+
+@jit
+def scaled(pieces, factor):
+    """[ROWS, D] in pieces, each row times its factor [ROWS]."""
+    products = pieces[:0]
+    for i in gl.static_range(len(pieces)):
+        of_rows = gl.convert_layout(factor, gl.SliceLayout(1, pieces[i].type.layout))[:, None]
+        products += (pieces[i] * of_rows,)
+    return products
 
 
 @aggregate
@@ -53,7 +74,7 @@ class State:
     blocks: Blocks
     p: gl.tensor  # [ROWS, BLOCK_N], packed: of the block before, whose V is still to come
     stats: RowStats
-    acc: gl.tensor  # [ROWS, D] fp32
+    acc: gl.tuple  # [ROWS, D] fp32: its pieces
 
 
 @jit
@@ -66,7 +87,7 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     """
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
-    scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
+    scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES)
     turn.pass_on()
     # Beside the product: in fp8, scales are loaded.
     scale = operands.score_scale(rows)
@@ -75,10 +96,10 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     k.release()
     scores = rows.modified(scores, block, scale.before)
     # 8-bit kernels always mask: without, up to 7 % slower from 1024 keys on: docs/lab_log.md#8-bit-masks.
-    if rows.MASK.differs_by_row or q.dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
+    if rows.MASK.differs_by_row or q[0].dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
         scores = rows.mask(scores, block)
     row_max = gl.max(scores, axis=1)
-    p, sums = probabilities(quarters(scores), row_max, scale.log2, q.dtype, MASKED=True)
+    p, sums = probabilities(quarters(scores), row_max, scale.log2, q[0].dtype, MASKED=True)
     stats = RowStats(first_maximum(row_max, scale.log2), total(sums))
     return join_quarters(p), stats, scale, v_scale, Blocks(keys, blocks.values, turn)
 
@@ -88,15 +109,17 @@ def next_block(state, q, rows, block, scale, CONFIG: gl.constexpr, MASKED: gl.co
     """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
     that product, the rest beside those of the other roles. Returns the next State."""
     p, acc, stats, blocks = state.p, state.acc, state.stats, state.blocks
-    SCORES: gl.constexpr = scores_layout(acc.type.layout, rows.BLOCK_N)
+    DTYPE: gl.constexpr = q[0].dtype
+    OUT: gl.constexpr = acc[0].type.layout
+    SCORES: gl.constexpr = scores_layout(OUT, rows.BLOCK_N)
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
-    scores = multiply_qk(q, k.view([rows.BLOCK_N, q.shape[1]]), SCORES)
+    scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES)
     v, values = blocks.values.acquire()
-    left = to_left_operand(p, q.dtype, acc.type.layout)
-    acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, q.shape[1]), acc, is_async=True)
+    left = to_left_operand(p, DTYPE, OUT)
+    acc = multiply_pv(left, v, acc, rows.BLOCK_N)
 
-    scores = warpgroup_mma_wait(1, deps=[scores])  # QKᵀ was issued first and is done; PV goes on
+    scores = warpgroup_mma_wait(len(acc), deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     k.release()
     turn.pass_on()
     scores = rows.modified(scores, block, scale.before)
@@ -104,15 +127,15 @@ def next_block(state, q, rows, block, scale, CONFIG: gl.constexpr, MASKED: gl.co
         scores = rows.mask(scores, block)
     row_max, alpha = next_maximum(scores, stats, scale.log2, MASKED, AS_INTEGERS)
     pieces = quarters(scores)
-    early, early_sums = probabilities(pieces[: CONFIG.early_exp], row_max, scale.log2, q.dtype, MASKED)
+    early, early_sums = probabilities(pieces[: CONFIG.early_exp], row_max, scale.log2, DTYPE, MASKED)
     if CONFIG.early_exp > 0:
         blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
     # exponentials left hide the multiplications of O.
-    acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
+    acc = wait_for_pv(acc, held_registers(p, left))
     v.release()
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    late, late_sums = probabilities(pieces[CONFIG.early_exp :], row_max, scale.log2, q.dtype, MASKED)
+    acc = scaled(acc, alpha)
+    late, late_sums = probabilities(pieces[CONFIG.early_exp :], row_max, scale.log2, DTYPE, MASKED)
     stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
     return State(Blocks(keys, values, turn), join_quarters(early + late), stats, acc)
 
@@ -140,11 +163,26 @@ def walk(
 def last_product(p, acc, blocks, rows):
     """P V of the last block, with nothing left to overlap."""
     v, values = blocks.values.acquire()
-    left = to_left_operand(p, v.part(0).dtype, acc.type.layout)
-    acc = warpgroup_mma(left, right_operand(v, rows.BLOCK_N, acc.shape[1]), acc, is_async=True)
-    acc, _ = warpgroup_mma_wait(0, deps=[acc, held_registers(p, left)])
+    left = to_left_operand(p, v.part(0).dtype, acc[0].type.layout)
+    acc = wait_for_pv(multiply_pv(left, v, acc, rows.BLOCK_N), held_registers(p, left))
     v.release()
     return acc, Blocks(blocks.keys, values, blocks.turn)
+
+
+@constexpr_function
+def columns_of_values(desc, bits, config):
+    """Of a piece of V, by its descriptor, which in 8 bits may be of V transposed."""
+    return desc.block_shape[3 if bits == 16 or config.transpose_registers > 0 else 2]
+
+
+@jit
+def as_blocks(pieces, desc):
+    """O in blocks of `desc`, in its dtype: of as many columns as its pieces have, or of half of them."""
+    blocks = pieces[:0]
+    for i in gl.static_range(len(pieces)):
+        out = pieces[i].to(desc.dtype)
+        blocks += halves(out) if out.shape[1] > desc.block_shape[3] else (out,)
+    return blocks
 
 
 @jit
@@ -153,8 +191,12 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
     CONFIG: gl.constexpr = wires.CONFIG
     BLOCK_N: gl.constexpr = operands.k.block_shape[2]
     ROWS: gl.constexpr = operands.q.block_shape[2]
-    D: gl.constexpr = operands.q.block_shape[3]
+    COLUMNS: gl.constexpr = operands.q.block_shape[3]
+    QK: gl.constexpr = wires.keys.PARTS  # pieces
+    V: gl.constexpr = wires.values.PARTS
+    ROLES: gl.constexpr = CONFIG.softmax_roles
     BITS: gl.constexpr = operands.q.dtype.primitive_bitwidth
+    D: gl.constexpr = columns_of_values(operands.v, BITS, CONFIG)
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
     queries = wires.queries.consumer()
@@ -164,13 +206,13 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
     work = first_work(order)
     while work.is_left():
         all_rows = work.rows()
-        share = share_of(work, order.lengths.MASK, ROLE, wires.queries.PARTS)
+        share = share_of(work, order.lengths.MASK, ROLE, ROLES)
         rows = all_rows.slice(share * ROWS, ROWS)
         last = rows.keys().block(0)
 
         q_slot, queries = queries.acquire()
-        q = q_slot.view([ROWS, D], part=share)
-        if may_skip_late_keys(rows.MASK, ROLE, wires.queries.PARTS):
+        q = pieces_of(q_slot, [ROWS, COLUMNS], share * QK, QK)
+        if may_skip_late_keys(rows.MASK, ROLE, ROLES):
             for _ in range(rows.keys().end, all_rows.keys().end):
                 blocks = blocks.skip()
 
@@ -178,7 +220,7 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
         as_integers = CONFIG.integer_max  # if not, only the loop with floats is compiled
         if CONFIG.integer_max:
             as_integers = may_compare_as_integers(stats.max, scale.log2)
-        state = State(blocks, p, stats, gl.zeros([ROWS, D], gl.float32, OUT))
+        state = State(blocks, p, stats, zeros_in_pieces(V, [ROWS, D], OUT))
         keys = rows.keys()
         if rows.MASK.hides_late_keys:  # otherwise no block but the first one needs a mask before the unmasked ones
             state = walk(state, q, rows, 1, keys.masked_steps(), scale, CONFIG, MASKED=True)
@@ -195,10 +237,10 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
         factor, lse = finish(state.stats, scale.log2, sink, v_scale, UNSHIFT, gl.SliceLayout(1, OUT))
         store_lse(operands.lse, operands.q.shape, rows, lse)
         acc, blocks = last_product(state.p, state.acc, state.blocks, rows)
-        if may_skip_early_keys(rows.MASK, ROLE, wires.queries.PARTS):  # before the store: others wait for their turns
+        if may_skip_early_keys(rows.MASK, ROLE, ROLES):  # before the store: others wait for their turns
             for _ in range(all_rows.keys().first, rows.keys().first):
                 blocks = blocks.skip()
-        out = acc * factor[:, None]
-        store_output(out.to(operands.o.dtype), wires, operands, rows, q_slot, share, ROLE)
+        out = as_blocks(scaled(acc, factor), operands.o)
+        store_output(out, wires, operands, rows, q_slot, share, ROLE)
         work = work.next()
     tma.wait_stores_read()  # before the role ends: what its stores still read must not go away

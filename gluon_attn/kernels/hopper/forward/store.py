@@ -4,21 +4,27 @@ from channels import tma
 from gluon_attn.runtime.compat import gl, jit
 
 from ...common.sequence import query_coords
+from ..pieces import from_column
 
 
 @jit
 def store_output(out, wires, operands, rows, q_slot, share, ROLE: gl.constexpr):
-    """Through shared memory and by TMA, which clips the rows past the last. out: [ROWS, D] in O's dtype, registers.
+    """Through shared memory and by TMA, which clips the rows past the last. out: [ROWS, D] in O's dtype, registers; a
+    tuple of its pieces.
 
-    Staged in the role's own tile of memory, or in its tile of Q, part `share` of q_slot, which is then freed.
+    Staged in the role's own tiles of memory, or in those of Q, part `share` of q_slot's, which is then freed.
     """
-    if wires.CONFIG.stage_in_queries:
-        staged = q_slot.part(share)
-    else:
-        staged = wires.output.index(ROLE)
+    PIECES: gl.constexpr = len(out)
+    if not wires.CONFIG.stage_in_queries:
         tma.wait_stores_read()  # of the row block before
-    staged.reshape(out.shape).store(out)
-    tma.store_own(operands.o, query_coords(rows.block, rows.first), staged)
+    coords = query_coords(rows.block, rows.first)
+    for i in gl.static_range(PIECES):
+        if wires.CONFIG.stage_in_queries:
+            staged = q_slot.part(share * wires.keys.PARTS + i)
+        else:
+            staged = wires.output.index(ROLE * PIECES + i)
+        staged.reshape(out[i].shape).store(out[i])
+        tma.store_own(operands.o, from_column(coords, i * operands.o.block_shape[3]), staged)
     if wires.CONFIG.stage_in_queries:
         tma.wait_stores_read()
         q_slot.release()

@@ -11,6 +11,8 @@ def transpose(wires, order, operands):
     """Takes every block of V from `loaded_values` to `values`."""
     BLOCK_N: gl.constexpr = operands.v.block_shape[2]
     D: gl.constexpr = operands.v.block_shape[3]
+    PIECES: gl.constexpr = wires.values.PARTS
+    gl.static_assert(PIECES == 1, "in pieces, V is transposed by a kernel of its own: two tiles take registers for one")
     loaded_values, values = wires.loaded_values.consumer(), wires.values.producer()
 
     work = first_work(order)

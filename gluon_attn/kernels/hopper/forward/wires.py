@@ -11,7 +11,8 @@ class Wires:
     """Each channel's contract: who fills it -> who reads it, its slots, who frees them.
 
     queries: load -> every softmax role; QUERY_SLOTS slots of one tile per softmax role; freed by each role after its
-             last use of the tile. Sharded: each CTA of a cluster loads its own rows.
+             last use of the tile. Sharded: each CTA of a cluster loads its own rows. A tile may be in pieces: as many
+             parts of the slot (see pieces.py). So may those of K and of V.
     keys:    load -> every softmax role; KV_SLOTS slots of [BLOCK_N, D]; freed by each role when QKᵀ is done. With two
              CTAs one load fills both (multicast), and the slot is free when both CTAs have freed it.
     values:  as keys, but of V, in fp8 of [D, BLOCK_N]; freed by each role when PV is done.
@@ -39,25 +40,27 @@ class Wires:
 
 
 @jit
-def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr):
+def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr, PIECES: gl.constexpr):
     ROLES: gl.constexpr = CONFIG.softmax_roles
     SHARED: gl.constexpr = gl.num_ctas() > 1
-    queries = SharedMemoryChannel.alloc((q_desc,) * ROLES, SLOTS=CONFIG.query_slots, CONSUMERS=ROLES)
-    keys = SharedMemoryChannel.alloc(k_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+    QK: gl.constexpr = PIECES[0]
+    V: gl.constexpr = PIECES[1]
+    queries = SharedMemoryChannel.alloc((q_desc,) * (ROLES * QK), SLOTS=CONFIG.query_slots, CONSUMERS=ROLES)
+    keys = SharedMemoryChannel.alloc((k_desc,) * QK, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
     if CONFIG.transpose_registers > 0:
-        loaded_values = SharedMemoryChannel.alloc(v_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
+        loaded_values = SharedMemoryChannel.alloc((v_desc,) * V, SLOTS=CONFIG.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
         LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[2], v_desc.layout.cga_layout)
-        SHAPE: gl.constexpr = [CONFIG.kv_slots, v_desc.block_shape[3], v_desc.block_shape[2]]
+        SHAPE: gl.constexpr = [CONFIG.kv_slots * V, v_desc.block_shape[3], v_desc.block_shape[2]]
         tiles = gl.allocate_shared_memory(v_desc.dtype, SHAPE, LAYOUT)
         values = SharedMemoryChannel.over(tiles, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES)
     else:
-        values = SharedMemoryChannel.alloc(v_desc, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+        values = SharedMemoryChannel.alloc((v_desc,) * V, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
         loaded_values = values
     turns = SignalChannel.alloc(SIGNALS=ROLES)
     if CONFIG.stage_in_queries:
         output = queries.tiles[0]
     else:
-        output = gl.allocate_shared_memory(o_desc.dtype, [ROLES] + o_desc.block_shape, o_desc.layout)
+        output = gl.allocate_shared_memory(o_desc.dtype, [ROLES * V] + o_desc.block_shape, o_desc.layout)
     return Wires(
         queries=queries,
         keys=keys,

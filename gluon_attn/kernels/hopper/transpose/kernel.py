@@ -9,6 +9,7 @@ from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents,
 
 from ...common.packed import sequence_of_keys
 from ...common.sequence import RowBlock, key_coords
+from ..pieces import from_column
 
 
 @constexpr_function
@@ -42,10 +43,11 @@ def transposed(slot, BLOCK_N: gl.constexpr, D: gl.constexpr, cga_layout: gl.cons
 
 @jit
 def transpose_values(
-    v_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D]
-    out_desc,  # (B, Hkv, D, Sk rounded up to 16), blocks [1, 1, D, BLOCK_N]
-    cu_k_ptr,  # (sequences + 1,) int32, of packed sequences: out_desc is (1, Hkv, D, K), see `padded_keys`; or None
+    v_desc,  # (B, Hkv, Sk, Dv), blocks [1, 1, BLOCK_N, D]
+    out_desc,  # (B, Hkv, Dv, Sk rounded up to 16), blocks [1, 1, D, BLOCK_N]
+    cu_k_ptr,  # (sequences + 1,) int32, of packed sequences: out_desc is (1, Hkv, Dv, K), see `padded_keys`; or None
     used_k_ptr,  # (sequences,) int32: how many keys of each count; None: all
+    PIECES: gl.constexpr,  # blocks of D columns side by side
 ):
     """The kernel: one program for each block of keys of each head."""
     gdc_launch_dependents()  # attention begins where this leaves room, and waits only before it loads V
@@ -68,11 +70,16 @@ def transpose_values(
         sequence, key = sequence_of_keys(cu_k_ptr, used_k_ptr, v_desc.shape[2], sequences, block, BLOCK_N)
         coords = key_coords(RowBlock(batch, head, key, sequence), head, key)
         key = block * BLOCK_N
-    slot, _ = loaded.producer().acquire()
-    tma.load(slot, v_desc, coords)
-    slot, _ = loaded.consumer().acquire()  # filled once, and so never released
-    v = transposed(slot, BLOCK_N, D, v_desc.layout.cga_layout)
-    out.reshape([D, BLOCK_N]).store(v)
-    tma.store_own(out_desc, [batch, head, 0, key], out)
-    tma.wait_stores_read()
+    empty, filled = loaded.producer(), loaded.consumer()
+    for piece in gl.static_range(PIECES):
+        column = piece * D
+        slot, empty = empty.acquire()
+        tma.load(slot, v_desc, from_column(coords, column))
+        slot, filled = filled.acquire()
+        v = transposed(slot, BLOCK_N, D, v_desc.layout.cga_layout)
+        if piece + 1 < PIECES:  # the last one is never released
+            slot.release_accessed()
+        out.reshape([D, BLOCK_N]).store(v)
+        tma.store_own(out_desc, [batch, head, column, key], out)
+        tma.wait_stores_read()
     close_all((loaded,))

@@ -1,0 +1,174 @@
+"""Head dims that are no power of two, and V's unlike Q's: numbers on gluon_cpu, machine code, what is refused."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gluon_attn import HopperConfig, attention
+from gluon_attn.device import Device
+from gluon_attn.forward.launch import compiled
+from gluon_attn.forward.table import OTHER_HEAD_DIMS, Row, hopper_config, pick_config, require_fits
+from gluon_attn.problem import Problem
+from gluon_attn.resources import resources
+from gluon_attn.testing import check, check_gradients
+from tests.gluon_attn.problems import problem
+from tests.slow import slow_if
+
+HOPPER = Device.hopper()
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+# Head dims of Q and V, heads, KV heads, queries, keys, and options of `attention`.
+CASES: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "192/128, causal, GQA": ((192, 128), (2, 1), (130, 200), {"causal": True}),
+    "192/128, window": ((192, 128), (1, 1), (200, 330), {"window": (70, 20)}),
+    "192/128, bshd": ((192, 128), (3, 3), (65, 129), {"layout": "bshd"}),
+    "192/128, two CTAs": ((192, 128), (1, 1), (200, 330), {"causal": True, "num_ctas": 2}),
+    "192/192": ((192, 192), (1, 1), (130, 200), {"causal": True}),
+    "160/96": ((160, 96), (1, 1), (130, 200), {}),
+    "192/64": ((192, 64), (1, 1), (130, 200), {"causal": True}),
+    "192/256": ((192, 256), (1, 1), (130, 200), {"causal": True}),
+    "64/192": ((64, 192), (1, 1), (130, 200), {}),
+    "40/136": ((40, 136), (1, 1), (1, 77), {"causal": True}),
+    "64/128": ((64, 128), (1, 1), (130, 200), {"causal": True}),
+    "128/256": ((128, 256), (1, 1), (130, 200), {}),
+    "256/8": ((256, 8), (1, 1), (130, 200), {"causal": True}),
+    "256/192": ((256, 192), (1, 1), (130, 200), {}),
+}
+QUICK = {"192/128, causal, GQA", "64/192"}
+
+
+def inputs(
+    head_dims: tuple[int, int], heads: tuple[int, int], lengths: tuple[int, int], dtype: torch.dtype, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(h: int, s: int, d: int) -> Tensor:
+        shape = (2, h, s, d) if layout == "bhsd" else (2, s, h, d)
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    (d, d_v), (h, h_kv), (q_len, kv_len) = head_dims, heads, lengths
+    return normal(h, q_len, d), normal(h_kv, kv_len, d), normal(h_kv, kv_len, d_v)
+
+
+def checked(name: str, dtype: torch.dtype) -> None:
+    head_dims, heads, lengths, options = CASES[name]
+    q, k, v = inputs(head_dims, heads, lengths, dtype, options.get("layout", "bhsd"))
+    out, lse = attention(q, k, v, device=HOPPER, return_lse=True, **options)
+    seen = {n: value for n, value in options.items() if n != "num_ctas"}
+    check(q, k, v, out, lse, what=name, **seen)
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CASES))
+def test_against_float64(name):
+    checked(name, BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FP16, E4M3], ids=str)
+@pytest.mark.parametrize("name", ["192/128, causal, GQA", "192/192", "64/192", "192/256", "192/128, two CTAs"])
+def test_other_dtypes(name, dtype):
+    checked(name, dtype)
+
+
+@pytest.mark.slow
+def test_values_in_pieces_are_transposed_before():
+    """In fp8, by a kernel of its own: there is no role for V in pieces."""
+    q, k, v = inputs((64, 192), (1, 1), (130, 200), E4M3, "bhsd")
+    role = hopper_config(2, 64, 1, 2, 216, transpose_registers=56)
+    with pytest.raises(ValueError, match="transpose_registers=0 at head_dim 64 \\(v's: 192\\), where V is in pieces"):
+        require_fits(role, Problem.of(q, k, v), HOPPER)
+
+
+@pytest.mark.slow
+def test_out_and_surroundings():
+    """O of another head dim in a view of a larger tensor: nothing beside it is written."""
+    q, k, v = inputs((192, 128), (2, 1), (130, 200), BF16, "bhsd")
+    larger = torch.full((2, 2, 132, 144), float("nan"), dtype=BF16)
+    out = larger[:, :, 1:131, 8:136]
+    _, lse = attention(q, k, v, out=out, return_lse=True, device=HOPPER)
+    check(q, k, v, out, lse, what="out")
+    out.fill_(float("nan"))
+    assert larger.isnan().all()
+
+
+@pytest.mark.slow
+def test_special_values():
+    """A row that sees no key, a score of NaN, infinity in V: as plain PyTorch has them."""
+    q, k, v = inputs((192, 128), (1, 1), (70, 65), BF16, "bhsd")
+    q[0, 0, 20] = float("nan")
+    v[1, 0, 3, 127] = float("inf")
+    out, lse = attention(q, k, v, causal=True, return_lse=True, device=HOPPER)
+    assert (out[:, :, :5, :127] == 0).all()  # of an infinite V, 0 times it is NaN
+    assert (lse[:, :, :5] == float("-inf")).all()
+    assert out[0, 0, 20].isnan().all()
+    assert lse[0, 0, 20].isnan()
+    assert (out[1, 0, 10:, 127] == float("inf")).all()
+    assert out[1, 0, :, :127].isfinite().all()
+
+
+GRADIENTS = ("192/128, causal, GQA", "64/192", "256/8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_against_float64(name):
+    head_dims, heads, lengths, options = CASES[name]
+    q, k, v = (t.requires_grad_() for t in inputs(head_dims, heads, lengths, BF16, "bhsd"))
+    out = attention(q, k, v, device=HOPPER, **options)
+    assert isinstance(out, Tensor)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(BF16)
+    got = list(torch.autograd.grad(out, (q, k, v), dout))
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, got, what=name, **options)
+
+
+def name_of(row: Row) -> str:
+    dims, mask = f"{row.padded_head_dim}/{row.padded_head_dim_v}", "causal" if row.causal else "full"
+    return f"{dims}, {mask}, {8 * row.element_bytes} bits, {row.config.num_ctas} CTAs"
+
+
+@pytest.mark.parametrize(
+    "row", slow_if(lambda row: name_of(row) != "192/128, causal, 16 bits, 1 CTAs", OTHER_HEAD_DIMS), ids=name_of
+)
+def test_no_product_is_serialised_and_nothing_spills(row):
+    """S is a sum over pieces, O has an accumulator for each; no step pays for columns that are not there."""
+    config, (head_dim, head_dim_v) = row.config, row.head_dims
+    dtype = BF16 if row.element_bytes == 2 else E4M3
+    found = resources(compiled(dtype, head_dim, row.mask, config, padded_head_dim_v=head_dim_v))
+    assert isinstance(config, HopperConfig)
+    pieces = 3 if head_dim_v == 192 else 1
+    depth = 32 // row.element_bytes
+    per_step = (head_dim + config.block_n * pieces) // depth
+    assert len(found.loops) == config.softmax_roles * (2 if row.causal else 1)
+    assert {(loop.products, loop.waits) for loop in found.loops} == {(per_step, 2)}
+    assert {loop.spills for loop in found.loops} == {0}
+    assert found.smem_bytes <= config.smem_bytes(head_dim, row.element_bytes, head_dim_v) <= HOPPER.smem_bytes
+
+
+def test_every_pair_has_a_config():
+    dims = (8, 64, 96, 128, 136, 192, 200, 256)
+    for d in dims:
+        for d_v in dims:
+            for dtype in (BF16, E4M3):
+                if d * dtype.itemsize % 16 == d_v * dtype.itemsize % 16 == 0:
+                    for causal in (False, True):
+                        asked = problem(head_dim=d, head_dim_v=d_v, dtype=dtype, causal=causal, kv_len=4096)
+                        for n in (1, 2):
+                            require_fits(pick_config(asked, HOPPER, n), asked, HOPPER)
+
+
+def test_configs_in_which_o_has_no_room_are_refused():
+    config = next(row.config for row in OTHER_HEAD_DIMS if row.head_dims == (192, 128))
+    for dims in ((192, 256), (128, 64)):
+        with pytest.raises(ValueError, match="config: expected stage_in_queries=False at head_dim"):
+            require_fits(config, problem(head_dim=dims[0], head_dim_v=dims[1]), HOPPER)
+
+
+def test_blackwell_refuses_by_name():
+    asked = problem(head_dim=192, head_dim_v=128)
+    with pytest.raises(NotImplementedError, match="v: head_dim 128 with q of 192 is not supported"):
+        pick_config(asked, Device.blackwell())
+    small = dataclasses.replace(asked, head_dim=96, head_dim_v=72)  # both are padded to 128
+    assert pick_config(small, Device.blackwell())
