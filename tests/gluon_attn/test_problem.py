@@ -284,6 +284,7 @@ def test_both_layouts_pose_the_same_problem(layout):
         "q_len": 16,
         "kv_len": 32,
         "head_dim": 128,
+        "head_dim_v": 128,
         "causal": True,
         "scale": 0.25,
         "layout": layout,

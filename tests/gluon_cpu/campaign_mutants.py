@@ -271,7 +271,7 @@ SKIPS = "|".join(
     line_of(HOPPER, "wires.py", text) for text in ("k, keys = self.keys.acquire()", "v, values = self.values.acquire()")
 )
 
-LOADED_ONCE = line_of(HOPPER_TRANSPOSE, "kernel.py", "slot, _ = loaded.producer().acquire()")
+LOADED_ONCE = line_of(HOPPER_TRANSPOSE, "kernel.py", "slot, empty = empty.acquire()")
 FREED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.freed, freed_arrivals(self.CONSUMERS))")
 
 HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(QUERY_TILE).acquire()")

@@ -54,7 +54,9 @@ def multiply_pv(left, v, acc, BLOCK_N: gl.constexpr):
 @jit
 def wait_for_pv(acc, held):
     """Until all products are done. held: see `held_registers`."""
-    return warpgroup_mma_wait(0, deps=acc + (held,))[: len(acc)]
+    PIECES: gl.constexpr = len(acc)
+    acc = warpgroup_mma_wait(0, deps=acc + (held,))
+    return acc[:PIECES]
 
 
 @jit
