@@ -93,7 +93,7 @@ class TransposeRun:
         made = workspaces_of(plan)
         assert made is not None
         self.transposed = made({"v": v})["transposed_v"]
-        self.tensors = {"v": v, "transposed_v": self.transposed}
+        self.tensors = {**NOT_GIVEN, "v": v, "transposed_v": self.transposed}
 
     def __call__(self, **options: Any) -> Any:
         self.transposed.view(torch.uint8).fill_(0x7F)  # NaN
