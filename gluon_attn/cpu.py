@@ -64,8 +64,8 @@ def launches_on_cpu(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, us
     return Launches(steps, workspaces_of(plan))
 
 
-def backward_on_cpu(plan: BackwardPlan, tensors: Tensors) -> Launches:
-    """As `launches_on_cpu`, of the gradients. tensors: as for `backward_launches_of`."""
+def backward_on_cpu(plan: BackwardPlan, tensors: Tensors, used: bool = False) -> Launches:
+    """As `launches_on_cpu`, of the gradients. tensors, used: as for `backward_launches_of`."""
     register_twins()
-    steps = [CpuLaunch(launch, plan.arch) for launch in backward_launches_of(plan, tensors)]
+    steps = [CpuLaunch(launch, plan.arch) for launch in backward_launches_of(plan, tensors, used)]
     return Launches(steps, allocated_apart(plan))

@@ -10,7 +10,7 @@ from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .call import Extras, Key, Options, Window, identity, key_of, problem_of
 from .device import Device
-from .problem import FP8_DTYPES, TMA_ALIGNMENT_BYTES, in_bhsd
+from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, in_bhsd
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
@@ -87,7 +87,9 @@ def differentiate(
     dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
     if dlse is not None:
         dlse = dlse.resolve_neg().contiguous()
-    grads = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+    # Of keys that do not count nobody computes a gradient.
+    like = torch.empty_like if extras.seqused_k is None else torch.zeros_like
+    grads = {"dq": torch.empty_like(q), "dk": like(k), "dv": like(v)}
     key = (
         key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse)
     )  # fmt: skip
@@ -104,6 +106,8 @@ def differentiate(
     if launch is None:
         grads = {name: grad.zero_() for name, grad in grads.items()}
         if extras.sinks is not None and dlse is not None:  # LSE of a row without keys is its sink
+            if extras.cu_seqlens_q is not None:  # nor has any after the last sequence
+                dlse = torch.where(torch.arange(len(q), device=q.device) < extras.cu_seqlens_q[-1], dlse, 0)[None]
             grads["dsinks"].copy_(dlse.sum((0, 2)))
     else:
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}
@@ -116,7 +120,8 @@ def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -
     shape = in_bhsd(q, layout).shape
     for name, t in tensors.items():
         of_rows = name in ("lse", "dlse")
-        want = (shape[:3], torch.float32) if of_rows else ((*q.shape[:3], v.shape[3]), q.dtype)
+        rows = shape[1:3] if layout == PACKED else shape[:3]
+        want = (rows, torch.float32) if of_rows else ((*q.shape[:-1], v.shape[-1]), q.dtype)
         if t is None:
             continue
         if t.dtype != want[1]:
@@ -146,8 +151,8 @@ def prepare(tensors: dict[str, Tensor], extras: Extras, options: Options, determ
     if q.device.type == "cpu":
         from .cpu import backward_on_cpu
 
-        return backward_on_cpu(plan, tensors)
-    return backward_on_card(plan, tensors)
+        return backward_on_cpu(plan, tensors, extras.seqused_k is not None)
+    return backward_on_card(plan, tensors, extras.seqused_k is not None)
 
 
 def readable_by_tma(t: Tensor) -> Tensor:
@@ -170,10 +175,6 @@ def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
             "ScoreMod(forward, backward)"
         )
     instead = "call under torch.no_grad(), or .detach() q, k and v"
-    if options.max_seqlens is not None:
-        raise NotImplementedError(
-            f"cu_seqlens_q: expected no gradients to be asked for, which packed sequences do not have so far; {instead}"
-        )
     if out is not None:
         raise NotImplementedError(
             f"out: expected None, as gradients are asked for, got a Tensor; leave it out, or {instead}"
@@ -199,7 +200,8 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, extras: Extras, options: Options, attend: Any
     ) -> Any:
         out, lse = attend(q, k, v, extras, options, True)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, extras.alibi_slopes, *extras.of_score_mod)
+        lengths = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k
+        ctx.save_for_backward(q, k, v, out, lse, sinks, extras.alibi_slopes, *lengths, *extras.of_score_mod)
         ctx.call = options, key_of(q, k, v, extras, options)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -208,8 +210,12 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         if dout is None and dlse is None:
             return (None,) * 7
-        q, k, v, out, lse, sinks, alibi_slopes, *read = ctx.saved_tensors
-        extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes, of_score_mod=tuple(read))
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, *read = others
+        extras = Extras(
+            sinks=sinks, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            seqused_k=seqused_k, of_score_mod=tuple(read),
+        )  # fmt: skip
         arguments = (dout, dlse, q, k, v, out, lse, extras, *ctx.call)
         # A graph of the backward pass is made if its caller gives create_graph=True.
         grads = Gradients.apply(*arguments) if torch.is_grad_enabled() else differentiate(*arguments)

@@ -4,13 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .api import attend, check_differentiable, check_options, wants_gradient
-from .call import Extras, Options, Window
+from .api import attend, autocast, check_differentiable, check_options, wants_gradient
+from .call import Extras, Options, Window, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
+from .gradients import Attention, differentiate
+from .ops import is_seen_by_a_mode
 from .problem import PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
+from .varlen_ops import attention_varlen_op
 
 
 def attention_varlen(
@@ -66,12 +70,15 @@ def attention_varlen(
         softcap, sinks, scale, return_lse, deterministic, out, num_ctas, config, device: as for `attention`. The tuning
             table is asked for B sequences of T / B queries and U / B keys.
 
+    On Hopper, in 16 bits, q, k, v and sinks have gradients, see `attention_varlen_backward`. Under torch.compile and
+    torch.export it is one operator, `gluon_attn::forward_varlen`.
+
     Returns:
         O, (T, H, D); with return_lse, (O, LSE), LSE (H, T) fp32. Rows of q past cu_seqlens_q[-1] have none: what is
         in `out` there stays. A row that sees no key has O = 0 and LSE = -inf.
 
     Raises:
-        As `attention` does. NotImplementedError: gradients.
+        As `attention` does.
     """
     check_options(return_lse, deterministic, unsupported)
     check_seqlens(max_seqlen_q, max_seqlen_k)
@@ -81,6 +88,63 @@ def attention_varlen(
         max_seqlens=(max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
     extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, read)
+    if is_compiling() or is_seen_by_a_mode(extras, options):
+        both = attention_varlen_op(*autocast(q, k, v), extras, options)
+        return both if return_lse else both[0]
     if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
+        q, k, v = autocast(q, k, v)
         check_differentiable(q, k, v, extras, options)
+        out, lse = Attention.apply(q, k, v, sinks, extras, options, attend)
+        return (out, lse) if return_lse else out
     return attend(q, k, v, extras, options, return_lse)
+
+
+def attention_varlen_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window = (None, None),
+    chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    device: Device | None = None,
+) -> tuple[Tensor, ...]:
+    """`attention_backward` of packed sequences: what `attention_varlen` calls in a backward pass.
+
+    Args:
+        dout, dlse: as for `attention_backward`, but of the shapes of O, (T, H, D), and LSE, (H, T).
+        All others: as `attention_varlen` was given them; out, lse: what it returned.
+
+    Returns:
+        dQ, dK, dV, and dsinks if there are sinks. 0 in rows past the last sequence, and of keys that do not count: what
+        the inputs hold there reaches nothing.
+
+    Raises:
+        As `attention_backward` does.
+    """
+    check_seqlens(max_seqlen_q, max_seqlen_k)
+    function, read = compiled_part(score_mod)
+    options = Options(
+        causal, window, chunk, softcap, function, scale, PACKED, deterministic, device=device,
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    extras = Extras(
+        sinks=sinks, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k, of_score_mod=read,
+    )  # fmt: skip
+    return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options))

@@ -1,13 +1,16 @@
-"""From a plan to the launches of attention backward: three kernels, which hand on statistics and sums of dQ."""
+"""From a plan to the launches of attention backward: three kernels, which hand on statistics and sums of dQ; before
+them, of packed sequences, one that lists the key blocks."""
 
 from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 
-from ..forward.launch import AUX, types_of
+from ..forward.launch import AUX, LENGTHS, RECORDS, absent_lengths, types_of
 from ..kernels.common.mask import Mask
+from ..kernels.common.packed import RECORD
 from ..kernels.hopper.backward.kernel import attention_backward
+from ..kernels.hopper.backward.packed import list_key_blocks
 from ..kernels.hopper.backward.postprocess import finish_backward
 from ..kernels.hopper.backward.preprocess import prepare_backward
 from ..kernels.hopper.backward.sinks import sum_sinks
@@ -31,6 +34,12 @@ from .configs import HopperBackward
 from .plan import MOST_SHARERS, BackwardPlan
 from .table import padded_head_dim
 
+LIST = Kernel(
+    list_key_blocks,
+    *LENGTHS,
+    RECORDS,
+    *map(Scalar, ("sequences", "q_rows", "k_rows", "reach", "most_queries", "capacity")),
+)
 PREPARE = Kernel(
     prepare_backward,
     Tma("out_desc", "out"),
@@ -42,7 +51,9 @@ PREPARE = Kernel(
     Pointer("dq_ptr", "dq_sums"),
     Pointer("added_ptr", "added", "i32"),
     Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
+    LENGTHS[0],
     Scalar("sets_zero"),
+    Scalar("sequences"),
 )
 MAIN = Kernel(
     attention_backward,
@@ -59,6 +70,7 @@ MAIN = Kernel(
     Pointer("handed_in_ptr", "handed_in"),
     Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
     *AUX,
+    RECORDS,
     Scalar("scale_log2", "fp32"),
     Scalar("scale", "fp32"),
     Scalar("blocks_per_item"),
@@ -67,7 +79,15 @@ MAIN = Kernel(
     Scalar("shared"),
     Scalar("sharers"),
 )
-FINISH = Kernel(finish_backward, Tma("out_desc", "dq"), Pointer("dq_ptr", "dq_sums"), Scalar("scale", "fp32"))
+FINISH = Kernel(
+    finish_backward,
+    Tma("out_desc", "dq"),
+    Pointer("dq_ptr", "dq_sums"),
+    Pointer("added_ptr", "added", "i32"),
+    LENGTHS[0],
+    Scalar("scale", "fp32"),
+    Scalar("sequences"),
+)
 
 SINKS = Kernel(
     sum_sinks,
@@ -81,7 +101,7 @@ SINKS = Kernel(
 )
 
 # What a call gives for what there may not be: workspaces that it does not need, and what a ScoreFunction reads.
-NOT_THERE = dict.fromkeys(("handed_in", "has_handed_in", *(p.tensor for p in AUX)))
+NOT_THERE = dict.fromkeys(("handed_in", "has_handed_in", *(p.tensor for p in (*AUX, *LENGTHS, RECORDS))))
 
 SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
 
@@ -94,9 +114,12 @@ def builds_of(
     deterministic: bool,
     shared: bool,
     score_mod: ScoreFunction | None = None,
+    packed: bool = False,
+    used: bool = False,
 ) -> tuple[Build, ...]:
     """The kernel before, the main one and the one after, for these compile-time choices. dtype: float16 or bfloat16.
-    shared: programs share key blocks."""
+    shared: programs share key blocks. packed: of packed sequences, for which one more comes before all; used: of each,
+    some keys count."""
     absent = {} if shared else {"has_handed_in_ptr": None}
     pointers = types_of(score_mod, None)
     rows = Block.of(dtype, config.block_m, padded_head_dim)
@@ -105,14 +128,22 @@ def builds_of(
     sums = Block.of(torch.float32, config.block_m * padded_head_dim // config.dq_parts // SUM_COLUMNS, SUM_COLUMNS)
     blocks = dict.fromkeys(("q", "dout", "out", "dq"), rows) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
     blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
+    lists = (Build(kernel=LIST, blocks={}, constants=absent_lengths(True, used, LIST) | {"KEYS": config.keys}),)
     return (
-        Build(kernel=PREPARE, blocks=blocks, constants=absent),
+        *(lists if packed else ()),
+        Build(
+            kernel=PREPARE,
+            blocks=blocks,
+            constants=absent | absent_lengths(packed, used, PREPARE),
+            starts_early=packed,
+        ),
         Build(
             kernel=MAIN,
             blocks=blocks,
             constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, "DETERMINISTIC": deterministic}
             | (absent and absent | {"handed_in_ptr": None})
-            | dict.fromkeys(p.name for p in AUX if p.name not in pointers),
+            | dict.fromkeys(p.name for p in AUX if p.name not in pointers)
+            | ({} if packed else {RECORDS.name: None}),
             pointers=pointers,
             num_warps=config.WARPS,
             starts_early=True,
@@ -120,7 +151,9 @@ def builds_of(
         Build(
             kernel=FINISH,
             blocks=blocks,
-            constants={"PARTS": config.dq_parts},
+            constants={"PARTS": config.dq_parts}
+            | absent_lengths(packed, used, FINISH)
+            | ({} if packed else {"added_ptr": None}),
             num_warps=config.WARPS,
             starts_early=True,
         ),
@@ -149,11 +182,13 @@ def compiled_backward(
     deterministic: bool = False,
     shared: bool = False,
     score_mod: ScoreFunction | None = None,
+    packed: bool = False,
+    used: bool = False,
     arch: int = 90,
     device_index: int | None = None,
 ) -> tuple[CompiledKernel, ...]:
-    """The three kernels. device_index: the card to launch them on; None: to look at only."""
-    builds = builds_of(dtype, padded_head_dim, mask, config, deterministic, shared, score_mod)
+    """The three kernels; of packed sequences, four. device_index: the card to launch them on; None: to look at only."""
+    builds = builds_of(dtype, padded_head_dim, mask, config, deterministic, shared, score_mod, packed, used)
     return tuple(build.compile(arch) for build in builds)
 
 
@@ -161,7 +196,7 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     """Shape and dtype of the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R), and
     the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded; how many key
     blocks have added to each row block, int32. If programs share key blocks: dK and dV that each hands in, (sharers, 2,
-    KEYS, D) fp32, and who has, int32."""
+    KEYS, D) fp32, and who has, int32. Of packed sequences, the list of key blocks, int32."""
     problem, config = plan.problem, plan.config
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
     sums = (plan.rows * padded_head_dim(problem) // SUM_COLUMNS, SUM_COLUMNS)
@@ -174,16 +209,20 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     if plan.shared:
         found["handed_in"] = ((plan.sharers, 2, config.keys, padded_head_dim(problem)), torch.float32)
         found["has_handed_in"] = ((MOST_SHARERS,), torch.int32)
+    if problem.sequences is not None:
+        found["records"] = (((1 + plan.capacity) * RECORD.value,), torch.int32)
     return found
 
 
-def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
+def backward_launches_of(plan: BackwardPlan, tensors: Tensors, used: bool = False) -> list[Launch]:
     """The launches of a call, in order. tensors: q, k, v, out, dout, dq, dk, dv; looked at for shapes and strides only,
-    any may be on the meta device."""
+    any may be on the meta device. used: of packed sequences, some keys count."""
     problem, config = plan.problem, plan.config
-    views = {name: View.of(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
+    packed = problem.sequences is not None
+    view = View.packed if packed else View.of
+    views = {name: view(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
     views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
-    before, main, after = builds_of(
+    *lists, before, main, after = builds_of(
         problem.dtype,
         padded_head_dim(problem),
         problem.mask,
@@ -191,14 +230,23 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
         plan.deterministic,
         plan.shared > 0,
         problem.score_mod,
+        packed,
+        used,
     )
+    count = {"sequences": problem.sequences or 0}
     scale = {"scale": problem.scale}
     order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers")}
     numbers = scale | order | {"scale_log2": plan.scale_log2}
     launches = [
-        Launch(build=before, programs=plan.row_programs, views=views, scalars={"sets_zero": plan.sets_zero}),
+        *(Launch(build=b, programs=plan.list_programs, views={}, scalars=plan.list_numbers) for b in lists),
+        Launch(
+            build=before,
+            programs=plan.row_programs,
+            views=views,
+            scalars=count | {"sets_zero": plan.sets_zero},
+        ),
         Launch(build=main, programs=plan.programs, views=views, scalars=numbers),
-        Launch(build=after, programs=plan.row_programs, views=views, scalars=scale),
+        Launch(build=after, programs=plan.row_programs, views=views, scalars=scale | count),
     ]
     if problem.sinks is not None:
         sizes = {"batches": problem.batch, "heads": problem.heads, "rows": plan.rows}
@@ -207,15 +255,22 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors) -> list[Launch]:
 
 
 def allocated_apart(plan: BackwardPlan) -> Callable[[Tensors], Tensors]:
-    """`workspaces` as `Launches` asks for them, each a tensor on q's device."""
-    like = workspaces(plan)
-    return lambda tensors: {
-        name: torch.empty(shape, dtype=dtype, device=tensors["q"].device) for name, (shape, dtype) in like.items()
-    }
+    """`workspaces` as `Launches` asks for them, each a tensor on q's device. Of packed sequences, sums of dQ that
+    nobody adds to keep what they have. It is no NaN, which gluon_cpu takes for rows that should have been written; but
+    too much to be overlooked in a gradient."""
+    like, packed = workspaces(plan), plan.problem.sequences is not None
+
+    def allocate(tensors: Tensors) -> Tensors:
+        found = {n: torch.empty(shape, dtype=dtype, device=tensors["q"].device) for n, (shape, dtype) in like.items()}
+        if packed:
+            found["dq_sums"].fill_(1e30)
+        return found
+
+    return allocate
 
 
-def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
-    """A call on q's card. tensors: as for `backward_launches_of`."""
+def backward_on_card(plan: BackwardPlan, tensors: Tensors, used: bool = False) -> Launches:
+    """A call on q's card. tensors, used: as for `backward_launches_of`."""
     problem, index = plan.problem, tensors["q"].device.index
     kernels = compiled_backward(
         problem.dtype,
@@ -225,11 +280,13 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors) -> Launches:
         deterministic=plan.deterministic,
         shared=plan.shared > 0,
         score_mod=problem.score_mod,
+        packed=problem.sequences is not None,
+        used=used,
         arch=plan.arch,
         device_index=index,
     )
     if problem.sinks is not None:
         kernels = (*kernels, compiled_sinks(problem.sinks, device_index=index))
-    launches = backward_launches_of(plan, tensors)
+    launches = backward_launches_of(plan, tensors, used)
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
     return Launches(steps, allocated_at_once(workspaces(plan)))

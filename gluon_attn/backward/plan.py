@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 from ..device import Device
-from ..forward.plan import LARGEST_LENGTH, pairs_even_out
+from ..forward.plan import LARGEST_LENGTH, LARGEST_PACKED, pairs_even_out
 from ..kernels.common.mask import Mask
+from ..kernels.common.packed import CANDIDATES
 from ..problem import Problem
 from .configs import HopperBackward
 
@@ -58,12 +59,42 @@ class BackwardPlan:
 
     @property
     def row_blocks(self) -> int:
-        return -(-self.problem.q_len // self.config.block_m)
+        """Of a head. Of packed sequences as many as they have at most, with those of the rows after the last one."""
+        return blocks_of(self.problem, self.problem.q_len, self.config.block_m)
+
+    @property
+    def capacity(self) -> int:
+        """As `row_blocks`, of key blocks."""
+        return blocks_of(self.problem, self.problem.kv_len, self.config.keys)
+
+    @property
+    def list_programs(self) -> int:
+        """Of the kernel that lists the key blocks of packed sequences."""
+        return -(-self.capacity // CANDIDATES.value)
+
+    @property
+    def list_numbers(self) -> dict[str, float]:
+        """What that kernel is given besides tensors."""
+        problem, mask = self.problem, self.problem.mask
+        most = problem.q_len
+        if mask.left is not None and mask.reach is not None:
+            most = min(most, mask.left + mask.reach + self.config.keys)
+        return {
+            "sequences": problem.sequences or 0,
+            "q_rows": problem.q_len,
+            "k_rows": problem.kv_len,
+            "reach": -1 if mask.reach is None else min(mask.reach, problem.q_len),
+            "most_queries": most,
+            "capacity": self.capacity,
+        }
 
     @property
     def sets_zero(self) -> bool:
-        """Whether dQ's sums are set to zero before, and not by who is first to add: some rows see no key."""
-        return self.problem.mask.some_rows_see_nothing(self.problem.q_len, self.problem.kv_len)
+        """Whether dQ's sums are set to zero before, and not by who is first to add: some rows see no key. Of packed
+        sequences nobody knows: the kernel after finds to which nobody has added."""
+        return self.problem.sequences is None and self.problem.mask.some_rows_see_nothing(
+            self.problem.q_len, self.problem.kv_len
+        )
 
     @property
     def rows(self) -> int:
@@ -77,20 +108,23 @@ class BackwardPlan:
     @staticmethod
     def of(problem: Problem, config: HopperBackward, device: Device, *, deterministic: bool = False) -> "BackwardPlan":
         """Raises ValueError for more queries or keys than the kernels can count."""
+        largest = LARGEST_LENGTH if problem.sequences is None else LARGEST_PACKED
         for name, length in (("q", problem.q_len), ("k", problem.kv_len)):
-            if length > LARGEST_LENGTH:
+            if length > largest:
                 raise ValueError(
-                    f"{name}: expected at most {LARGEST_LENGTH} positions, counted in 32 bits, got {length}; split the "
+                    f"{name}: expected at most {largest} positions, counted in 32 bits, got {length}; split the "
                     "sequence"
                 )
-        of_head = -(-problem.kv_len // config.keys)
+        of_head = blocks_of(problem, problem.kv_len, config.keys)
         key_blocks = problem.batch * problem.kv_heads * of_head
-        row_programs = problem.batch * problem.heads * -(-problem.q_len // config.block_m)
+        row_programs = problem.batch * problem.heads * blocks_of(problem, problem.q_len, config.block_m)
         for name, blocks in (("q", row_programs), ("k", key_blocks)):
             if blocks >= 2**31 - 2 * device.sm_count:
                 raise ValueError(
                     f"{name}: expected fewer than 2^31 blocks over all heads and batches, got {blocks}; split the batch"
                 )
+        if problem.sequences is not None:
+            return BackwardPlan.of_packed(problem, config, device, deterministic=deterministic)
         mask = problem.mask
         # Under a causal mask the first key block costs the most and the last the least. In a window most cost the same,
         # and of pairs some would cost twice one.
@@ -108,10 +142,7 @@ class BackwardPlan:
             programs = max(sharers, min(programs, device.sm_count))
             last_heads = heads_at_once = 0
         elif deterministic:
-            last_heads, heads_at_once = (
-                problem.batch * problem.kv_heads,
-                -(-device.sm_count // PROGRAMS_OF_A_HEAD[mask.hides_late_keys and not mask.hides_early_keys]),
-            )
+            last_heads, heads_at_once = problem.batch * problem.kv_heads, heads_in_order(mask, device)
         else:
             # In the last heads the first key block comes first, which costs the most only where late keys are hidden.
             to_even_out = blocks_per_item == 2 and items > device.sm_count and mask.hides_late_keys
@@ -129,6 +160,36 @@ class BackwardPlan:
             deterministic=deterministic,
             arch=device.arch,
         )
+
+    @staticmethod
+    def of_packed(problem: Problem, config: HopperBackward, device: Device, *, deterministic: bool) -> "BackwardPlan":
+        """Of packed sequences, whose lengths are not known: no key blocks are paired or shared."""
+        key_blocks = problem.kv_heads * blocks_of(problem, problem.kv_len, config.keys)
+        mask = problem.mask
+        return BackwardPlan(
+            problem=problem,
+            config=config,
+            programs=key_blocks if deterministic else min(device.sm_count, key_blocks),
+            blocks_per_item=1,
+            last_heads=0,
+            heads_at_once=heads_in_order(mask, device) if deterministic else 1,
+            shared=0,
+            sharers=0,
+            row_programs=problem.heads * blocks_of(problem, problem.q_len, config.block_m),
+            deterministic=deterministic,
+            arch=device.arch,
+        )
+
+
+def blocks_of(problem: Problem, rows: int, size: int) -> int:
+    """How many blocks of `size` a head's rows are in; of packed sequences, of each of which the last block may not be
+    full, at most."""
+    return -(-rows // size) if problem.sequences is None else rows // size + problem.sequences + 1
+
+
+def heads_in_order(mask: Mask, device: Device) -> int:
+    """How many heads are computed at a time if sums are in a fixed order."""
+    return -(-device.sm_count // PROGRAMS_OF_A_HEAD[mask.hides_late_keys and not mask.hides_early_keys])
 
 
 def row_blocks_of(problem: Problem, config: HopperBackward, index: int) -> int:

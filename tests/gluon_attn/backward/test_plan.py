@@ -15,6 +15,7 @@ from gluon_attn.device import Device
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
 from tests.gluon_attn.problems import problem
+from tests.slow import slow_if
 
 CONFIG = HOPPER[128]
 
@@ -125,11 +126,14 @@ def test_a_config_fits_a_card(head_dim):
 @pytest.mark.parametrize(
     ("head_dim", "waits", "spills"), [(64, 5, 1), (128, 5, 0), pytest.param(256, 6, 2, marks=pytest.mark.slow)]
 )
-def test_products_overlap_and_loops_hardly_spill(head_dim, waits, spills):
+@pytest.mark.parametrize(("packed", "deterministic"), slow_if(any, [(False, False), (True, False), (True, True)]))
+def test_products_overlap_and_loops_hardly_spill(packed, deterministic, head_dim, waits, spills):
     """The assembler makes a kernel wait after each product if it has too few registers. At D=256 dQ comes in halves,
     and so has a wait more."""
     for causal in (False, True):
-        main = compiled_backward(torch.bfloat16, head_dim, Mask(causal=causal), HOPPER[head_dim])[1]
+        mask = Mask(causal=causal)
+        config, options = HOPPER[head_dim], {"packed": packed, "deterministic": deterministic}
+        main = compiled_backward(torch.bfloat16, head_dim, mask, config, **options)[-2]
         found = resources(main)
         assert found.smem_bytes <= HOPPER[head_dim].smem_bytes(head_dim)
         loops = [loop for loop in found.loops if loop.products > 4]

@@ -115,10 +115,10 @@ def wrong(ptx: str, exchanges_p: bool) -> list[str]:
 
 
 @functools.cache
-def ptx_of(head_dim: int, causal: bool, deterministic: bool) -> str:
-    config = HOPPER[head_dim]
-    kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=causal), config, deterministic=deterministic)
-    return str(kernels[1].asm["ptx"])
+def ptx_of(head_dim: int, causal: bool, deterministic: bool, packed: bool = False) -> str:
+    options = {"deterministic": deterministic, "packed": packed}
+    kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=causal), HOPPER[head_dim], **options)
+    return str(kernels[-2].asm["ptx"])
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -126,6 +126,13 @@ def ptx_of(head_dim: int, causal: bool, deterministic: bool) -> str:
 @pytest.mark.parametrize("head_dim", HOPPER)
 def test_the_warpgroups_meet_where_memory_goes_from_one_to_the_other(head_dim, causal, deterministic):
     assert wrong(ptx_of(head_dim, causal, deterministic), HOPPER[head_dim].exchanges_p) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HOPPER)
+def test_of_packed_sequences_likewise(head_dim):
+    for causal, deterministic in ((False, True), (True, False)):
+        assert wrong(ptx_of(head_dim, causal, deterministic, packed=True), HOPPER[head_dim].exchanges_p) == []
 
 
 @pytest.mark.parametrize("head_dim", HOPPER)

@@ -46,6 +46,7 @@ def note_work(
         none,
         none,
         (none, none, none, none),
+        (None,),
         MASK,
         ROTATED,
         None,
@@ -185,7 +186,8 @@ def note_shares(steps, tasks, q_desc, k_desc, shared, sharers, MASK: gl.constexp
     done before. At [program, task] of tasks, three to each: the key block, if it is shared, and from which share to
     which the program has."""
     one, none = gl.to_tensor(1), gl.to_tensor(0)
-    order = order_of(q_desc, k_desc, one, none, one, shared, sharers, (none, none, none, none), MASK, ROTATED, None)
+    aux = (none, none, none, none)
+    order = order_of(q_desc, k_desc, one, none, one, shared, sharers, aux, (None,), MASK, ROTATED, None)
     work, task = first_work(order), 0
     while work.is_left():
         keys = work.keys()

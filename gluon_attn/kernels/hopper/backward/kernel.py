@@ -29,6 +29,7 @@ def attention_backward(
     aux1_ptr,
     aux2_ptr,
     aux3_ptr,
+    records_ptr,  # of packed sequences the key blocks, see packed.py; None: all have the descriptors' lengths
     scale_log2,  # softmax scale times log2(e)
     scale,
     blocks_per_item,  # 1, or 2 for a key block that many queries see with one that few do
@@ -67,6 +68,7 @@ def attention_backward(
         shared,
         sharers,
         (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr),
+        (records_ptr,),
         MASK,
         ROTATED=not DETERMINISTIC,
         SCORE_MOD=SCORE_MOD,

@@ -4,7 +4,7 @@ from channels import tma
 from gluon_attn.runtime.compat import gdc_wait, jit
 
 from ...common.sequence import RowBlock, key_coords, query_coords
-from .operands import stats_coords
+from .operands import in_workspaces, stats_coords
 from .work import first_work
 
 
@@ -23,7 +23,9 @@ def load(wires, order, operands):
         for step in range(walked.steps()):
             member, block = walked.visit(step)
             row_block = RowBlock(keys.batch, keys.head(member), block * keys.BLOCK_M, keys.sequence)
-            tile, line = query_coords(row_block, row_block.first_row), stats_coords(row_block)
+            batch, line_block = in_workspaces(keys, block)
+            tile = query_coords(row_block, row_block.first_row)
+            line = stats_coords(batch, row_block.head, line_block, keys.BLOCK_M)
             query, queries = queries.acquire()
             tma.load(query, operands.of_queries(), (tile, line))
             dout, douts = douts.acquire()

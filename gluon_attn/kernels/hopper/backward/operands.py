@@ -2,10 +2,13 @@
 
 from gluon_attn.runtime.compat import aggregate, gl, jit, tma_descriptor
 
+from .packed import padded_block
+
 
 @aggregate
 class Operands:
-    """Each in global memory behind its TMA descriptor. R: queries, rounded up to whole blocks."""
+    """Each in global memory behind its TMA descriptor. R: queries, rounded up to whole blocks; of packed sequences,
+    those of each, and B is 1."""
 
     q: tma_descriptor  # (B, H, Sq, D), tiles [1, 1, BLOCK_M, D]
     k: tma_descriptor  # (B, Hkv, Sk, D), tiles [1, 1, KEYS, D]
@@ -33,12 +36,21 @@ class Operands:
 
 
 @jit
-def dq_coords(batch, head, row_block, ROWS: gl.constexpr):
-    """Of a row block's dQ; ROWS: of 32 elements, that it has there."""
-    return [batch, head, row_block * ROWS, 0]
+def in_workspaces(keys, block):
+    """(batch, block) that row block `block` of the sequence of some keys has there."""
+    if keys.sequence.PACKED:
+        return 0, padded_block(keys.sequence.q_first, keys.batch, keys.BLOCK_M) + block
+    else:
+        return keys.batch, block
 
 
 @jit
-def stats_coords(row_block):
+def dq_coords(batch, head, block, ROWS: gl.constexpr):
+    """Of a row block's dQ; ROWS: of 32 elements, that it has there."""
+    return [batch, head, block * ROWS, 0]
+
+
+@jit
+def stats_coords(batch, head, block, BLOCK_M: gl.constexpr):
     """Of the statistics of a row block."""
-    return [row_block.batch, row_block.head, 0, row_block.first_row]
+    return [batch, head, 0, block * BLOCK_M]

@@ -3,7 +3,7 @@
 from channels import SharedMemoryConsumer, tma
 from gluon_attn.runtime.compat import aggregate, atomic_load, atomic_poll, gdc_wait, gl, jit
 
-from .operands import dq_coords
+from .operands import dq_coords, in_workspaces
 from .work import first_work
 
 CLAIMED = gl.constexpr(-1)  # who is first to add to a row block has begun, and is not done
@@ -94,8 +94,13 @@ def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
         for step in range(walked.steps()):
             member, block = walked.visit(step)
             head = keys.head(member)
-            coords = dq_coords(keys.batch, head, block, ROWS)
-            added = operands.added + (keys.batch * order.kv_heads * order.group + head) * keys.row_blocks() + block
+            batch, sums_block = in_workspaces(keys, block)
+            coords = dq_coords(batch, head, sums_block, ROWS)
+            if keys.sequence.PACKED:
+                row_blocks = operands.lse.shape[3] // keys.BLOCK_M
+            else:
+                row_blocks = keys.row_blocks()
+            added = operands.added + (batch * order.kv_heads * order.group + head) * row_blocks + sums_block
             if DETERMINISTIC:
                 sums = add_in_order(sums, added, keys.key_blocks_before(block), operands, coords, PARTS)
             else:

@@ -1,9 +1,10 @@
 """The key blocks that a program computes, as each role walks them: in the same order, each for itself."""
 
-from gluon_attn.runtime.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
 
+from ...common.packed import RECORD
 from ...common.queries import Keys
-from ...common.sequence import whole_sequence
+from ...common.sequence import Sequence, whole_sequence
 from .shares import share_of
 
 
@@ -40,6 +41,7 @@ class Order:
     ROTATED: gl.constexpr  # see `Keys`
     SCORE_MOD: gl.constexpr
     aux: gl.tuple
+    records: gl.tuple  # of one: of packed sequences the key blocks, see packed.py; or None
 
 
 @jit
@@ -52,11 +54,12 @@ def order_of(
     shared,
     sharers,
     aux,
+    records,
     MASK: gl.constexpr,
     ROTATED: gl.constexpr,
     SCORE_MOD: gl.constexpr,
 ):
-    """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D)."""
+    """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D). records: of one, a pointer; or None."""
     KEYS: gl.constexpr = k_desc.block_shape[2]
     kv_heads = k_desc.shape[1]
     all_heads = k_desc.shape[0] * kv_heads
@@ -82,6 +85,7 @@ def order_of(
         ROTATED=ROTATED,
         SCORE_MOD=SCORE_MOD,
         aux=aux,
+        records=records,
     )
 
 
@@ -177,6 +181,66 @@ def skip_empty(item, way_back, order):
     return Work(item + gl.where(at_next & (share_of(order).of_next == 0), programs, 0), way_back, order)
 
 
+@aggregate
+class PackedWork:
+    """The key block at hand, as `Work` has it. Immutable: `next()` returns the next.
+
+    Of heads_at_once heads the first records come first, then the second ones, and so on; then those of the next
+    heads_at_once. Programs take them there and back, as an ox ploughs; but one each if sums are in a fixed order. What
+    is not `place` is read again for each: the gradient role has no registers for it.
+    """
+
+    place: gl.tensor
+    order: Order
+
+    @jit
+    def count(self):
+        """Of key blocks of a head."""
+        return gl.load(self.order.records[0])
+
+    @jit
+    def is_left(self):
+        return self.place < self.count() * self.order.kv_heads
+
+    @jit
+    def keys(self):
+        order = self.order
+        turns = order.heads_at_once * self.count()
+        before, place = self.place // turns * order.heads_at_once, self.place % turns
+        heads = gl.minimum(order.heads_at_once, order.kv_heads - before)
+        record = order.records[0] + (1 + place // heads) * RECORD
+        q_first, q_len = gl.load(record), gl.load(record + 1)
+        k_first, k_len = gl.load(record + 2), gl.load(record + 3)
+        return Keys(
+            batch=gl.load(record + 4),
+            kv_head=before + place % heads,
+            first=gl.load(record + 5) * order.KEYS,
+            sequence=Sequence(q_first, q_len, k_first, k_len, order.q_len, order.k_len, True),
+            KEYS=order.KEYS,
+            BLOCK_M=order.BLOCK_M,
+            group=order.group,
+            shares=gl.to_tensor(1),
+            share_first=gl.to_tensor(0),
+            share_end=gl.to_tensor(1),
+            MASK=order.MASK,
+            ROTATED=order.ROTATED,
+            SCORE_MOD=order.SCORE_MOD,
+            aux=order.aux,
+        )
+
+    @jit
+    def next(self):
+        programs, program = gl.num_programs(0), gl.program_id(0)
+        way_back = self.place // programs % 2 == 1
+        return PackedWork(self.place + gl.where(way_back, 2 * program, 2 * (programs - 1 - program)) + 1, self.order)
+
+
 @jit
 def first_work(order):
-    return skip_empty(gl.program_id(0), gl.program_id(0) < 0, order)
+    """A Work; of packed sequences a PackedWork."""
+    number = gl.program_id(0)
+    if order.records[0] is None:
+        return skip_empty(number, number < 0, order)
+    else:
+        gdc_wait()  # for the kernel that makes the list
+        return PackedWork(number, order)

@@ -1,0 +1,72 @@
+"""Packed sequences under torch.compile, torch.export and modes that see operators, on gluon_cpu."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from gluon_attn.device import Device
+from gluon_attn.varlen import attention_varlen
+
+HOPPER = Device.hopper()
+LENGTHS = ((40, 0, 30), (50, 20, 30))
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(lengths), heads, 64, generator=generator).bfloat16().requires_grad_()
+        for lengths, heads in ((LENGTHS[0], 2), (LENGTHS[1], 1), (LENGTHS[1], 1))
+    )
+    starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in LENGTHS]
+    return [q, k, v, *starts]
+
+
+def model(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+    out, lse = attention_varlen(q * 2, k, v, cu_q, cu_k, 40, 50, causal=True, return_lse=True, device=HOPPER)
+    return out * lse.T[..., None].to(out.dtype)
+
+
+def gradients(out: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, given[:3], torch.ones_like(out))
+
+
+def test_compiled_whole_it_is_what_it_is_in_eager_mode():
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    given = inputs()
+    results = [fn(*given) for fn in (compiled, model)]
+    assert torch.equal(*results)
+    for one, other in zip(*(gradients(out, given) for out in results), strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)  # the bits of dQ depend on the order of its sums
+
+
+def test_the_operators_are_what_torch_expects():
+    q, k, v, cu_q, cu_k = inputs()
+    given: tuple[Any, ...] = (q, k, v, cu_q, cu_k, None, 40, 50, torch.ones(2), None, True, *(None,) * 5, True, None)
+    torch.library.opcheck(torch.ops.gluon_attn.forward_varlen, (*given, "hopper"), raise_exception=True)
+
+
+def test_exported():
+    class Model(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return model(*given)
+
+    given = [t.detach() for t in inputs()]
+    exported = torch.export.export(Model(), tuple(given))
+    assert "gluon_attn.forward_varlen" in str(exported.graph)
+    assert torch.equal(exported.module()(*given), model(*given))
+
+
+def test_flops_count_what_is_seen():
+    """Of each sequence; where its length is not known, as torch counts, of as many rows as the longest has."""
+    given = inputs()
+    pairs = sum(40 - i for i in range(40)) + 10 * 40 + sum(30 - i for i in range(30))
+    with FlopCounterMode(display=False) as counter:
+        gradients(model(*given), given)
+    assert counter.get_total_flops() == (2 + 5) * 2 * 2 * 64 * pairs
+    with FakeTensorMode() as mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
+        out = model(*map(mode.from_tensor, given))
+    assert (out.shape, out.dtype) == ((70, 2, 64), torch.bfloat16)
+    assert counter.get_total_flops() == 2 * 2 * 2 * 64 * 3 * (sum(40 - i for i in range(40)) + 10 * 40)
