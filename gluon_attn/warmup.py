@@ -9,26 +9,43 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 
-from .backward.launch import builds_of
+from .backward.configs import HopperBackward
+from .backward.launch import builds_of, sinks_build
 from .backward.table import HOPPER as BACKWARD
 from .demo import card, prepare_process, quiet_exit, say
+from .forward.configs import ForwardConfig
 from .forward.launch import build_of, transpose_build
-from .forward.table import rows_by_default
+from .forward.plan import LARGEST_LENGTH
+from .forward.table import for_any_scores, rows_by_default
 from .gradients import ARCHS as BACKWARD_ARCHS
 from .kernels.common.mask import Mask
 from .problem import FP8_DTYPES, Problem
 from .runtime.compat import knobs
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Build
+from .score_mod import ScoreFunction, softcap
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ARCHS = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
+SINKS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST_HEAD_DIM = {90: 256, 100: 128, 103: 128}
 BAR_WIDTH = 24
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A cap on scores, and the dtype of further ones."""
+
+    cap: float | None
+    sinks: torch.dtype | None
+
+    @property
+    def score_mod(self) -> ScoreFunction | None:
+        """Cannot be sent to another process."""
+        return None if self.cap is None else softcap(self.cap)
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,14 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
     masks = command.add_mutually_exclusive_group()
     masks.add_argument("--causal", action="store_true", help="causal kernels only (default: those without a mask too)")
     masks.add_argument("--full", action="store_true", help="kernels without a mask only")
+    command.add_argument(
+        "--window",
+        type=int,
+        metavar="LEFT",
+        help="causal ones of that window too: of a model's sliding window one less",
+    )
+    command.add_argument("--softcap", type=float, metavar="CAP", help="all of them with that cap on scores")
+    command.add_argument("--sinks", choices=SINKS, metavar="DTYPE", help="all of them with sinks: fp32, fp16 or bf16")
     command.add_argument("--backward", action="store_true", help="kernels of the gradients too")
     command.add_argument("--deterministic", action="store_true", help="gradients in a fixed order of sums")
     command.add_argument(
@@ -76,6 +101,8 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
         command.error(f"--jobs: expected 1 or more, got {options.jobs}")
     if options.deterministic and not options.backward:
         command.error("--deterministic: expected with --backward only, as all else always is; add --backward")
+    if options.window is not None and options.full:
+        command.error("--window: expected causal kernels, as models have with it; leave out --full")
     return command, options
 
 
@@ -85,7 +112,10 @@ def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
     Raises ValueError for what there is no kernel for.
     """
     dtypes = [DTYPES[name] for name in options.dtype]
-    masks = [causal for causal, only_other in ((False, options.causal), (True, options.full)) if not only_other]
+    masks = [Mask(causal=causal) for causal, other in ((False, options.causal), (True, options.full)) if not other]
+    if options.window is not None:
+        masks.append(Mask(causal=True, left=options.window))
+    scores = Scores(options.softcap, options.sinks and SINKS[options.sinks])
     if options.backward:
         require_gradients(dtypes, arch)
     for head_dim in options.head_dim:
@@ -96,11 +126,12 @@ def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
                 f"{head_dim}"
             )
         for name, dtype in zip(options.dtype, dtypes, strict=True):
-            for causal in masks:
-                kind = f"D={Problem.padded(head_dim)} {'causal' if causal else 'full'} {name}"
-                yield from forward_jobs(kind, dtype, Problem.padded(head_dim), causal, arch)
+            for mask in masks:
+                window = "" if mask.left is None else f" window {mask.left}"
+                kind = f"D={Problem.padded(head_dim)} {'causal' if mask.causal else 'full'}{window} {name}"
+                yield from forward_jobs(kind, dtype, Problem.padded(head_dim), mask, scores, arch)
                 if options.backward and dtype not in FP8_DTYPES:
-                    yield from backward_jobs(kind, dtype, Problem.padded(head_dim), causal, options.deterministic)
+                    yield from backward_jobs(kind, dtype, Problem.padded(head_dim), mask, scores, options.deterministic)
 
 
 def require_gradients(dtypes: Sequence[torch.dtype], arch: int) -> None:
@@ -110,33 +141,52 @@ def require_gradients(dtypes: Sequence[torch.dtype], arch: int) -> None:
         raise ValueError("--backward: expected fp16 or bf16 among --dtype, as fp8 has no gradients; leave it out")
 
 
-def forward_jobs(kind: str, dtype: torch.dtype, padded_head_dim: int, causal: bool, arch: int) -> Iterator[Job]:
-    for row in rows_by_default(padded_head_dim, causal, dtype.itemsize, arch):
-        config = row.config
+def forward_jobs(
+    kind: str, dtype: torch.dtype, padded_head_dim: int, mask: Mask, scores: Scores, arch: int
+) -> Iterator[Job]:
+    for row in rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch):
+        if mask.most_keys(LARGEST_LENGTH) < row.min_kv_len:
+            continue
+        config = row.config if scores.cap is None else for_any_scores(row.config)
         served = [
             f"from {row.min_kv_len} keys" * (row.min_kv_len > 1),
             f"from {row.min_reuse} queries a KV head" * (row.min_reuse > 1),
             "little work" * row.one_round,
         ]
         name = ", ".join(filter(None, [f"forward {kind} {config.block_m} x {config.block_n}", *served]))
-        yield Job(name, partial(build_of, dtype, padded_head_dim, row.mask, config))
+        yield Job(name, partial(forward_build, scores, dtype, padded_head_dim, mask, config))
         if config.transposes_before(dtype.itemsize):
             yield Job(f"transpose {kind}", partial(transpose_build, dtype, padded_head_dim))
 
 
 def backward_jobs(
-    kind: str, dtype: torch.dtype, padded_head_dim: int, causal: bool, deterministic: bool
+    kind: str, dtype: torch.dtype, padded_head_dim: int, mask: Mask, scores: Scores, deterministic: bool
 ) -> Iterator[Job]:
     """A kernel in which programs share key blocks is another one."""
+    if scores.sinks is not None:
+        yield Job("backward, sinks", partial(sinks_build, scores.sinks))
     for shared in (False, True):
-        choices = (dtype, padded_head_dim, Mask(causal=causal), BACKWARD[padded_head_dim], deterministic, shared)
+        choices = (dtype, padded_head_dim, mask, BACKWARD[padded_head_dim], deterministic, shared)
         how = ", fixed order" * deterministic + ", shared key blocks" * shared
         for step, name in enumerate(("before", "main", "after")):
-            yield Job(f"backward {kind}, {name}{how}", partial(backward_build, step, *choices))
+            yield Job(f"backward {kind}, {name}{how}", partial(backward_build, scores, step, *choices))
 
 
-def backward_build(step: int, *choices: Any) -> Build:
-    return builds_of(*choices)[step]
+def forward_build(scores: Scores, dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: ForwardConfig) -> Build:
+    return build_of(dtype, padded_head_dim, mask, config, scores.score_mod, scores.sinks)
+
+
+def backward_build(
+    scores: Scores,
+    step: int,
+    dtype: torch.dtype,
+    padded_head_dim: int,
+    mask: Mask,
+    config: HopperBackward,
+    deterministic: bool,
+    shared: bool,
+) -> Build:
+    return builds_of(dtype, padded_head_dim, mask, config, deterministic, shared, scores.score_mod)[step]
 
 
 def unlike(jobs: Iterable[Job]) -> list[Job]:

@@ -1,17 +1,20 @@
 """`python -m gluon_attn warmup`: which kernels it compiles, that a call then finds them, what it refuses and prints."""
 
 import concurrent.futures
+import dataclasses
+import pickle
 import random
 import shutil
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from gluon_attn import __main__ as command
 from gluon_attn import warmup
-from gluon_attn.backward.launch import builds_of
+from gluon_attn.backward.launch import builds_of, sinks_build
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config as pick_backward
 from gluon_attn.device import Device
@@ -20,6 +23,7 @@ from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import Problem, output_dtype
 from gluon_attn.runtime.kernel import Build
+from gluon_attn.score_mod import softcap
 
 DEVICES = {90: Device.hopper(), 100: Device.blackwell(), 103: Device.blackwell_ultra()}
 
@@ -69,6 +73,33 @@ def test_every_call_finds_its_kernels(dtype, head_dim, arch, causal):
         used += [build for build in builds_of_a_call(problem, DEVICES[arch]) if build not in used]
     assert [build for build in used if build not in compiled] == []
     assert [build for build in compiled if build not in used] == []
+
+
+# What calls have then.
+FEATURES: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
+    "a window": (["--window", "300"], [{"left": 300}, {}]),
+    "a cap on scores": (["--softcap", "30"], [{"score_mod": softcap(30.0)}]),
+    "sinks": (["--sinks", "bf16"], [{"sinks": torch.bfloat16}]),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_calls_with_masks_and_scores_find_theirs(name):
+    arguments, changes = FEATURES[name]
+    listed = jobs("--head-dim", "64", "--causal", "--backward", *arguments)
+    compiled = [job.make() for job in listed]
+    rng, used = random.Random(2), []
+    for _ in range(300):
+        problem = dataclasses.replace(random_problem(rng, torch.bfloat16, 64, causal=True), **rng.choice(changes))
+        plan = BackwardPlan.of(problem, pick_backward(problem), Device.hopper())
+        shared = plan.shared > 0
+        builds = [*builds_of(torch.bfloat16, 64, problem.mask, plan.config, False, shared, problem.score_mod)]
+        builds += [sinks_build(torch.bfloat16)] * (problem.sinks is not None)
+        used += [b for b in builds_of_a_call(problem, Device.hopper()) + builds if b not in used]
+    assert [build for build in used if build not in compiled] == []
+    unused = [job.name for job, build in zip(listed, compiled, strict=True) if build not in used]
+    assert all("window" in job and "shared" in job for job in unused)  # that is for windows wider than this one
+    pickle.dumps(listed)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
@@ -172,6 +203,8 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys, stand_ins):
         (["--arch", "sm_90", "--deterministic"], "--deterministic: expected with --backward only"),
         (["--arch", "sm_90", "--jobs", "0"], "--jobs: expected 1 or more, got 0"),
         (["--causal", "--full"], "not allowed with"),
+        (["--arch", "sm_90", "--full", "--window", "7"], "--window: expected causal kernels, as models have with it"),
+        (["--arch", "sm_90", "--softcap", "-1"], "softcap: expected a positive number from"),
     ],
 )
 def test_nonsense_is_refused(monkeypatch, capsys, stand_ins, arguments, says):
