@@ -39,8 +39,8 @@ BAR_WIDTH = 24
 class Scores:
     """A cap on scores, and the dtype of further ones."""
 
-    cap: float | None
-    sinks: torch.dtype | None
+    cap: float | None = None
+    sinks: torch.dtype | None = None
 
     @property
     def score_mod(self) -> ScoreFunction | None:
@@ -125,13 +125,16 @@ def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
                 f"--head-dim: expected a multiple of {multiple} up to {LARGEST_HEAD_DIM[arch]} for sm_{arch}, got "
                 f"{head_dim}"
             )
+        forward, backward = Problem.padded(head_dim), next(d for d in BACKWARD if head_dim <= d)
         for name, dtype in zip(options.dtype, dtypes, strict=True):
             for mask in masks:
                 window = "" if mask.left is None else f" window {mask.left}"
-                kind = f"D={Problem.padded(head_dim)} {'causal' if mask.causal else 'full'}{window} {name}"
-                yield from forward_jobs(kind, dtype, Problem.padded(head_dim), mask, scores, arch)
+                kind = f"{'causal' if mask.causal else 'full'}{window} {name}"
+                yield from forward_jobs(f"D={forward} {kind}", dtype, forward, mask, scores, arch)
                 if options.backward and dtype not in FP8_DTYPES:
-                    yield from backward_jobs(kind, dtype, Problem.padded(head_dim), mask, scores, options.deterministic)
+                    yield from backward_jobs(
+                        f"D={backward} {kind}", dtype, backward, mask, scores, options.deterministic
+                    )
 
 
 def require_gradients(dtypes: Sequence[torch.dtype], arch: int) -> None:

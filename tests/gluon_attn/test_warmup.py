@@ -102,16 +102,18 @@ def test_calls_with_masks_and_scores_find_theirs(name):
     pickle.dumps(listed)
 
 
+@pytest.mark.parametrize("head_dim", [128, 192])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
-def test_every_backward_call_finds_its_kernels(deterministic):
+def test_every_backward_call_finds_its_kernels(deterministic, head_dim):
     how = ["--deterministic"] * deterministic
-    listed = jobs("--head-dim", "128", "--causal", "--backward", *how)
+    listed = jobs("--head-dim", str(head_dim), "--causal", "--backward", *how)
     compiled = [job.make() for job in listed if job.name.startswith("backward")]
     rng, used = random.Random(1), []
     for _ in range(200):
-        problem = random_problem(rng, torch.bfloat16, 128, causal=True)
+        problem = random_problem(rng, torch.bfloat16, head_dim, causal=True)
         plan = BackwardPlan.of(problem, pick_backward(problem), Device.hopper(), deterministic=deterministic)
-        builds = builds_of(torch.bfloat16, 128, problem.mask, plan.config, plan.deterministic, plan.shared > 0)
+        padded = {128: 128, 192: 256}[head_dim]
+        builds = builds_of(torch.bfloat16, padded, problem.mask, plan.config, deterministic, plan.shared > 0)
         used += [build for build in builds if build not in used]
     assert [build for build in used if build not in compiled] == []
     assert [build for build in compiled if build not in used] == []

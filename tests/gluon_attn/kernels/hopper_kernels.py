@@ -11,9 +11,10 @@ import torch
 from gluon_attn.backward.table import HOPPER as BACKWARD
 from gluon_attn.forward.launch import build_of, transpose_build
 from gluon_attn.forward.table import HOPPER
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import count, instructions, steady_loops
 from gluon_attn.runtime.assembler import disassemble, is_serialised
-from gluon_attn.warmup import Job, backward_jobs, unlike
+from gluon_attn.warmup import Job, Scores, backward_jobs, unlike
 
 DTYPES = {2: torch.bfloat16, 1: torch.float8_e4m3fn}
 
@@ -22,8 +23,8 @@ def every_kernel() -> list[Job]:
     """Of all rows of the forward's table and the backward's, with the kernels that run before and after."""
     jobs = []
     for i, row in enumerate(HOPPER):
-        dtype, mask = DTYPES[row.element_bytes], "causal" if row.causal else "full"
-        name = f"forward, row {i}: D={row.padded_head_dim} {mask} {8 * row.element_bytes} bits"
+        dtype, seen = DTYPES[row.element_bytes], "causal" if row.causal else "full"
+        name = f"forward, row {i}: D={row.padded_head_dim} {seen} {8 * row.element_bytes} bits"
         jobs.append(Job(name, partial(build_of, dtype, row.padded_head_dim, row.mask, row.config)))
         if row.config.transposes_before(row.element_bytes):
             name = f"transpose D={row.padded_head_dim}"
@@ -31,7 +32,8 @@ def every_kernel() -> list[Job]:
     for head_dim in BACKWARD:
         for causal, deterministic in ((False, False), (True, False), (True, True)):
             kind = f"D={head_dim} {'causal' if causal else 'full'}"
-            jobs += backward_jobs(kind, torch.bfloat16, head_dim, causal, deterministic)
+            mask = Mask(causal=causal)
+            jobs += backward_jobs(kind, torch.bfloat16, head_dim, mask, Scores(), deterministic)
     return unlike(jobs)
 
 
