@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from .api import UNSUPPORTED, attention
 from .device import Device
 from .problem import Window
 from .support import supports
+from .varlen import attention_varlen
 
 NAME = "gluon_attn"  # with "flash" in it, transformers would call flash-attention's functions
 
@@ -46,6 +47,10 @@ NO_EFFECT = frozenset(
 # mask's version, as code that writes to the mask leaves the attribute there; and the window, for `attention`.
 KNOWN = "_gluon_attn_known"
 
+# Likewise of a mask that is causal within each of several sequences, which padding tokens are as well: the version, and
+# those sequences.
+KNOWN_SEQUENCES = "_gluon_attn_known_sequences"
+
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 _warned: set[tuple[str, str]] = set()
@@ -61,12 +66,24 @@ def register(device: Device | None = None) -> None:
     AttentionMaskInterface.register(NAME, functools.partial(mask_of, sdpa_mask))
 
 
+class Sequences(NamedTuple):
+    """Of a batch whose rows follow each other, as `attention_varlen` takes them."""
+
+    starts_q: Tensor
+    starts_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
 def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor | None:
     """SDPA's mask; also where SDPA goes without one because it aligns causal masks to the top left."""
     mask = sdpa_mask(**options)
     q_len = options["q_length"] if "q_length" in options else len(options["cache_position"])
     kv_len = options["kv_length"]
-    if not options.get("allow_is_causal_skip", True) or q_len == 1:
+    if q_len == 1:
+        return mask
+    if not options.get("allow_is_causal_skip", True):
+        note_sequences(mask, q_len, kv_len, options)
         return mask
     if mask is None:
         return mask if q_len >= kv_len else sdpa_mask(**{**options, "allow_is_causal_skip": False})
@@ -74,7 +91,39 @@ def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor |
         window = window_of(options.get("mask_function"), options.get("local_size"))
         if window is not None:
             setattr(mask, KNOWN, (mask._version, window))
+    else:
+        note_sequences(mask, q_len, kv_len, options)
     return mask
+
+
+def note_sequences(mask: Tensor | None, q_len: int, kv_len: int, options: dict[str, Any]) -> None:
+    """Let the mask say which sequences it is made of, if it is known."""
+    if mask is None or is_compiling() or mask.is_inference() or q_len != kv_len:
+        return
+    sequences = sequences_of(mask, options.get("attention_mask"))
+    if sequences is not None:
+        setattr(mask, KNOWN_SEQUENCES, (mask._version, sequences))
+
+
+def sequences_of(mask: Tensor, padding: Tensor | None) -> Sequences | None:
+    """Those within which a mask (B, 1, S, S), True where a query sees a key, is causal; None if it is another mask.
+
+    padding: (B, S), 0 or False for tokens whose rows nobody reads: several in a row are a sequence too. It waits for
+    the card, as transformers does when it makes the mask; once, for all layers.
+    """
+    batch, _, length, _ = mask.shape
+    if mask.dtype != torch.bool or (padding is not None and padding.shape != (batch, length)):
+        return None
+    seen, at = mask[:, 0], torch.arange(length, device=mask.device)
+    is_read = torch.ones(batch, length, dtype=torch.bool, device=mask.device) if padding is None else padding.bool()
+    begins = is_read & (seen.view(torch.uint8).argmax(-1) == at)
+    begins[:, 1:] |= is_read[:, 1:] != is_read[:, :-1]
+    begins[:, 0] = True
+    first = torch.where(begins, at, 0).cummax(-1).values[..., None]
+    if bool(((seen != ((at >= first) & (at <= at[:, None]))) & is_read[..., None]).any()):
+        return None
+    starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([batch * length], device=mask.device)]).int()
+    return Sequences(starts, starts, length, length)
 
 
 def continues(q_len: int, kv_len: int, options: dict[str, Any]) -> bool:
@@ -116,6 +165,39 @@ def known_window(mask: Tensor | None) -> Window | None:
     return window if mask is not None and version is not None and version == mask._version else None
 
 
+def known_sequences(
+    mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, others: dict[str, Any]
+) -> tuple[Sequences | None, bool]:
+    """(sequences that the batch is made of, whether each is causal), as a mask that `mask_of` knows says, or, without
+    one, `cu_seq_lens_q`. None: it is not known to be made of several."""
+    version, sequences = getattr(mask, KNOWN_SEQUENCES, (None, None))
+    if mask is not None:
+        same = version is not None and version == mask._version and fits(mask, query, key)
+        return (sequences if same else None), True
+    if not is_packed(others) or query.shape[0] != 1 or others.get("max_length_q") is None:
+        return None, causal
+    k_starts, k_longest = others.get("cu_seq_lens_k"), others.get("max_length_k")
+    starts, longest = others["cu_seq_lens_q"], others["max_length_q"]
+    return Sequences(
+        starts, starts if k_starts is None else k_starts, longest, longest if k_longest is None else k_longest
+    ), causal
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, options: dict[str, Any]
+) -> tuple[Tensor | None, str | None]:
+    """(O (B, S, H, D), None), or (None, why it is not ours)."""
+    lengths: dict[str, Any] = dict(
+        zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), sequences, strict=True)
+    )
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    why = supports(q, k, v, **lengths, **options)
+    if why is not None:
+        return None, why
+    out: Any = attention_varlen(q, k, v, **lengths, **options)
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:]).contiguous(), None
+
+
 def attend(
     sdpa: Attend,
     device: Device | None,
@@ -135,13 +217,22 @@ def attend(
     asked = [name for name, argument in others.items() if name not in NO_EFFECT and asks(argument)]
     window = known_window(attention_mask) if fits(attention_mask, query, key) else None
 
-    why = reason([name for name in asked if name not in OURS], dropout, attention_mask, window, causal, key, others)
+    sequences, each_causal = known_sequences(attention_mask, query, key, causal, others)
+    why = reason(
+        [name for name in asked if name not in OURS], dropout, attention_mask, window, causal, key, others,
+        sequences is not None,
+    )  # fmt: skip
     if why is None and query.shape[2] > 1:
         options: dict[str, Any] = {
             "causal": causal or window is not None, "window": window or (None, None), "scale": scaling,
             "device": device, "deterministic": others.get("deterministic") or None,
             **{OURS[name]: others[name] for name in asked if name in OURS},
         }  # fmt: skip
+        if sequences is not None:
+            packed, why = attend_packed(query, key, value, sequences, options | {"causal": each_causal})
+            if packed is not None:
+                return packed, None
+    if why is None and query.shape[2] > 1:
         why = supports(query, key, value, **options)
         if why is None:
             out: Any = attention(query, key, value, **options)
@@ -186,16 +277,18 @@ def reason(
     causal: bool,
     key: Tensor,
     others: dict[str, Any],
+    of_sequences: bool,
 ) -> str | None:
-    """Why it is not ours to compute, besides what `supports` says. window: that the mask is known to be."""
+    """Why it is not ours to compute, besides what `supports` says. window: that the mask is known to be. of_sequences:
+    whether the batch is known to be made of several."""
     for name in asked:
         return f"{name}: {UNSUPPORTED.get(name, 'what it asks for')} is not supported so far"
     if dropout:
         return "dropout: dropout is not supported so far"
-    if mask is not None and window is None:
-        return "attention_mask: a mask other than causal or a sliding window, as for padding, is not supported so far"
-    if is_packed(others):
-        return "cu_seq_lens_q: a batch of variable lengths is not supported so far"
+    if mask is not None and window is None and not of_sequences:
+        return "attention_mask: a mask other than causal, within sequences too, or a window is not supported so far"
+    if is_packed(others) and not of_sequences:
+        return "cu_seq_lens_q: packed sequences in a batch of several rows are not supported so far"
     size = others.get("sliding_window")
     if mask is None and causal and size is not None and key.shape[2] > size:
         return "sliding_window: expected a mask that says so too, got none"

@@ -61,6 +61,10 @@ def ran(monkeypatch) -> Iterator[list[tuple[str, int]]]:
     monkeypatch.setitem(attentions, hf.NAME, None)  # taken out again afterwards
     monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, hf.NAME, None)
     monkeypatch.setattr(hf, "attention", counted("ours", hf.attention, 0))
+    varlen = hf.attention_varlen
+    monkeypatch.setattr(
+        hf, "attention_varlen", lambda q, *a, **kw: (calls.append(("packed", len(q))), varlen(q, *a, **kw))[1]
+    )
     eager_of = hf.eager_of
     monkeypatch.setattr(hf, "eager_of", lambda *args: counted("eager", eager_of(*args), 1))
     monkeypatch.setattr(hf, "_warned", set())
@@ -142,7 +146,8 @@ def test_padding_is_never_ignored(name, side, ran):
     mask[0] = padded[0] != 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     check_near(model, lambda m: [logits(inputs, attention_mask=mask, position_ids=positions)(m)[0][mask.bool()]])
-    assert set(ran) == {(ELSE.get(name, "SDPA"), 20)}
+    windowed = {(ELSE.get(name, "SDPA"), 20)} if name not in ("Llama", "Qwen 3") else set()
+    assert set(ran) == windowed | ({("packed", 40)} if name != "Mistral" else set())
     alone = by("eager", copy.deepcopy(model).float(), logits(row))[0][0]
     got = by(hf.NAME, model, logits(inputs, attention_mask=mask, position_ids=positions))[0][0, mask[0].bool()]
     assert (got - alone).norm() < 0.05 * alone.norm()
@@ -184,8 +189,7 @@ def test_more_tokens_at_once(padded, ran):
             return [m(inputs[:, 20:], attention_mask=mask, past_key_values=cache).logits]
 
     check_near(model, run)
-    who = "SDPA" if padded else "ours"
-    assert ran == [(who, 20)] * 2 + [(who, 10)] * 2
+    assert ran == ([("packed", 40)] * 2 + [("SDPA", 10)] * 2 if padded else [("ours", 20)] * 2 + [("ours", 10)] * 2)
 
 
 def test_mask_that_is_only_causal(ran):
@@ -297,7 +301,7 @@ def test_packed_sequences(given, ran):
     want = torch.cat([*logits(inputs[:, :8])(exact), *logits(inputs[:, 8:])(exact)], 1)
     got = by(hf.NAME, model, logits(inputs, **options))[0]
     assert (got - want).norm() < 0.05 * want.norm()
-    assert ran == [("SDPA", 20)] * 2
+    assert ran == [("packed", 20)] * 2
 
 
 def test_one_warning_for_each_reason(ran):
@@ -315,10 +319,35 @@ def test_one_warning_for_each_reason(ran):
     said = [str(w.message).split(": ") for w in caught if "gluon_attn" in str(w.message)]
     sdpa, eager = (f"gluon_attn leaves attention to {whose}" for whose in WHOSE)
     assert [text[:2] for text in said] == [
-        [sdpa, "attention_mask"],
         [sdpa, "q"],  # its dtype
         [eager, "attention_mask"],
     ]
+
+
+SEEN = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+
+
+def changed(**places: bool) -> Tensor:
+    mask = SEEN.clone()
+    for place, value in places.items():
+        _, batch, row, column = place.split("_")
+        mask[int(batch), 0, int(row), int(column)] = value
+    return mask
+
+
+def test_sequences_that_a_mask_is_made_of():
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6])
+    found = hf.sequences_of(SEEN & (ids[:, None, :, None] == ids[:, None, None, :]), None)
+    assert found is not None
+    assert found.starts_q.tolist() == found.starts_k.tolist() == [0, 2, 5, 6, 12]
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    found = hf.sequences_of(SEEN & padding.bool()[:, None, None], padding)
+    assert found is not None
+    assert found.starts_q.tolist() == [0, 2, 6, 9, 12]
+    holes = torch.tensor([[1, 0, 1, 1, 1, 1], [1] * 6])  # the last ones see the first one beyond the hole
+    for other in (changed(_0_1_2=True), changed(_1_4_3=False), SEEN.float(), SEEN.tril(-1), SEEN.triu(-2)):
+        assert hf.sequences_of(other, None) is None
+    assert hf.sequences_of(SEEN & holes.bool()[:, None, None], holes) is None
 
 
 @pytest.mark.parametrize(("use_cache", "who"), [(True, "ours"), (False, "SDPA")])
