@@ -62,9 +62,12 @@ def ran(monkeypatch) -> Iterator[list[tuple[str, int]]]:
     monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, hf.NAME, None)
     monkeypatch.setattr(hf, "attention", counted("ours", hf.attention, 0))
     varlen = hf.attention_varlen
-    monkeypatch.setattr(
-        hf, "attention_varlen", lambda q, *a, **kw: (calls.append(("packed", len(q))), varlen(q, *a, **kw))[1]
-    )
+
+    def packed(q: Tensor, *args: Any, **kw: Any) -> Any:
+        calls.append(("packed", len(q)))
+        return varlen(q, *args, **kw)
+
+    monkeypatch.setattr(hf, "attention_varlen", packed)
     eager_of = hf.eager_of
     monkeypatch.setattr(hf, "eager_of", lambda *args: counted("eager", eager_of(*args), 1))
     monkeypatch.setattr(hf, "_warned", set())
