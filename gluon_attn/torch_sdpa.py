@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, register_flash_attention_impl, sdpa_k
 from .api import attention
 from .device import Device
 from .gradients import attention_backward, check_outputs, readable_by_tma
-from .problem import Window, in_bhsd
+from .problem import PACKED, Window, in_bhsd
 from .support import supports
-from .varlen import attention_varlen
+from .varlen import attention_varlen, attention_varlen_backward
 
 NAME = "GLUON"
 DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
@@ -167,20 +167,29 @@ def takes_packed(
 def takes_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, layout: str, **options: Any
 ) -> bool:
-    if not takes(q, k, v, layout=layout, needs_grad=True, **options):
+    """Of packed sequences, options say where they begin."""
+    packed = "cu_seqlens_q" in options
+    taken = takes_packed(q, k, v, needs_grad=True, **options) if packed else takes(
+        q, k, v, layout=layout, needs_grad=True, **options
+    )  # fmt: skip
+    if not taken:
         return False
     try:
-        check_outputs(q, v, layout, dout=dout, out=out, lse=lse.contiguous())
+        check_outputs(q, v, PACKED if packed else layout, dout=dout, out=out, lse=lse.contiguous())
     except (TypeError, ValueError):
         return False
     return True
 
 
 def gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, layout: str, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With sums in a fixed order where `torch.use_deterministic_algorithms` asks for it."""
-    dq, dk, dv = attention_backward(dout, None, q, k, v, readable_by_tma(out), lse.contiguous(), **options)
+    tensors = (dout, None, q, k, v, readable_by_tma(out), lse.contiguous())
+    if "cu_seqlens_q" in options:
+        dq, dk, dv = attention_varlen_backward(*tensors, **options)
+    else:
+        dq, dk, dv = attention_backward(*tensors, layout=layout, **options)
     return dq, dk, dv
 
 
@@ -314,8 +323,11 @@ def flash_backward(
 ) -> Any:
     tensors = (grad_out, query, key, value, out, logsumexp)
     options = options_of(device, is_causal, scale, others)
-    dense = cum_seq_q is None and cum_seq_k is None and not dropout_p
-    if not dense or asks_more(others) or not takes_gradients(*tensors, **options):
+    if cum_seq_q is not None or cum_seq_k is not None:
+        options |= {
+            "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k
+        }  # fmt: skip
+    if dropout_p or asks_more(others) or not takes_gradients(*tensors, **options):
         return original(
             *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, scale=scale, **others
         )
