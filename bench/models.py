@@ -5,8 +5,8 @@
     python -m bench.models --show FILE            # anywhere
 
 Training steps (forward, loss, backward, AdamW) and prefills (forward, logits of the last position) of 16384 tokens in
-bf16, by each attention in turn on the same weights. Then the losses of a smaller model of that shape that learns text
-from the same start by each: are ours as near to torch's as those of torch's kernels are to each other?
+bf16, by one attention after the other on the same weights. Then the losses of a smaller model of that shape that learns
+text from the same start by each: are ours as near to torch's as those of torch's kernels are to each other?
 """
 
 import argparse

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     c.add_argument("function", help="file.py::name of a function without arguments that launches kernels")
     c.add_argument("--schedules", type=int, default=200, help="how many; default: 200")
     c.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES,
-                   help="who goes next; default: all of these in turn")  # fmt: skip
+                   help="who goes next; default: all, one after the other")  # fmt: skip
     c.add_argument("--seed", type=int, default=0, help="first seed; to replay, with --schedules 1 and one policy")
     c.add_argument("--target", default="sm_90a", help="sm_90a (default), sm_100a or sm_103a")
     c.add_argument("--mode", choices=MODES, help="default: fast for one CTA, but for the last schedule")

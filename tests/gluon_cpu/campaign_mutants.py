@@ -1,4 +1,4 @@
-"""Every synchronisation operation of the kernels, broken in turn: is it found?
+"""Every synchronisation operation of the kernels, broken one by one: is it found?
 
     python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT]
 
