@@ -22,6 +22,7 @@ from torch import Tensor
 from bench.provenance import SEED, provenance
 from bench.timing import time_interleaved
 from gluon_attn import attention
+from gluon_attn.gradients import attention_backward
 from gluon_attn.lessons import load
 
 OUT = Path("bench/results/h200_learn.json")
@@ -167,7 +168,105 @@ def forward(sizes: Sizes) -> Problem:
     )
 
 
-PROBLEMS: tuple[Callable[[Sizes], Problem], ...] = (copies, gemms, forward)
+def causal(sizes: Sizes) -> Problem:
+    heads, length = sizes.heads, sizes.length
+    q, k, v = sizes.normal(3, heads * length, D)
+    out = torch.empty_like(q)
+    four = [t.view(1, heads, length, D) for t in (q, k, v)]
+    run = load("07_persistent").run
+
+    def by(order: str, programs: int = sizes.programs) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            run(q, k, v, out, heads=heads, programs=programs, order=order)
+            return out
+
+        return call
+
+    def library() -> Tensor:
+        got = attention(*four, causal=True)
+        assert isinstance(got, Tensor)
+        return got.view(-1, D)
+
+    return Problem(
+        name=f"causal attention, {heads} heads, {length} tokens, D={D}, bf16",
+        work=2.0 * heads * length**2 * D,
+        unit="TFLOP/s",
+        tolerance=0.02,
+        out=out,
+        calls=(
+            Call(lesson=7, name="a program for each item, by head", run=by("by head", programs=0)),
+            Call(lesson=7, name="a program for each item, longest first", run=by("longest first", programs=0)),
+            Call(lesson=7, name="persistent, by head", run=by("by head")),
+            Call(lesson=7, name="persistent, longest first", run=by("longest first")),
+            Call(lesson=7, name="persistent, snake", run=by("snake")),
+            Call(lesson=None, name="gluon_attn", run=library),
+        ),
+    )
+
+
+def gradients(sizes: Sizes) -> Problem:
+    """Of D = 64, all that one warpgroup has registers for. The output checked is dV, then dQ and dK, side by side."""
+    heads, length, d = sizes.heads, sizes.length, 64
+    q, k, v, do = sizes.normal(4, heads * length, d)
+    q4, k4, v4, do4 = (t.view(1, heads, length, d) for t in (q, k, v, do))
+    out, lse = attention(q4, k4, v4, return_lse=True)
+    all_three = torch.empty(3, heads * length, d, device=sizes.device)
+    dv, dq, dk = all_three
+    run = load("09_backward").run
+
+    def by(order: str) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            dq.zero_()
+            run(q, k, v, out.view(-1, d), lse.flatten(), do, dq, dk, dv, heads=heads, order=order)
+            return all_three
+
+        return call
+
+    def library(deterministic: bool) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            found = attention_backward(do4, None, q4, k4, v4, out, lse, deterministic=deterministic)
+            return torch.stack([found[i].view(-1, d).float() for i in (2, 0, 1)])
+
+        return call
+
+    return Problem(
+        name=f"gradients, {heads} heads, {length} tokens, D={d}, bf16",
+        work=10.0 * heads * length**2 * d,
+        unit="TFLOP/s",
+        tolerance=0.02,
+        out=all_three,
+        calls=(
+            Call(lesson=9, name="dQ in any order, delta by PyTorch", run=by("any")),
+            Call(lesson=9, name="the same, dQ in a fixed order", run=by("fixed")),
+            Call(lesson=None, name="gluon_attn", run=library(False)),
+            Call(lesson=None, name="gluon_attn, in a fixed order", run=library(True)),
+        ),
+    )
+
+
+def mlps(sizes: Sizes) -> Problem:
+    rows, hidden = sizes.heads * sizes.length, sizes.gemm
+    x, w1, w2 = sizes.normal(rows, D), sizes.normal(hidden, D), sizes.normal(D, hidden)
+    out = torch.empty(rows, D, dtype=torch.bfloat16, device=sizes.device)
+
+    def fused() -> Tensor:
+        load("solution_mlp").run(x, w1, w2, out)
+        return out
+
+    return Problem(
+        name=f"MLP with relu, {rows} rows, {D} to {hidden} to {D}, bf16",
+        work=4.0 * rows * hidden * D,
+        unit="TFLOP/s",
+        tolerance=0.02,
+        out=out,
+        calls=(
+            Call(lesson=None, name="PyTorch, two products", run=lambda: torch.relu(x @ w1.T) @ w2.T),
+            Call(lesson=10, name="fused", run=fused),
+        ),
+    )
+
+
+PROBLEMS: tuple[Callable[[Sizes], Problem], ...] = (copies, gemms, forward, causal, gradients, mlps)
 
 
 def wrong(got: Tensor, want: Tensor, tolerance: float) -> str | None:

@@ -1,7 +1,5 @@
 """Gradients of attention: five products, dQ summed across programs by TMA, in any order or in a fixed one."""
 
-import math
-
 import torch
 from course import broken, check, descriptor, lesson, normal
 from triton.experimental.gluon import jit

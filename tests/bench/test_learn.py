@@ -26,13 +26,14 @@ def timed(monkeypatch) -> None:
         return {name: Timing(1e-6 * (10 - i), (1e-6, 1.1e-6)) for i, name in enumerate(calls)}
 
     monkeypatch.setattr(learn, "time_interleaved", times)
-    monkeypatch.setattr(learn, "attention", partial(learn.attention, device=Device.hopper()))
+    for name in ("attention", "attention_backward"):
+        monkeypatch.setattr(learn, name, partial(getattr(learn, name), device=Device.hopper()))
 
 
 @pytest.mark.parametrize("make", learn.PROBLEMS, ids=lambda make: make.__name__)
 def test_every_call_is_right(make, timed):
-    problem = make(SMALL)
     with gluon_cpu.machine():
+        problem = make(SMALL)
         point = json.loads(json.dumps(learn.measure(problem, 1)))
     assert point["refused"] == {}
     assert [result["name"] for result in point["results"]] == [call.name for call in problem.calls]

@@ -18,9 +18,9 @@ from gluon_attn.lessons import FOLDER, load
 
 COLUMN, ROW, LEFT, TOP = 11, 58, 130, 24  # pixels
 MOST_COLUMNS = 84
-TARGETS: dict[str, str] = {}  # of those that are not for Hopper
+TARGETS = {"08_blackwell": "sm_100a"}  # of those that are not for Hopper
 STYLE = (
-    "text{font:11px sans-serif;fill:#222}.t{font-size:8.5px;fill:#fff}.w{fill:url(#h);stroke:#999}"
+    "text{font:11px sans-serif;fill:#222}.t{font-size:8px;fill:#fff}.w{fill:url(#h);stroke:#999}"
     ".r{fill:#3b6ea5}.c{fill:#d98b2b}.p{fill:#4d8f53}path{stroke:#222;fill:none;marker-end:url(#a)}"
 )
 DEFINITIONS = (
@@ -59,9 +59,6 @@ def events_of(run: Callable[[], object], target: str, schedule: Any) -> list[dic
 def picture(run: Callable[[], object], target: str = "sm_90a", policy: str = "random", seed: int = 0) -> str:
     events = events_of(run, target, gluon_cpu.Schedule(policy, seed=seed))
     names = {e["tid"]: e["args"]["name"].removesuffix(" of program 0") for e in events if e["name"] == "thread_name"}
-    # Engines below the role that they work for.
-    order = sorted(names, key=lambda tid: (names[tid].rpartition(" for ")[2], " for " in names[tid], names[tid]))
-    height = {tid: i for i, tid in enumerate(order)}
     boxes, waits = [], []
     for event in (e for e in events if e["ph"] == "X"):
         what = event["name"].rpartition(" (")[0] or event["name"]
@@ -72,6 +69,12 @@ def picture(run: Callable[[], object], target: str = "sm_90a", policy: str = "ra
     steps = sorted({int(e["ts"]) for e, _ in boxes})[:MOST_COLUMNS]
     column = {step: i for i, step in enumerate(steps)}
 
+    used = {e["tid"] for e, _ in boxes if int(e["ts"]) in column}
+    assert used, "nothing to draw"
+    # Engines below the role that they work for.
+    order = sorted(used, key=lambda tid: (names[tid].rpartition(" for ")[2], " for " in names[tid], names[tid]))
+    height = {tid: i for i, tid in enumerate(order)}
+
     def at(time: float) -> int:
         """The column of the first step from this time on."""
         return next((column[s] for s in steps if s >= time), len(steps))
@@ -79,11 +82,10 @@ def picture(run: Callable[[], object], target: str = "sm_90a", policy: str = "ra
     def place(tid: int) -> int:
         return TOP + height[tid] * ROW
 
-    used = {e["tid"] for e, _ in boxes if int(e["ts"]) in column}
     drawn = []
     for event in waits:
         first, last = at(event["ts"]), at(event["ts"] + event["dur"])
-        if last > first:
+        if last > first and event["tid"] in height:
             drawn.append(
                 f'<rect class="w" x="{first * COLUMN}" y="{place(event["tid"])}" '
                 f'width="{(last - first) * COLUMN}" height="{ROW - 12}"/>'
@@ -95,12 +97,12 @@ def picture(run: Callable[[], object], target: str = "sm_90a", policy: str = "ra
         kind = "r" if not engine else "p" if re.match("wgmma|tcgen05", what) else "c"
         x, y = column[int(event["ts"])] * COLUMN, place(event["tid"])
         drawn.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{COLUMN - 1}" height="{ROW - 12}"/>')
-        text = BRIEF.get(what, what)[:11]
+        text = re.sub(r"tcgen05[._ ]", "", BRIEF.get(what, what))[:10]
         drawn.append(f'<text class="t" transform="translate({x + 8} {y + ROW - 15})rotate(-90)">{text}</text>')
     ends = {(e["ph"], e["id"]): e for e in events if e["ph"] in "sf"}
     for (phase, number), start in ends.items():
         end = ends.get(("f", number))
-        if phase != "s" or end is None or int(start["ts"]) not in column or start["tid"] not in height:
+        if phase != "s" or end is None or int(start["ts"]) not in column or not {start["tid"], end["tid"]} <= used:
             continue
         x, down = column[int(start["ts"])] * COLUMN + COLUMN // 2, place(end["tid"]) > place(start["tid"])
         y, to = place(start["tid"]) + (ROW - 12) * down, place(end["tid"]) + (ROW - 12) * (not down)
@@ -116,7 +118,6 @@ def picture(run: Callable[[], object], target: str = "sm_90a", policy: str = "ra
         f'<text x="{LEFT + 105 * i + 15}" y="15">{text}</text>'
         for i, (kind, text) in enumerate(LEGEND)
     ]
-    assert used, "nothing to draw"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(width, 620)} {TOP + rows * ROW + 14}">'
         f'<style>{STYLE}</style>{DEFINITIONS}<rect width="100%" height="100%" fill="#fff"/>'
@@ -145,12 +146,18 @@ def runs() -> dict[str, Callable[[], object]]:
         "06_two_ctas": lambda: two.gemm[(1, 1)](
             a, course.descriptor(b, [64, 64], [[0, 0]]), poisoned(128, 64), SLOTS=2, HANDOVER=True, num_ctas=2
         ),
-    }
+        "07_persistent": lambda: load("07_persistent").run(q, q, q, out, programs=1),
+        "08_blackwell": lambda: load("08_blackwell").run(q, q, q, out),
+        "09_backward": lambda: load("09_backward").run(
+            *(course.normal(128, 64) for _ in range(4)), torch.zeros(128), course.normal(128, 64),
+            *(torch.zeros(128, 64) for _ in range(3)),
+        ),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
     for name, run in runs().items():
         if not sys.argv[1:] or name in sys.argv[1:]:
             file = FOLDER / f"{name}.svg"
-            file.write_text(picture(run), encoding="utf-8")
+            file.write_text(picture(run, TARGETS.get(name, "sm_90a")), encoding="utf-8")
             print(f"{name}.svg", file.stat().st_size)

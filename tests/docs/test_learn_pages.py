@@ -27,6 +27,7 @@ from channels.compat import JITFunction
 from gluon_attn import lessons
 from gluon_attn.runtime import compat
 from tests.docs import learn_pictures
+from tests.docs.examples import Page, mended, options_of
 from tests.docs.test_pages import anchors
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ CHANGE = re.compile(r"^```diff\n# (\w+)\.py\n(.*?)^```$", re.MULTILINE | re.DOTA
 MEASURED = re.compile(r"(<!-- written by tests/docs/test_learn_pages.py: measured -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 LESSONS = sorted(path.stem for path in LEARN.glob("[0-9][0-9]_*.md"))
 EXERCISES = sorted(path.stem for path in LEARN.glob("exercise_*.py"))
+GALLERY = Page("learn/bugs.md", shared=Page("gluon_cpu.md"))
 every_lesson = pytest.mark.parametrize("name", LESSONS)
 
 
@@ -210,6 +212,36 @@ def test_an_exercise_says_what_is_found(capsys):
         lessons.load("course").exercise(module.run)
 
 
+# The gallery
+
+every_bug = pytest.mark.parametrize("block", GALLERY.findings, ids=lambda block: block.name)
+
+
+@every_bug
+def test_a_report_of_the_gallery_is_as_printed(block, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLUON_CPU_CACHE", str(tmp_path / "cache"))
+    assert GALLERY.printed(block, tmp_path) == block.message
+
+
+@every_bug
+def test_a_bug_of_the_gallery_is_mended(block, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLUON_CPU_CACHE", str(tmp_path / "cache"))
+    with GALLERY.examples(tmp_path, **{block.name: mended(block.code)}):
+        module = importlib.import_module(block.name)
+        assert gluon_cpu.check(module.run, schedules=6, quiet=True, **options_of(module)).ok
+
+
+def test_every_finding_named_in_the_gallery_exists():
+    kinds = set(re.findall(r"`([A-Z]\w+)`", GALLERY.path.read_text(encoding="utf-8")))
+    assert [kind for kind in kinds if not issubclass(getattr(gluon_cpu, kind), gluon_cpu.Finding)] == []
+    assert len(kinds) > 8
+
+
+def test_the_solution_is_right():
+    module = lessons.load("solution_mlp")
+    assert gluon_cpu.check(module.checked, schedules=6, quiet=True).ok
+
+
 # From pages to files
 
 
@@ -227,5 +259,6 @@ def write(name: str) -> None:
 if __name__ == "__main__":
     for lesson in sys.argv[1:] or LESSONS:
         write(lesson)
+    GALLERY.write_messages()
     index = INDEX.read_text(encoding="utf-8")
     INDEX.write_text(MEASURED.sub(lambda m: m[1] + measured() + m[3], index), encoding="utf-8")
