@@ -99,7 +99,7 @@ def reference_of_packed(
     """A loop over the sequences. of_sequences: options that have, if they are of two dimensions, a row for each."""
     starts_q, starts_k = (t.tolist() for t in lengths[:2])
     used = None if lengths[2] is None else lengths[2].tolist()
-    out = torch.zeros_like(q, dtype=output_dtype(q.dtype))
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=output_dtype(q.dtype))
     statistics = torch.float32 if q.dtype in FP8_DTYPES else torch.promote_types(q.dtype, torch.float32)
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=statistics, device=q.device)
     for i in range(len(starts_q) - 1):

@@ -274,11 +274,8 @@ def flash_forward(
     from release to release: each may be None.
     """
     options = options_of(device, is_causal, scale, others) | {"out": out}
-    packed = cum_seq_q is not None or cum_seq_k is not None
-    lengths: dict[str, Any] = {
-        "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k
-    }  # fmt: skip
-    if packed:
+    lengths = lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
+    if lengths:
         ours = takes_packed(query, key, value, needs_grad=False, **lengths, **options)
     else:
         ours = takes(query, key, value, needs_grad=False, **options)
@@ -288,7 +285,7 @@ def flash_forward(
             is_causal, return_debug_mask, scale=scale, **others,
         )  # fmt: skip
     with torch.no_grad():
-        if packed:
+        if lengths:
             del options["layout"]
             o, lse = attention_varlen(query, key, value, return_lse=True, **lengths, **options)
         else:
@@ -322,16 +319,19 @@ def flash_backward(
     **others: Any,
 ) -> Any:
     tensors = (grad_out, query, key, value, out, logsumexp)
-    options = options_of(device, is_causal, scale, others)
-    if cum_seq_q is not None or cum_seq_k is not None:
-        options |= {
-            "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k
-        }  # fmt: skip
+    options = options_of(device, is_causal, scale, others) | lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
     if dropout_p or asks_more(others) or not takes_gradients(*tensors, **options):
         return original(
             *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, scale=scale, **others
         )
     return gradients(*tensors, **options)
+
+
+def lengths_of(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> dict[str, Any]:
+    """For `attention_varlen`; nothing if no sequences are packed."""
+    if cum_seq_q is None and cum_seq_k is None:
+        return {}
+    return {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
 
 
 def options_of(device: Device | None, causal: bool, scale: float | None, others: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..device import Device
 from ..kernels.common.packed import CANDIDATES
+from ..kernels.common.sequence import KEYS_MULTIPLE
 from ..problem import Problem
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig
 
@@ -20,7 +21,7 @@ LARGEST_PACKED = 2**30  # so that coordinates, up to twice as many rows, do too
 MIN_ROW_BLOCKS_LONGEST_FIRST = 5
 
 # Keys of a block in the kernel that transposes V.
-TRANSPOSE_BLOCK_N = 128
+TRANSPOSE_BLOCK_N = KEYS_MULTIPLE.value
 
 
 @dataclass(frozen=True, kw_only=True)

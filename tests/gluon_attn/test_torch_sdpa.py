@@ -251,6 +251,15 @@ def test_packed_sequences(window, calls):
     )
     torch.testing.assert_close(out.double(), want, atol=0.02, rtol=0)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
+    wide = q.double().requires_grad_()
+    exact, _ = reference_attention(
+        wide, wide, wide, causal=True, window=(left, None), cu_seqlens_q=starts, cu_seqlens_k=starts
+    )
+    narrow = q.clone().requires_grad_()
+    own = FLASH(narrow, narrow, narrow, starts, starts, 25, 25, 0.0, True, False, **window)[0]
+    dout = torch.randn_like(q)
+    got = torch.autograd.grad(own, narrow, dout)[0]
+    torch.testing.assert_close(got.double(), torch.autograd.grad(exact, wide, dout.double())[0], atol=0.06, rtol=0.02)
     into = torch.empty_like(q)
     if INPLACE:
         INPLACE(into, q, q, q, starts, starts, 25, 25, 0.0, True, False, **window)

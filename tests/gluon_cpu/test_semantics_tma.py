@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import gluon_cpu
 from tests.compat import (
+    TensorDescriptor,
     cluster,
     fence_async_shared,
     gl,
@@ -86,6 +88,49 @@ def test_rank_5(launch):
     out = poisoned(4, 8, 32)
     launch(load_rank_5, (1,), descriptor(x, [1, 1, 4, 8, 32]), out)
     same(out, x[1, 0, 2:6, 1:9])
+
+
+class Shifted:
+    """A descriptor's base that lies before its tensor, as gluon_cpu and Triton know one."""
+
+    def __init__(self, tensor: torch.Tensor, elements_before: int) -> None:
+        self.tensor, self.elements_before, self.dtype = tensor, elements_before, tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() - self.elements_before * self.tensor.element_size()
+
+
+def ragged(x: torch.Tensor) -> TensorDescriptor:
+    """Rows twice, with one stride: [end, rows - length + r] is row r of those that end before row `end`."""
+    rows, columns = x.shape
+    layout = gl.NVMMASharedLayout.get_default_for([1, 32, 32], gl.float32)
+    shape, strides = [rows + 1, rows, columns], [columns, columns, 1]
+    return TensorDescriptor(Shifted(x, rows * columns), shape, strides, [1, 32, 32], layout)
+
+
+@jit
+def copy_ragged(from_desc, to_desc, end, row):
+    tile = gl.allocate_shared_memory(from_desc.dtype, from_desc.block_shape, from_desc.layout)
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, from_desc.nbytes_per_cta)
+    tma.async_load(from_desc, [end, row, 0], loaded, tile)
+    mbarrier.wait(loaded, 0)
+    tma.async_store(to_desc, [end, row, 0], tile)
+    tma.store_wait(0)
+
+
+def test_rows_twice_end_where_one_of_them_does(launch):
+    x, out = normal(50, 32), torch.full((50, 32), 7.0)
+    launch(copy_ragged, (1,), ragged(x), ragged(out), 30, 50 - 20, outputs=[])  # rows 10 to 29
+    want = torch.full((50, 32), 7.0)
+    want[10:30] = x[10:30]
+    same(out, want)
+
+
+def test_a_box_that_a_descriptor_promises_where_there_is_no_memory(launch):
+    with pytest.raises(gluon_cpu.OutOfBounds, match=r"inside of what the descriptor says, but outside of from_desc"):
+        launch(copy_ragged, (1,), ragged(normal(50, 32)), ragged(normal(50, 32)), 5, 50 - 20, outputs=[])
 
 
 @jit
