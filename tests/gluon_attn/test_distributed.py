@@ -16,9 +16,10 @@ from gluon_attn.device import Device
 from gluon_attn.distributed import block_of, merge, ring_attention, shard, ulysses_attention
 from gluon_attn.testing import check, check_gradients
 from tests.gluon_attn.ranks import BY_TORCH, CASES, options_of, run_ranks, whole_tensors
+from tests.slow import slow_if
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=slow_if(lambda ranks: ranks > 2, [2, 4]))
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     return run_ranks(request.param, tmp_path_factory.mktemp("ranks"))
 

@@ -124,7 +124,7 @@ def test_a_config_fits_a_card(head_dim):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "waits", "spills"), [(64, 5, 1), (128, 5, 0), pytest.param(256, 6, 2, marks=pytest.mark.slow)]
+    ("head_dim", "waits", "spills"), slow_if(lambda case: case[0] != 128, [(64, 5, 1), (128, 5, 0), (256, 6, 2)])
 )
 @pytest.mark.parametrize(("packed", "deterministic"), slow_if(any, [(False, False), (True, False), (True, True)]))
 def test_products_overlap_and_loops_hardly_spill(packed, deterministic, head_dim, waits, spills):
