@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gluon_attn import api, attention, supports
+from gluon_attn import api, attention, attention_varlen, supports
 from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
 from gluon_attn.forward.table import blackwell_config
@@ -75,7 +75,7 @@ BAD: dict[str, Callable[[], dict[str, Any]]] = {
     "head dim 264": lambda: call(q_of(1, 2, 3, 264)),
     "head dim 256 on Blackwell": lambda: call(q_of(1, 2, 3, 256), device=BLACKWELL),
     "batches": lambda: call(k=q_of(2, 4, 24, 64)),
-    "head dims": lambda: call(v=q_of(1, 4, 24, 128)),
+    "head dims": lambda: call(k=q_of(1, 4, 24, 128)),
     "heads": lambda: call(k=q_of(1, 3, 24, 64)),
     "lengths of k and v": lambda: call(v=q_of(1, 4, 25, 64)),
     "last stride": lambda: call(q_of(1, 4, 64, 24).mT),
@@ -156,8 +156,10 @@ def test_nothing_is_compiled(name, monkeypatch):
 
 
 def test_its_parameters_are_those_of_attention():
+    """And of attention_varlen, whose lengths need not be given."""
     theirs, ours = (dict(inspect.signature(fn).parameters) for fn in (attention, supports))
-    assert ours.pop("needs_grad").default is None
+    lengths = {name for name in inspect.signature(attention_varlen).parameters if name not in theirs}
+    assert all(ours.pop(name).default is None for name in {"needs_grad"} | lengths)
     assert list(ours.values()) == list(theirs.values())
 
 

@@ -1,6 +1,7 @@
 """Packed sequences: bit for bit a loop of calls, whatever lies between and after them; and what is refused."""
 
 import random
+import re
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import gluon_attn
 import gluon_cpu
-from gluon_attn import ScoreMod, attention, check_cu_seqlens, reference_attention
+from gluon_attn import ScoreMod, attention, check_cu_seqlens, reference_attention, supports
 from gluon_attn.cpu import CpuLaunch
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig
@@ -379,6 +380,15 @@ def test_refusals(name):
     error, message, change = WRONG[name]
     with pytest.raises(error, match=message):
         attention_varlen(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if name != "layout"])
+def test_supports_says_the_same(name):
+    error, message, change = WRONG[name]
+    assert supports(**GOOD) is None
+    refusal = supports(**{**GOOD, **change})
+    assert refusal is not None
+    assert re.search(message, refusal), error
 
 
 def test_a_batch_has_no_lengths():
