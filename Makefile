@@ -29,6 +29,7 @@ PIP := $(PY) -m pip -q --disable-pip-version-check
 TEST_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
 BENCH_READY := $(VENV)/.ready-bench
+DOCS_READY := $(VENV)/.ready-docs
 # The other minor release of Triton that is supported, in a folder that a test puts in front of the one in .venv.
 OTHER_TRITON := 3.8
 OTHER_TRITON_READY := .triton-$(OTHER_TRITON)/.ready
@@ -37,7 +38,7 @@ OTHER_TRITON_READY := .triton-$(OTHER_TRITON)/.ready
 PARALLEL := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),,-n auto --dist loadfile)
 endif
 
-.PHONY: help run test test-slow check format gpu-test bench blackwell-bringup explore mutants prove check-proofs who-sees-what races clean
+.PHONY: help run test test-slow check format gpu-test bench docs blackwell-bringup explore mutants prove check-proofs who-sees-what races clean
 
 help: ## List every command
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -73,6 +74,10 @@ gpu-test: $(TEST_READY) ## Run the tests that need a Hopper card
 
 bench: $(BENCH_READY) ## Run the benchmarks (needs a card)
 	@$(PY) -m bench $(ARGS)
+
+docs: $(DOCS_READY) ## Build all pages as one HTML site
+	@$(PY) -m sphinx -q -b html -c docs/site . .out/site
+	@echo 'written: .out/site/docs/README.html'
 
 blackwell-bringup: $(TEST_READY) ## Try everything on a new card, safest first, and write one report; without a card, what can be
 	@$(PY) -m bench.bringup $(ARGS)
@@ -121,6 +126,11 @@ $(OTHER_TRITON_READY): pyproject.toml | $(TEST_READY)
 $(DEV_READY): $(TEST_READY)
 	@echo 'set-up: installing the formatter, the linter and the type checker (under a minute)'
 	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(TEST_READY)
+	@echo 'set-up: installing what builds the site (under a minute)'
+	@$(PIP) install -e '.[docs]'
 	@touch $@
 
 $(BENCH_READY): $(TEST_READY)
