@@ -37,7 +37,7 @@ CASES: dict[str, tuple[tuple[list[int], list[int], tuple[int, int]], int, dict[s
     "many more rows than sequences have": (([5, 3], [7, 2], (150, 300)), 64, {}, None),
     "no queries": (([0, 0], [5, 140], (0, 3)), 64, {}, None),
 }
-QUICK = ("edges, causal", "window, sinks and soft cap", "many more rows than sequences have")
+QUICK = ("edges, causal", "window, sinks and soft cap")
 
 
 def card(sm_count: int) -> Device:
