@@ -338,9 +338,9 @@ def main(arguments: list[str]) -> None:
         command.error(f"--out: expected a file name that ends in .json, got {options.out}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("bench learn: needs a Hopper card (compute capability 9.0), found none; nothing was timed")
-    sizes = Sizes(
-        programs=torch.cuda.get_device_properties(0).multi_processor_count, tiles=32, heads=32, length=4096, gemm=4096
-    )
+    # Large enough that the host, which makes descriptors at each call, stays ahead of the card.
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    sizes = Sizes(programs=programs, tiles=256, heads=32, length=4096, gemm=4096)
     points = []
     for make in PROBLEMS:
         points.append(measure(make(sizes), options.rounds))
