@@ -18,6 +18,7 @@ from gluon_attn.lessons import FOLDER, load
 
 COLUMN, ROW, LEFT, TOP = 11, 58, 130, 24  # pixels
 MOST_COLUMNS = 84
+SCHEDULES = {"06_two_ctas": ("late", 3)}  # in which the lead's loader waits for the slower CTA
 TARGETS = {"08_blackwell": "sm_100a"}  # of those that are not for Hopper
 STYLE = (
     "text{font:11px sans-serif;fill:#222}.t{font-size:8px;fill:#fff}.w{fill:url(#h);stroke:#999}"
@@ -159,5 +160,7 @@ if __name__ == "__main__":
     for name, run in runs().items():
         if not sys.argv[1:] or name in sys.argv[1:]:
             file = FOLDER / f"{name}.svg"
-            file.write_text(picture(run, TARGETS.get(name, "sm_90a")), encoding="utf-8")
+            file.write_text(
+                picture(run, TARGETS.get(name, "sm_90a"), *SCHEDULES.get(name, ("random", 0))), encoding="utf-8"
+            )
             print(f"{name}.svg", file.stat().st_size)
