@@ -36,7 +36,7 @@ from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.launch import compiled_backward
-from gluon_attn.backward.table import HOPPER
+from gluon_attn.backward.table import padded_head_dims, pick_config
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.kernels.common.mask import Mask
@@ -183,13 +183,15 @@ def host_microseconds() -> dict[str, float]:
     )
 
 
-def configs(padded_head_dim: int) -> list[HopperBackward]:
+def configs(padded_head_dim: int, padded_head_dim_v: int | None = None) -> list[HopperBackward]:
     """Every config that its checks and shared memory allow."""
     found = []
-    keys = 64 if padded_head_dim == 256 else 128  # more have no registers; at 64, dQ comes in halves of 128 columns
+    # More keys have no registers; at 64, dQ comes in halves of 128 columns, or in pieces.
+    keys = 64 if padded_head_dim > 128 else 128
+    pieces = 3 if padded_head_dim == 192 else 1
     slots = (1, 2, 3, 4)
-    for block_m, query_slots, dout_slots, ds_slots, in_step in itertools.product(
-        (64, 128), slots, slots, (1, 2), (False, True)
+    for block_m, query_slots, dout_slots, ds_slots, in_step, dq_slots in itertools.product(
+        (64, 128), slots, slots, (1, 2), (False, True), range(1, pieces + 1)
     ):
         try:
             config = HopperBackward(
@@ -199,25 +201,30 @@ def configs(padded_head_dim: int) -> list[HopperBackward]:
                 dout_slots=dout_slots,
                 ds_slots=ds_slots,
                 rings_in_step=in_step,
+                dq_slots=dq_slots,
+                q_pieces=pieces,
             )
         except ValueError:
             continue
-        if config.smem_bytes(padded_head_dim) <= Device.hopper().smem_bytes:
+        if config.smem_bytes(padded_head_dim, padded_head_dim_v) <= Device.hopper().smem_bytes:
             found.append(config)
     return found
 
 
 def label(config: HopperBackward) -> str:
-    """Rows x keys, slots of Q, dO and dS, registers of the single warps."""
-    slots = f"q{config.query_slots}do{config.dout_slots}ds{config.ds_slots}"
+    """Rows x keys, slots of Q, dO and dS, and of parts of dQ if several; registers of the single warps."""
+    slots = f"q{config.query_slots}do{config.dout_slots}ds{config.ds_slots}" + f"dq{config.dq_slots}" * (
+        config.dq_slots > 1
+    )
     return f"{config.block_m}x{config.keys} {slots}{' in step' * config.rings_in_step} r{config.load_registers}"
 
 
 def refusal(config: HopperBackward, point: Point) -> str | None:
     """What stands against a config: the compiler, or that a step of its loops spills or waits for each product."""
-    padded = Problem.padded(point.head_dim)
+    d, d_v = padded_head_dims(point.head_dim, point.head_dim_v)
     try:
-        main = compiled_backward(DTYPES[point.dtype], padded, Mask(causal=point.causal), config)[1]
+        kernels = compiled_backward(DTYPES[point.dtype], d, Mask(causal=point.causal), config, padded_head_dim_v=d_v)
+        main = kernels[1]
     except Exception as error:  # whatever the compiler raises, it is the result for this config
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
     loops = [loop for loop in resources(main).loops if loop.products > 4]
@@ -241,7 +248,8 @@ def measure_candidates(point: Point, rounds: int) -> dict[str, Any]:
     out, lse = attention(q, k, v, causal=point.causal, return_lse=True)
     calls: dict[str, Callable[[], object]] = {}
     refused: dict[str, str] = {}
-    tried = configs(Problem.padded(point.head_dim))
+    head_dims = padded_head_dims(point.head_dim, point.head_dim_v)
+    tried = configs(*head_dims)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # leaves the kernels in Triton's cache
         reasons = list(pool.map(refusal, tried, [point] * len(tried)))
     want = attention_backward(dout, None, q, k, v, out, lse, causal=point.causal)
@@ -260,7 +268,7 @@ def measure_candidates(point: Point, rounds: int) -> dict[str, Any]:
         for name, t in timings.items()
     }
     fastest = max(results, key=lambda name: results[name]["tflops"])
-    table = label(HOPPER[Problem.padded(point.head_dim)])
+    table = label(pick_config(Problem.of(q, k, v, causal=point.causal)))
     lead = results[fastest]["tflops"] / results[table]["tflops"] if table in results else float("nan")
     print(f"{point.name}: fastest {fastest}, {lead:.3f} times the table's {table}; {len(refused)} refused", flush=True)
     return {"point": asdict(point), "name": point.name, "table": table, "results": results, "refused": refused}

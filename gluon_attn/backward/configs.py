@@ -9,11 +9,13 @@ from ..forward.configs import BARRIER_BYTES, REGISTERS_PER_ROLE
 class HopperBackward:
     """A program owns `keys` keys at a time, and walks the query rows that see them in blocks of `block_m`.
 
-    block_m: 64 or 128. keys: 128, or 64 at a padded head dim of 256, where P too goes through shared memory.
+    block_m: 64 or 128. keys: 128, or 64 at padded head dims of 192 and 256, where P too goes through shared memory.
     query_slots, dout_slots: depth of the channels of Q and of dO.
     ds_slots: tiles of memory for dS.
     rings_in_step: carry one position for the channels of Q and of dO, which saves registers at D=64. They must be
         equally deep.
+    dq_slots: depth of the channel of dQ, or of its parts.
+    q_pieces: of how many pieces of columns Q, K and dK are, and parts dQ.
     load_registers: registers per thread of the single warps, load and reduce; the warpgroups that compute have what
         these leave.
     """
@@ -24,6 +26,8 @@ class HopperBackward:
     dout_slots: int
     ds_slots: int
     rings_in_step: bool = False
+    dq_slots: int = 1
+    q_pieces: int = 1
     load_registers: int = 24
 
     WARPS = 8  # that compute, two warpgroups
@@ -36,6 +40,10 @@ class HopperBackward:
         for name in ("query_slots", "dout_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"self.{name}={getattr(self, name)} must be at least 1")
+        if self.dq_slots < 1:
+            raise ValueError(f"{self.dq_slots=} must be at least 1")
+        if self.q_pieces not in (1, 3) or (self.q_pieces == 3 and self.keys == 128):
+            raise ValueError(f"{self.q_pieces=} must be 1, or 3 with 64 keys")
         if self.ds_slots not in (1, 2):
             raise ValueError(f"{self.ds_slots=} must be 1 or 2")
         if self.rings_in_step and self.query_slots != self.dout_slots:
@@ -51,18 +59,20 @@ class HopperBackward:
     @property
     def dq_parts(self) -> int:
         """In how many parts of its columns dQ of a row block is computed."""
-        return 2 if self.exchanges_p else 1
+        return max(2, self.q_pieces) if self.exchanges_p else 1
 
     @property
     def ds_stages(self) -> bool:
         """Whether dV, in 16 bits, has room where dS is."""
         return self.ds_slots * self.block_m >= 128
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of a CTA for a padded head dim (64, 128 or 256), with barriers and the compiler's own use."""
-        row = 2 * head_dim
-        slots = self.query_slots + self.dout_slots
-        statistics = 4 * self.block_m * slots
-        operands = (2 * self.keys + slots * self.block_m) * row
-        scores = (self.ds_slots + self.exchanges_p) * self.keys * self.block_m * 2
-        return operands + statistics + scores + 4 * self.block_m * head_dim // self.dq_parts + BARRIER_BYTES
+    def smem_bytes(self, head_dim: int, head_dim_v: int | None = None) -> int:
+        """Shared memory of a CTA for a padded head dim, with barriers and the compiler's own use. head_dim_v: the one
+        of V, padded; None: as Q's."""
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        statistics = 4 * self.block_m * (self.query_slots + self.dout_slots)
+        queries = (self.keys + self.query_slots * self.block_m) * head_dim
+        values = (self.keys + self.dout_slots * self.block_m) * head_dim_v
+        scores = (self.ds_slots + self.exchanges_p) * self.keys * self.block_m
+        dqs = self.dq_slots * 4 * self.block_m * head_dim // self.dq_parts
+        return 2 * (queries + values + scores) + statistics + dqs + BARRIER_BYTES

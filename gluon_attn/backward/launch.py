@@ -32,7 +32,7 @@ from ..runtime.kernel import (
 from ..score_mod import TENSOR_TYPES, ScoreFunction
 from .configs import HopperBackward
 from .plan import MOST_SHARERS, BackwardPlan
-from .table import padded_head_dim
+from .table import padded_head_dims
 
 LIST = Kernel(
     list_key_blocks,
@@ -116,17 +116,21 @@ def builds_of(
     score_mod: ScoreFunction | None = None,
     packed: bool = False,
     used: bool = False,
+    padded_head_dim_v: int | None = None,
 ) -> tuple[Build, ...]:
     """The kernel before, the main one and the one after, for these compile-time choices. dtype: float16 or bfloat16.
     shared: programs share key blocks. packed: of packed sequences, for which one more comes before all; used: of each,
-    some keys count."""
+    some keys count. padded_head_dim_v: None: as Q's."""
     absent = {} if shared else {"has_handed_in_ptr": None}
     pointers = types_of(score_mod, None)
-    rows = Block.of(dtype, config.block_m, padded_head_dim)
-    keys = Block.of(dtype, config.keys, padded_head_dim)
+    pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
+    columns = padded_head_dim // pieces
+    rows, rows_v = (Block.of(dtype, config.block_m, d) for d in (columns, head_dim_v))
+    keys, keys_v = (Block.of(dtype, config.keys, d) for d in (columns, head_dim_v))
     statistics = Block.of(torch.float32, 1, config.block_m)
     sums = Block.of(torch.float32, config.block_m * padded_head_dim // config.dq_parts // SUM_COLUMNS, SUM_COLUMNS)
-    blocks = dict.fromkeys(("q", "dout", "out", "dq"), rows) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
+    blocks = dict.fromkeys(("q", "dq"), rows) | dict.fromkeys(("dout", "out"), rows_v)
+    blocks |= dict.fromkeys(("k", "dk"), keys) | dict.fromkeys(("v", "dv"), keys_v)
     blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
     lists = (Build(kernel=LIST, blocks={}, constants=absent_lengths(True, used, LIST) | {"KEYS": config.keys}),)
     return (
@@ -134,13 +138,14 @@ def builds_of(
         Build(
             kernel=PREPARE,
             blocks=blocks,
-            constants=absent | absent_lengths(packed, used, PREPARE),
+            constants=absent | absent_lengths(packed, used, PREPARE) | {"DQ": (pieces, columns)},
             starts_early=packed,
         ),
         Build(
             kernel=MAIN,
             blocks=blocks,
             constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, "DETERMINISTIC": deterministic}
+            | {"PIECES": pieces}
             | (absent and absent | {"handed_in_ptr": None})
             | dict.fromkeys(p.name for p in AUX if p.name not in pointers)
             | ({} if packed else {RECORDS.name: None}),
@@ -151,7 +156,7 @@ def builds_of(
         Build(
             kernel=FINISH,
             blocks=blocks,
-            constants={"PARTS": config.dq_parts}
+            constants={"PARTS": config.dq_parts, "PIECES": pieces}
             | absent_lengths(packed, used, FINISH)
             | ({} if packed else {"added_ptr": None}),
             num_warps=config.WARPS,
@@ -184,11 +189,14 @@ def compiled_backward(
     score_mod: ScoreFunction | None = None,
     packed: bool = False,
     used: bool = False,
+    padded_head_dim_v: int | None = None,
     arch: int = 90,
     device_index: int | None = None,
 ) -> tuple[CompiledKernel, ...]:
     """The three kernels; of packed sequences, four. device_index: the card to launch them on; None: to look at only."""
-    builds = builds_of(dtype, padded_head_dim, mask, config, deterministic, shared, score_mod, packed, used)
+    builds = builds_of(
+        dtype, padded_head_dim, mask, config, deterministic, shared, score_mod, packed, used, padded_head_dim_v
+    )
     return tuple(build.compile(arch) for build in builds)
 
 
@@ -199,7 +207,8 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     KEYS, D) fp32, and who has, int32. Of packed sequences, the list of key blocks, int32."""
     problem, config = plan.problem, plan.config
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
-    sums = (plan.rows * padded_head_dim(problem) // SUM_COLUMNS, SUM_COLUMNS)
+    head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
+    sums = (plan.rows * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     found = {
         "lse_log2": ((*heads, *statistics), torch.float32),
         "delta": ((*heads, *statistics), torch.float32),
@@ -207,7 +216,7 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
         "added": ((*heads, plan.row_blocks), torch.int32),
     }
     if plan.shared:
-        found["handed_in"] = ((plan.sharers, 2, config.keys, padded_head_dim(problem)), torch.float32)
+        found["handed_in"] = ((plan.sharers, config.keys, head_dim + head_dim_v), torch.float32)
         found["has_handed_in"] = ((MOST_SHARERS,), torch.int32)
     if problem.sequences is not None:
         found["records"] = (((1 + plan.capacity) * RECORD.value,), torch.int32)
@@ -222,9 +231,10 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors, used: bool = Fals
     view = View.packed if packed else View.of
     views = {name: view(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
     views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
+    head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
     *lists, before, main, after = builds_of(
         problem.dtype,
-        padded_head_dim(problem),
+        head_dim,
         problem.mask,
         config,
         plan.deterministic,
@@ -232,6 +242,7 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors, used: bool = Fals
         problem.score_mod,
         packed,
         used,
+        head_dim_v,
     )
     count = {"sequences": problem.sequences or 0}
     scale = {"scale": problem.scale}
@@ -272,9 +283,10 @@ def allocated_apart(plan: BackwardPlan) -> Callable[[Tensors], Tensors]:
 def backward_on_card(plan: BackwardPlan, tensors: Tensors, used: bool = False) -> Launches:
     """A call on q's card. tensors, used: as for `backward_launches_of`."""
     problem, index = plan.problem, tensors["q"].device.index
+    head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
     kernels = compiled_backward(
         problem.dtype,
-        padded_head_dim(problem),
+        head_dim,
         problem.mask,
         plan.config,
         deterministic=plan.deterministic,
@@ -282,6 +294,7 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors, used: bool = False) -
         score_mod=problem.score_mod,
         packed=problem.sequences is not None,
         used=used,
+        padded_head_dim_v=head_dim_v,
         arch=plan.arch,
         device_index=index,
     )

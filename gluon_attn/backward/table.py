@@ -1,6 +1,6 @@
 """Which configuration of the backward serves which problem."""
 
-from ..problem import Problem
+from ..problem import PADDED_HEAD_DIMS, Problem
 from .configs import HopperBackward
 
 HOPPER = {
@@ -13,11 +13,23 @@ HOPPER = {
 RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h200_gradients_d256.json"}
 
 
-def padded_head_dim(problem: Problem) -> int:
-    """Of the kernels that compute its gradients: of Q, K, V and O alike. TMA fills the columns between with zeros."""
-    return next(padded for padded in HOPPER if max(problem.head_dim, problem.head_dim_v) <= padded)
+# By padded head dims of Q and of V. Waits for its measurement.
+UNLIKE = {
+    (192, 128): HopperBackward(block_m=64, keys=64, query_slots=2, dout_slots=2, ds_slots=1, dq_slots=2, q_pieces=3),
+}
+
+
+def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Of Q and of V in the kernels that compute such gradients. TMA fills the columns between with zeros. Where there
+    are none for two head dims, both are padded to one."""
+    for d, d_v in UNLIKE:
+        if PADDED_HEAD_DIMS[PADDED_HEAD_DIMS.index(d) - 1] < head_dim <= d and head_dim_v <= d_v:
+            return d, d_v
+    both = next(padded for padded in HOPPER if max(head_dim, head_dim_v) <= padded)
+    return both, both
 
 
 def pick_config(problem: Problem) -> HopperBackward:
-    """By the padded head dim."""
-    return HOPPER[padded_head_dim(problem)]
+    """By the padded head dims."""
+    d, d_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
+    return HOPPER[d] if d == d_v else UNLIKE[d, d_v]

@@ -13,7 +13,7 @@ from bench import gradients
 from bench.points import Point
 from bench.timing import Timing
 from gluon_attn import attention
-from gluon_attn.backward.table import HOPPER
+from gluon_attn.backward.table import HOPPER, UNLIKE
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import backward_call
@@ -21,16 +21,19 @@ from gluon_attn.testing import backward_call
 POINT = Point(head_dim=64, causal=True, length=130, batch=1, heads=1)
 
 
-@pytest.mark.parametrize("head_dim", HOPPER)
-def test_candidates_fit_and_the_tables_is_among_them(head_dim):
-    found = gradients.configs(head_dim)
-    assert HOPPER[head_dim] in found
+TABLE = {(d, d): config for d, config in HOPPER.items()} | UNLIKE
+
+
+@pytest.mark.parametrize("head_dims", TABLE, ids=str)
+def test_candidates_fit_and_the_tables_is_among_them(head_dims):
+    found = gradients.configs(*head_dims)
+    assert TABLE[head_dims] in found
     assert len({gradients.label(config) for config in found}) == len(found)
-    assert all(config.smem_bytes(head_dim) <= Device.hopper().smem_bytes for config in found)
+    assert all(config.smem_bytes(*head_dims) <= Device.hopper().smem_bytes for config in found)
 
 
 def test_what_does_not_compile_is_said(monkeypatch):
-    def broken(*given):
+    def broken(*given, **options):
         raise RuntimeError("no registers")
 
     monkeypatch.setattr(gradients, "compiled_backward", broken)
@@ -61,7 +64,7 @@ def stand_ins(monkeypatch):
 
 def test_candidates_are_compared_with_the_table_before_they_are_timed(stand_ins, monkeypatch):
     keys_128 = [c for c in gradients.configs(64) if c.keys == 128]
-    monkeypatch.setattr(gradients, "configs", lambda padded_head_dim: keys_128)
+    monkeypatch.setattr(gradients, "configs", lambda *head_dims: keys_128)
     found = json.loads(json.dumps(gradients.measure_candidates(POINT, 1)))
     assert found["table"] in found["results"]
     assert set(found["results"]) == {gradients.label(c) for c in keys_128 if c.rings_in_step}

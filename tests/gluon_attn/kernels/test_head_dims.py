@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from gluon_attn import HopperConfig, attention
+from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.table import UNLIKE, padded_head_dims
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import OTHER_HEAD_DIMS, Row, hopper_config, pick_config, require_fits
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
 from gluon_attn.testing import check, check_gradients
@@ -109,19 +112,70 @@ def test_special_values():
     assert out[1, 0, :, :127].isfinite().all()
 
 
-GRADIENTS = ("192/128, causal, GQA", "64/192", "256/8")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_against_float64(name):
-    head_dims, heads, lengths, options = CASES[name]
-    q, k, v = (t.requires_grad_() for t in inputs(head_dims, heads, lengths, BF16, "bhsd"))
-    out = attention(q, k, v, device=HOPPER, **options)
+def gradients_checked(
+    head_dims: tuple[int, int], heads: tuple[int, int], lengths: tuple[int, int], device: Device, **options: Any
+) -> None:
+    layout = options.get("layout", "bhsd")
+    q, k, v = (t.requires_grad_() for t in inputs(head_dims, heads, lengths, BF16, layout))
+    out = attention(q, k, v, device=device, **options)
     assert isinstance(out, Tensor)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(BF16)
     got = list(torch.autograd.grad(out, (q, k, v), dout))
-    check_gradients(q.detach(), k.detach(), v.detach(), dout, got, what=name, **options)
+    seen = {n: value for n, value in options.items() if n != "deterministic"}
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, got, what=f"{head_dims} {options}", **seen)
+
+
+FEW_GRADIENTS = ("192/128, causal, GQA",)
+
+
+@pytest.mark.parametrize(
+    "name", slow_if(lambda name: name not in FEW_GRADIENTS, [*FEW_GRADIENTS, "192/128, bshd", "64/192", "256/8"])
+)
+def test_gradients_against_float64(name):
+    head_dims, heads, lengths, options = CASES[name]
+    gradients_checked(head_dims, heads, lengths, HOPPER, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "options", "sm_count"),
+    [
+        ((140, 300), {}, 2),  # several key blocks to a program
+        ((300, 40), {"causal": True}, 2),  # rows that see no key
+        ((600, 100), {}, 8),  # key blocks that programs share
+        ((200, 260), {"window": (70, 0)}, 4),
+    ],
+    ids=str,
+)
+def test_gradients_in_pieces(lengths, options, sm_count, deterministic):
+    device = dataclasses.replace(HOPPER, sm_count=sm_count)
+    gradients_checked((192, 128), (2, 1), lengths, device, deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_products_of_the_gradients_overlap(causal):
+    """A wait for each of S, dP, dV, dK and the three parts of dQ."""
+    config = UNLIKE[192, 128]
+    found = resources(compiled_backward(BF16, 192, Mask(causal=causal), config, padded_head_dim_v=128)[1])
+    loops = [loop for loop in found.loops if loop.products > 4]
+    assert len(loops) == 2
+    # 64 rows, 64 keys: S and dP over the columns of Q and V; dV over the rows; dK and dQ by three pieces each.
+    assert {loop.products for loop in loops} == {(192 + 128 + 64 + 2 * 3 * 64) // 16}
+    assert all(loop.waits <= 7 and loop.spills <= 1 for loop in loops), loops
+    assert found.smem_bytes <= config.smem_bytes(192, 128) <= HOPPER.smem_bytes
+
+
+def test_gradients_are_padded_to_what_kernels_have():
+    for dims, padded in {
+        (192, 128): (192, 128),
+        (136, 8): (192, 128),
+        (128, 64): (128, 128),
+        (64, 192): (256, 256),
+        (192, 192): (256, 256),
+        (200, 128): (256, 256),
+    }.items():
+        assert padded_head_dims(*dims) == padded
 
 
 def name_of(row: Row) -> str:

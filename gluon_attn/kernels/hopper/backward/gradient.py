@@ -28,6 +28,7 @@ from gluon_attn.runtime.compat import (
 from ...common.score_mod import score_scale_of
 from ...common.sequence import key_coords
 from ..inline_asm import wait_apart
+from ..pieces import from_column, multiply_transposed, pieces_of, zeros_in_pieces
 from .layouts import accumulator_layout, in_register_order, left_operand_layout
 from .shares import collect, hand_in
 from .work import first_work
@@ -47,7 +48,7 @@ class Ends:
 class State:
     """What the role carries from one row block to the next."""
 
-    dk: gl.tensor  # [KEYS, D] fp32, still to be multiplied with the scale
+    dk: gl.tuple  # [KEYS, D] fp32, still to be multiplied with the scale: its pieces
     dv: gl.tensor  # [KEYS, D] fp32
     ends: Ends
 
@@ -58,7 +59,7 @@ class Rows:
 
     q_slot: Slot
     do_slot: Slot
-    q: gl.shared_memory_descriptor  # [BLOCK_M, D]
+    q: gl.tuple  # [BLOCK_M, D]: its pieces
     do: gl.shared_memory_descriptor  # [BLOCK_M, D]
 
 
@@ -72,8 +73,9 @@ def multiply(a, b, LAYOUT: gl.constexpr):
 @jit
 def of_columns(slot, SCORES: gl.constexpr):
     """The statistics in a slot, one for each column of the scores: [1, BLOCK_M]."""
-    BLOCK_M: gl.constexpr = slot.part(1).shape[3]
-    return slot.view([BLOCK_M], part=1).load(gl.SliceLayout(0, SCORES))[None, :]
+    LAST: gl.constexpr = slot.PARTS - 1
+    BLOCK_M: gl.constexpr = slot.part(LAST).shape[3]
+    return slot.view([BLOCK_M], part=LAST).load(gl.SliceLayout(0, SCORES))[None, :]
 
 
 @jit
@@ -89,42 +91,65 @@ def hand_over(dq, dqs):
 def from_registers(p, ds, ds_tile, k, rows, state, dqs):
     """What follows from P and dS [KEYS, BLOCK_M] in 16 bits, with both as left operands from registers: (dK, dV, the
     next end of dqs). Frees the slots. dS is in ds_tile too, as this role has just written it."""
-    LEFT: gl.constexpr = left_operand_layout(state.dk.type.layout)
+    LEFT: gl.constexpr = left_operand_layout(state.dv.type.layout)
     left_p = gl.convert_layout(p, LEFT, assert_trivial=True)
     dv = warpgroup_mma(left_p, rows.do, state.dv, is_async=True)
     fence_async_shared()  # the role's writes of dS, and its reads of statistics, before what engines do with either
     gl.barrier()  # each warpgroup reads what the other has written
-    dq = multiply(ds_tile.permute((1, 0)), k, accumulator_layout(rows.q.shape[0], rows.q.shape[1]))
+    dq = multiply(ds_tile.permute((1, 0)), k[0], accumulator_layout(rows.q[0].shape[0], rows.q[0].shape[1]))
     dv = wait_apart(dv, 1)
     left_ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
-    dk = warpgroup_mma(left_ds, rows.q, state.dk, is_async=True)
+    dk = warpgroup_mma(left_ds, rows.q[0], state.dk[0], is_async=True)
     dqs = hand_over(wait_apart(dq, 1), dqs)  # dK goes on
     dk, _ = warpgroup_mma_wait(0, deps=[dk, left_ds])
     rows.do_slot.release()
     rows.q_slot.release()
-    return dk, dv, dqs
+    return (dk,), dv, dqs
+
+
+@jit
+def parts_of(k):
+    """The right operands of the parts in which dQ is computed: the halves of the columns, or the pieces."""
+    HALF: gl.constexpr = k[0].shape[1] // 2
+    return k if len(k) > 1 else (k[0].slice(0, HALF, dim=1), k[0].slice(HALF, HALF, dim=1))
 
 
 @jit
 def from_memory(p, p_tile, ds_tile, k, rows, state, dqs):
-    """The same with both from shared memory. dQ comes in two halves of its columns, for which there are registers; the
-    first is handed over beside dK, and dO is freed first, so that the next one is loaded beside all that."""
-    HALF: gl.constexpr = k.shape[1] // 2
-    DQ: gl.constexpr = accumulator_layout(rows.q.shape[0], HALF)
+    """The same with both from shared memory. dQ comes in parts of its columns, for which there are registers; the first
+    is handed over beside dK, and dO is freed first, so that the next one is loaded beside all that."""
+    PIECES: gl.constexpr = len(k)
+    parts = parts_of(k)
+    DQ: gl.constexpr = accumulator_layout(rows.q[0].shape[0], parts[0].shape[1])
     p_tile.store(p)
     fence_async_shared()  # as above, and of P
     gl.barrier()
     dv = warpgroup_mma(p_tile, rows.do, state.dv, is_async=True)
-    low = multiply(ds_tile.permute((1, 0)), k.slice(0, HALF, dim=1), DQ)
-    dk = warpgroup_mma(ds_tile, rows.q, state.dk, is_async=True)
-    dv = warpgroup_mma_wait(2, deps=[dv])
+    dq = multiply(ds_tile.permute((1, 0)), parts[0], DQ)
+    dk = state.dk[:0]
+    for i in gl.static_range(PIECES):
+        dk += (warpgroup_mma(ds_tile, rows.q[i], state.dk[i], is_async=True),)
+    dv = warpgroup_mma_wait(1 + PIECES, deps=[dv])
     rows.do_slot.release()
-    low = wait_apart(low, 1)
-    high = multiply(ds_tile.permute((1, 0)), k.slice(HALF, HALF, dim=1), DQ)
-    dqs = hand_over(low, dqs)
-    dk = warpgroup_mma_wait(1, deps=[dk])
+    dq = wait_apart(dq, PIECES)
+    following = multiply(ds_tile.permute((1, 0)), parts[1], DQ)
+    dqs = hand_over(dq, dqs)
+    dk = waited(dk, 1)
     rows.q_slot.release()
-    return dk, dv, hand_over(warpgroup_mma_wait(0, deps=[high]), dqs)
+    for i in gl.static_range(2, len(parts)):
+        dq = following
+        following = multiply(ds_tile.permute((1, 0)), parts[i], DQ)
+        dqs = hand_over(wait_apart(dq, 1), dqs)
+    return dk, dv, hand_over(warpgroup_mma_wait(0, deps=[following]), dqs)
+
+
+@jit
+def waited(pieces, PENDING: gl.constexpr):
+    """`warpgroup_mma_wait` for several, which for one returns it alone."""
+    if len(pieces) > 1:
+        return warpgroup_mma_wait(PENDING, deps=pieces)
+    else:
+        return (warpgroup_mma_wait(PENDING, deps=pieces),)
 
 
 @jit
@@ -135,17 +160,17 @@ def next_block(state, k, v, keys, row, head, wires, scale, MASKED: gl.constexpr)
     The statistics are read after the waits: held across them, they would cost registers that D=64 does not have.
     """
     BLOCK_M: gl.constexpr = keys.BLOCK_M
-    D: gl.constexpr = k.shape[1]
+    DTYPE: gl.constexpr = v.dtype
     SCORES: gl.constexpr = accumulator_layout(keys.KEYS, BLOCK_M)
     ends = state.ends
     douts = ends.douts
     if wires.CONFIG.rings_in_step:
         douts = douts.in_step_with(ends.queries)
     q_slot, queries = ends.queries.acquire()
-    q = q_slot.view([BLOCK_M, D], part=0)
-    s = multiply(k, q.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
+    q = pieces_of(q_slot, [BLOCK_M, k[0].shape[1]], 0, len(k))
+    s = multiply_transposed(k, q, SCORES)  # [KEYS, BLOCK_M]
     do_slot, douts = douts.acquire()
-    do = do_slot.view([BLOCK_M, D], part=0)
+    do = do_slot.view([BLOCK_M, v.shape[1]], part=0)
     dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
     s = wait_apart(s, 1)  # dP goes on
     lse = of_columns(q_slot, SCORES)
@@ -157,14 +182,14 @@ def next_block(state, k, v, keys, row, head, wires, scale, MASKED: gl.constexpr)
     p = gl.exp2(masked * scale.log2 - lse)
     dp = wait_apart(dp, 0)
     ds = p * (dp - of_columns(do_slot, SCORES))
-    ds = keys.derived(ds, s, modified, row, head, scale.before).to(k.dtype)
+    ds = keys.derived(ds, s, modified, row, head, scale.before).to(DTYPE)
     ds_tile = wires.ds.index(ends.ds_slot)
     ds_tile.store(ds)
     rows = Rows(q_slot, do_slot, q, do)
     if wires.CONFIG.exchanges_p:
-        dk, dv, dqs = from_memory(p.to(k.dtype), wires.p, ds_tile, k, rows, state, ends.dqs)
+        dk, dv, dqs = from_memory(p.to(DTYPE), wires.p, ds_tile, k, rows, state, ends.dqs)
     else:
-        dk, dv, dqs = from_registers(p.to(k.dtype), ds, ds_tile, k, rows, state, ends.dqs)
+        dk, dv, dqs = from_registers(p.to(DTYPE), ds, ds_tile, k, rows, state, ends.dqs)
     return State(dk, dv, Ends(queries, douts, dqs, (ends.ds_slot + 1) % wires.CONFIG.ds_slots))
 
 
@@ -174,6 +199,14 @@ def in_step(tile, step):
     else it would compute all descriptors of its products before the loop, for which there are no registers."""
     ONE: gl.constexpr = [1] + tile.shape
     return reinterpret(tile, tile.dtype, ONE, tile.layout).index(step >> 30)
+
+
+@jit
+def all_in_step(tiles, step):
+    in_this = tiles[:0]
+    for i in gl.static_range(len(tiles)):
+        in_this += (in_step(tiles[i], step),)
+    return in_this
 
 
 @jit
@@ -188,7 +221,7 @@ def walk(state, k, v, keys, first, steps, after, wires, scale, MASKED: gl.conste
         else:
             member, block = walked.visit(first + step)
             head, row = keys.head(member), block * keys.BLOCK_M
-        state = next_block(state, in_step(k, step), in_step(v, step), keys, row, head, wires, scale, MASKED)
+        state = next_block(state, all_in_step(k, step), in_step(v, step), keys, row, head, wires, scale, MASKED)
     return state
 
 
@@ -218,16 +251,17 @@ def store_grads(dk, dv, ends, wires, operands, keys):
     """Store dK and dV through memory that nobody uses between two key blocks: dV through that of dS, while the last dQ
     is added, and dK through that of dQ; or both through that, one after the other. K and V have their own, so that the
     next ones are loaded meanwhile."""
-    desc = operands.dk
     coords = key_coords(keys, keys.kv_head, keys.first)
     if wires.CONFIG.ds_stages:
-        store_staged(dv, operands.dv, coords, first_tile(wires.ds, desc))
-    tile = first_tile(ends.dqs.borrow().part(0), desc)
+        store_staged(dv, operands.dv, coords, first_tile(wires.ds, operands.dv))
+    memory = ends.dqs.borrow().part(0)
     if not wires.CONFIG.ds_stages:
-        store_staged(dv, operands.dv, coords, tile)
+        store_staged(dv, operands.dv, coords, first_tile(memory, operands.dv))
         tma.wait_stores_read()
-    store_staged(dk * operands.scale, operands.dk, coords, tile)
-    tma.wait_stores_read()
+    tile = first_tile(memory, operands.dk)
+    for i in gl.static_range(len(dk)):
+        store_staged(dk[i] * operands.scale, operands.dk, from_column(coords, i * operands.dk.block_shape[3]), tile)
+        tma.wait_stores_read()
 
 
 @jit
@@ -235,7 +269,8 @@ def gradient(wires, order, operands):
     """Computes and stores dK and dV of every key block, and dQ as far as it comes from that."""
     KEYS: gl.constexpr = operands.k.block_shape[2]
     D: gl.constexpr = operands.k.block_shape[3]
-    GRADS: gl.constexpr = accumulator_layout(KEYS, D)
+    DV: gl.constexpr = operands.v.block_shape[3]
+    PIECES: gl.constexpr = operands.PIECES
     keys_values = wires.keys_values.consumer()
     ends = Ends(wires.queries.consumer(), wires.douts.consumer(), wires.dqs.producer(), gl.to_tensor(0))
     work = first_work(order)
@@ -243,9 +278,9 @@ def gradient(wires, order, operands):
         keys = work.keys()
         walked = keys.queries()
         kv_slot, keys_values = keys_values.acquire()
-        k, v = kv_slot.view([KEYS, D], part=0), kv_slot.view([KEYS, D], part=1)
-        zeros = gl.zeros([KEYS, D], gl.float32, GRADS)
-        state = State(zeros, zeros, ends)
+        k, v = pieces_of(kv_slot, [KEYS, D], 0, PIECES), kv_slot.view([KEYS, DV], part=PIECES)
+        dk = zeros_in_pieces(PIECES, [KEYS, D], accumulator_layout(KEYS, D))
+        state = State(dk, gl.zeros([KEYS, DV], gl.float32, accumulator_layout(KEYS, DV)), ends)
         scale = score_scale_of(operands.scale_log2, keys.SCORE_MOD)
         first = gl.to_tensor(0)
         if keys.MASK.hides_early_keys:

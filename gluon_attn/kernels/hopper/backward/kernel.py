@@ -41,6 +41,7 @@ def attention_backward(
     SCORE_MOD: gl.constexpr,  # a ScoreFunction, or None
     CONFIG: gl.constexpr,  # a HopperBackward
     DETERMINISTIC: gl.constexpr,  # add up dQ in the order of the keys
+    PIECES: gl.constexpr,  # of how many blocks side by side are Q, K and dK
 ):
     gdc_launch_dependents()
     operands = Operands(
@@ -57,6 +58,7 @@ def attention_backward(
         handed_in=(handed_in_ptr, has_handed_in_ptr),
         scale_log2=scale_log2,
         scale=scale,
+        PIECES=PIECES,
     )
     wires = alloc_wires(operands, CONFIG)
     order = order_of(

@@ -1,11 +1,21 @@
 """The load role: one warp that fills the channels of K and V, of Q, and of dO."""
 
 from channels import tma
-from gluon_attn.runtime.compat import gdc_wait, jit
+from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
 from ...common.sequence import RowBlock, key_coords, query_coords
+from ..pieces import from_column
 from .operands import in_workspaces, stats_coords
 from .work import first_work
+
+
+@jit
+def in_pieces(coords, desc, PIECES):
+    """Coordinates of the pieces of a tile."""
+    pieces = (coords,)
+    for i in gl.static_range(1, PIECES):
+        pieces += (from_column(coords, i * desc.block_shape[3]),)
+    return pieces
 
 
 @jit
@@ -17,7 +27,7 @@ def load(wires, order, operands):
         keys = work.keys()
         coords = key_coords(keys, keys.kv_head, keys.first)
         kv, keys_values = keys_values.acquire()
-        tma.load(kv, (operands.k, operands.v), (coords, coords))
+        tma.load(kv, operands.of_keys_values(), in_pieces(coords, operands.k, operands.PIECES) + (coords,))
         gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after
         walked = keys.queries()
         for step in range(walked.steps()):
@@ -27,7 +37,7 @@ def load(wires, order, operands):
             tile = query_coords(row_block, row_block.first_row)
             line = stats_coords(batch, row_block.head, line_block, keys.BLOCK_M)
             query, queries = queries.acquire()
-            tma.load(query, operands.of_queries(), (tile, line))
+            tma.load(query, operands.of_queries(), in_pieces(tile, operands.q, operands.PIECES) + (line,))
             dout, douts = douts.acquire()
             tma.load(dout, operands.of_douts(), (tile, line))
         work = work.next()

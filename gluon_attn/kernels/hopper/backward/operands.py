@@ -25,10 +25,15 @@ class Operands:
     handed_in: gl.tuple  # of two: dK and dV that programs hand in, and who has, see shares.py; or None, None
     scale_log2: gl.tensor  # softmax scale times log2(e)
     scale: gl.tensor
+    PIECES: gl.constexpr  # of how many tiles side by side are Q and K
+
+    @jit
+    def of_keys_values(self):
+        return (self.k,) * self.PIECES + (self.v,)
 
     @jit
     def of_queries(self):
-        return (self.q, self.lse)
+        return (self.q,) * self.PIECES + (self.lse,)
 
     @jit
     def of_douts(self):

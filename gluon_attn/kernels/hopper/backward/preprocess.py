@@ -24,6 +24,7 @@ def prepare_backward(
     cu_q_ptr,  # of packed sequences, as `list_key_blocks` has it; else None
     sets_zero,  # 1 if there are row blocks that see no key, to whose dQ nobody will add
     sequences,  # that are packed
+    DQ: gl.constexpr,  # of a row block's dQ: how many pieces of how many columns
 ):
     """One program for each row block of each head: delta = rowsum(dO * O) - dLSE; LSE in base 2.
 
@@ -63,10 +64,13 @@ def prepare_backward(
             each = gl.arange(0, SHARERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
             gl.store(has_handed_in_ptr + each, gl.zeros_like(each))
     if sets_zero:
-        zero_at = gl.program_id(0).to(gl.int64) * (BLOCK_M * D)
+        PIECES: gl.constexpr = DQ[0]
+        SIZE: gl.constexpr = BLOCK_M * DQ[1]
+        zero_at = gl.program_id(0).to(gl.int64) * (SIZE * PIECES)
         ELEMENTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-        zeros = gl.zeros([BLOCK_M * D], gl.float32, ELEMENTS)
-        gl.store(dq_ptr + zero_at + gl.arange(0, BLOCK_M * D, ELEMENTS), zeros)
+        zeros = gl.zeros([SIZE], gl.float32, ELEMENTS)
+        for i in gl.static_range(PIECES):
+            gl.store(dq_ptr + zero_at + i * SIZE + gl.arange(0, SIZE, ELEMENTS), zeros)
     row = gl.arange(0, BLOCK_M, ROW)
     inside = rows.first_row + row < q_len
     source = first_source + rows.first_row + row

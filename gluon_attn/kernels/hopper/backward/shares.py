@@ -7,7 +7,7 @@ ends a key block adds up what the others have computed of its dK and dV, always 
 of a lower number only, and so for such that have begun. Those hand in before they wait for what others hand in.
 """
 
-from gluon_attn.runtime.compat import aggregate, atomic_poll, gdc_wait, gl, jit
+from gluon_attn.runtime.compat import aggregate, atomic_poll, constexpr_function, gdc_wait, gl, jit
 
 
 @aggregate
@@ -30,14 +30,20 @@ def share_of(order):
 
 
 @jit
-def place_of(tensor, sums, program, of_dv: gl.constexpr):
-    """Pointers to where a program hands in dK or dV, in the tensor's layout."""
+def place_of(tensor, sums, program, number, PIECES: gl.constexpr, D: gl.constexpr):
+    """Pointers to where a program hands in dK or dV, in the tensor's layout: piece `number` of PIECES of D columns."""
     KEYS: gl.constexpr = tensor.shape[0]
-    D: gl.constexpr = tensor.shape[1]
+    COLUMNS: gl.constexpr = tensor.shape[1]
     LAYOUT: gl.constexpr = tensor.type.layout
     row = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
-    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-    return sums + (program * 2 + of_dv) * (KEYS * D) + row * D + column
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    return sums + (program * PIECES + number) * (KEYS * D) + row * COLUMNS + column
+
+
+@constexpr_function
+def pieces_handed_in(dk, dv):
+    """Of as many columns as one of dK has."""
+    return len(dk) + dv.shape[1] // dk[0].shape[1]
 
 
 @jit
@@ -45,8 +51,11 @@ def hand_in(dk, dv, handed_in):
     """What a program does with its dK and dV [KEYS, D] of a key block that another one ends."""
     sums, done = handed_in
     program = gl.program_id(0)
-    gl.store(place_of(dk, sums, program, 0), dk)
-    gl.store(place_of(dv, sums, program, 1), dv)
+    PIECES: gl.constexpr = pieces_handed_in(dk, dv)
+    D: gl.constexpr = dk[0].shape[1]
+    for i in gl.static_range(len(dk)):
+        gl.store(place_of(dk[i], sums, program, i, PIECES, D), dk[i])
+    gl.store(place_of(dv, sums, program, len(dk), PIECES, D), dv)
     gdc_wait()  # until `done` is 0: a share without row blocks has waited for nothing of the kernel before
     gl.barrier()  # one thread tells of what all have written
     gl.atomic_xchg(done + program, 1, sem="release")
@@ -57,12 +66,17 @@ def collect(dk, dv, order, handed_in):
     """dK and dV [KEYS, D] of the key block that this program ends, given those of its own shares. They have row blocks,
     and so have waited for the kernel before; unless the mask may hide the keys from all queries."""
     sums, done = handed_in
+    PIECES: gl.constexpr = pieces_handed_in(dk, dv)
+    D: gl.constexpr = dk[0].shape[1]
     if order.MASK.hides_early_keys:
         gdc_wait()
     first = share_of(order).block * order.sharers // order.shared  # the program that begins the key block
     for program in range(first, gl.program_id(0)):
         atomic_poll(done + program, 1, sem="acquire")
         gl.barrier()  # one thread has waited for all
-        dk += gl.load(place_of(dk, sums, program, 0))
-        dv += gl.load(place_of(dv, sums, program, 1))
+        added = dk[:0]
+        for i in gl.static_range(len(dk)):
+            added += (dk[i] + gl.load(place_of(dk[i], sums, program, i, PIECES, D)),)
+        dk = added
+        dv += gl.load(place_of(dv, sums, program, len(dk), PIECES, D))
     return dk, dv

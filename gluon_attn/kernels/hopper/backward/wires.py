@@ -13,8 +13,8 @@ class Wires:
              done.
     douts:   load -> gradient; DOUT_SLOTS slots of dO [BLOCK_M, D] and delta [BLOCK_M]; freed with Q, or at D=256 when
              what they add to dV is done.
-    dqs:     gradient -> reduce; one slot of a row block's dQ, or of half of its columns; freed when TMA has read it.
-             Between two key blocks the gradient role stages dK and dV there.
+    dqs:     gradient -> reduce; DQ_SLOTS slots of a row block's dQ, or of a part of its columns; freed when TMA has
+             read it. Between two key blocks the gradient role stages dK and dV there.
     ds:      no channel but memory: [DS_SLOTS, KEYS, BLOCK_M], in which the gradient role's two warpgroups exchange dS,
              as dQ sums over the keys of both.
     p:       likewise of P, one tile, if CONFIG.exchanges_p.
@@ -40,10 +40,10 @@ def alloc_wires(operands, CONFIG: gl.constexpr):
     DTYPE: gl.constexpr = operands.k.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], DTYPE)
     return Wires(
-        keys_values=SharedMemoryChannel.alloc((operands.k, operands.v), SLOTS=1, CONSUMERS=1),
+        keys_values=SharedMemoryChannel.alloc(operands.of_keys_values(), SLOTS=1, CONSUMERS=1),
         queries=SharedMemoryChannel.alloc(operands.of_queries(), SLOTS=CONFIG.query_slots, CONSUMERS=1),
         douts=SharedMemoryChannel.alloc(operands.of_douts(), SLOTS=CONFIG.dout_slots, CONSUMERS=1),
-        dqs=SharedMemoryChannel.alloc(operands.dq, SLOTS=1, CONSUMERS=1),
+        dqs=SharedMemoryChannel.alloc(operands.dq, SLOTS=CONFIG.dq_slots, CONSUMERS=1),
         ds=gl.allocate_shared_memory(DTYPE, [CONFIG.ds_slots, KEYS, BLOCK_M], DS),
         p=gl.allocate_shared_memory(DTYPE, [KEYS, BLOCK_M], DS),
         CONFIG=CONFIG,
