@@ -7,8 +7,8 @@ Products are transposed, keys as rows, so that P and dS are left operands in the
 with P = exp2(scale_log2 S - LSE) and dS = P (dP - delta), see docs/backward.md. The method is FlashAttention's (Dao et
 al., 2022); that two warpgroups share dS is FlashAttention-3's (Shah et al., 2024).
 
-At D=256 there are registers for 64 keys only. Then each warpgroup has half of the columns of dK and dV, and needs all
-of P and dS, which both go through shared memory.
+At D=256, and at 192 with V of 128, there are registers for 64 keys only. Then each warpgroup has half of the columns of
+dK and dV, and needs all of P and dS, which both go through shared memory.
 """
 
 import math
