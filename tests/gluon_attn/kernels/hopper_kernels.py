@@ -10,7 +10,7 @@ import torch
 
 from gluon_attn.backward.table import HOPPER as BACKWARD
 from gluon_attn.forward.launch import build_of, transpose_build
-from gluon_attn.forward.table import HOPPER
+from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import count, instructions, steady_loops
 from gluon_attn.runtime.assembler import disassemble, is_serialised
@@ -29,6 +29,11 @@ def every_kernel() -> list[Job]:
         if row.config.transposes_before(row.element_bytes):
             name = f"transpose D={row.padded_head_dim}"
             jobs.append(Job(name, partial(transpose_build, dtype, row.padded_head_dim)))
+    for i, row in enumerate(OTHER_HEAD_DIMS):
+        if (row.head_dims, row.config.num_ctas) == ((192, 128), 1):
+            name = f"forward, row {i}: D=192/128 {'causal' if row.causal else 'full'} {8 * row.element_bytes} bits"
+            choices = (DTYPES[row.element_bytes], 192, row.mask, row.config)
+            jobs.append(Job(name, partial(build_of, *choices, padded_head_dim_v=128)))
     for head_dim in BACKWARD:
         for causal, deterministic in ((False, False), (True, False), (True, True)):
             kind = f"D={head_dim} {'causal' if causal else 'full'}"

@@ -1,13 +1,14 @@
 """Head dims that are no power of two, and V's unlike Q's: numbers on gluon_cpu, machine code, what is refused."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import HopperConfig, attention
+from gluon_attn import HopperConfig, attention, attention_varlen
 from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import UNLIKE, padded_head_dims
 from gluon_attn.device import Device
@@ -178,13 +179,35 @@ def test_gradients_are_padded_to_what_kernels_have():
         assert padded_head_dims(*dims) == padded
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dims", "dtype"), [((192, 128), BF16), ((64, 192), E4M3)], ids=str)
+def test_packed_sequences(head_dims, dtype):
+    """As each alone, O and in 16 bits the gradients."""
+    starts = torch.tensor([0, 130, 131, 208], dtype=torch.int32)
+    q, k, v = (t[0] for t in inputs(head_dims, (2, 1), (208, 208), dtype, "bshd"))
+    q, k, v = (t.contiguous().requires_grad_(dtype == BF16) for t in (q, k, v))
+    out = attention_varlen(q, k, v, starts, starts, 130, 130, causal=True, device=HOPPER)
+    assert isinstance(out, Tensor)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    got = torch.autograd.grad(out, (q, k, v), dout) if dtype == BF16 else ()
+    for first, end in itertools.pairwise(starts.tolist()):
+        one_q, one_k, one_v = (t.detach()[first:end].transpose(0, 1)[None] for t in (q, k, v))
+        one_out, one_dout, *grads = (t[first:end].transpose(0, 1)[None] for t in (out.detach(), dout, *got))
+        check(one_q, one_k, one_v, one_out, None, causal=True, what=f"from {first}")
+        if grads:
+            check_gradients(one_q, one_k, one_v, one_dout, grads, causal=True, what=f"from {first}")
+
+
 def name_of(row: Row) -> str:
     dims, mask = f"{row.padded_head_dim}/{row.padded_head_dim_v}", "causal" if row.causal else "full"
-    return f"{dims}, {mask}, {8 * row.element_bytes} bits, {row.config.num_ctas} CTAs"
+    ordered = ", longest first" * getattr(row.config, "last_heads_longest_first", False)
+    return f"{dims}, {mask}, {8 * row.element_bytes} bits, {row.config.num_ctas} CTAs{ordered}"
 
 
 @pytest.mark.parametrize(
-    "row", slow_if(lambda row: name_of(row) != "192/128, causal, 16 bits, 1 CTAs", OTHER_HEAD_DIMS), ids=name_of
+    "row",
+    slow_if(lambda row: name_of(row) != "192/128, causal, 16 bits, 1 CTAs, longest first", OTHER_HEAD_DIMS),
+    ids=name_of,
 )
 def test_no_product_is_serialised_and_nothing_spills(row):
     """S is a sum over pieces, O has an accumulator for each; no step pays for columns that are not there."""
