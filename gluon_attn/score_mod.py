@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,35 @@ TENSOR_TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+
+
+def source_key(functions: Sequence[Any], numbers: tuple[Any, ...]) -> str:
+    """For Triton's cache: of the source of these functions, None for one that there is not, and of the numbers."""
+    sources = [f and f"{f.fn.__module__}.{f.fn.__qualname__} {f.cache_key}" for f in functions]
+    return hashlib.sha256(repr((sources, *numbers)).encode()).hexdigest()
+
+
+def check_functions(of: str, **functions: Any) -> None:
+    """That the first is a jitted function, and the others too, or None. of: what is given them."""
+    for i, (name, function) in enumerate(functions.items()):
+        if not hasattr(function, "cache_key") and (i == 0 or function is not None):
+            raise TypeError(
+                f"{of}: expected {name} to be a function under gluon_attn.jit, got {type(function).__name__}; "
+                "decorate it"
+            )
+
+
+def types_of_tensors(of: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """Triton's types of what a function reads, checked."""
+    if len(tensors) > MAX_TENSORS:
+        raise ValueError(f"{of}: expected at most {MAX_TENSORS} tensors, got {len(tensors)}; join some of them")
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor) or t.dtype not in TENSOR_TYPES:
+            got = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise TypeError(
+                f"{of}: expected tensors[{i}] to be a tensor of one of {list(TENSOR_TYPES)}, got {got}; convert it"
+            )
+    return tuple(TENSOR_TYPES[t.dtype] for t in tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +70,8 @@ class ScoreFunction:
     @property
     def cache_key(self) -> str:
         """For Triton's cache: of the source of both functions, with all that they call, and of the numbers."""
-        sources = [f"{f.fn.__module__}.{f.fn.__qualname__} {f.cache_key}" for f in (self.forward, self.backward) if f]
-        said = repr((sources, self.constants, self.before, self.after, self.aligned, self.tensors))
-        return hashlib.sha256(said.encode()).hexdigest()
+        numbers = (self.constants, self.before, self.after, self.aligned, self.tensors)
+        return source_key((self.forward, self.backward), numbers)
 
     def __str__(self) -> str:
         return f"ScoreFunction({self.cache_key})"
@@ -77,29 +106,13 @@ class ScoreMod:
         tensors: tuple[Tensor, ...] = (),
         aligned: bool = False,
     ) -> None:
-        for name, function in (("forward", forward), ("backward", backward)):
-            if not hasattr(function, "cache_key") and (name == "forward" or function is not None):
-                raise TypeError(
-                    f"score_mod: expected {name} to be a function under gluon_attn.jit, got "
-                    f"{type(function).__name__}; decorate it"
-                )
-        if len(tensors) > MAX_TENSORS:
-            raise ValueError(
-                f"score_mod: expected at most {MAX_TENSORS} tensors, got {len(tensors)}; join some of them"
-            )
-        for i, t in enumerate(tensors):
-            if not isinstance(t, Tensor) or t.dtype not in TENSOR_TYPES:
-                got = t.dtype if isinstance(t, Tensor) else type(t).__name__
-                raise TypeError(
-                    f"score_mod: expected tensors[{i}] to be a tensor of one of {list(TENSOR_TYPES)}, got {got}; "
-                    "convert it"
-                )
+        check_functions("score_mod", forward=forward, backward=backward)
         self.function = ScoreFunction(
             forward=forward,
             backward=backward,
             constants=tuple(constants),
             aligned=aligned,
-            tensors=tuple(TENSOR_TYPES[t.dtype] for t in tensors),
+            tensors=types_of_tensors("score_mod", tensors),
         )
         self.tensors = tuple(tensors)
 

@@ -3,8 +3,9 @@
 The backward has queries.py instead: which queries see a block of keys.
 """
 
-from gluon_attn.runtime.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit
 
+from .mask_mod import lets_through, limits_of_keys
 from .score_mod import modified
 from .sequence import RowBlock
 from .thread_view import hide_first_columns, keep_columns, keep_first_columns, rows_of
@@ -87,6 +88,12 @@ class KeyRange:
         return self.end - self.unmasked_first
 
 
+@constexpr_function
+def leaves_out_keys(mask):
+    """Whether its function says of blocks of queries which keys they see."""
+    return mask.function is not None and mask.function.keys is not None
+
+
 @aggregate
 class Rows:
     """ROWS consecutive query rows of a row block, from `first` on, against keys in blocks of BLOCK_N.
@@ -101,7 +108,8 @@ class Rows:
     BLOCK_N: gl.constexpr
     MASK: gl.constexpr  # a Mask
     SCORE_MOD: gl.constexpr  # a ScoreFunction, or None
-    aux: gl.tuple  # pointers to the tensors that it reads, None where there is none
+    aux: gl.tuple  # pointers to the tensors that it and MASK.function read, None where there is none
+    limits: gl.tuple  # of none; or, if MASK.function leaves out keys, of one `Limits`, the first block, and the end
 
     @jit
     def visible(self, i):
@@ -124,22 +132,59 @@ class Rows:
             return i * 0
 
     @jit
+    def limited(self, first_block, end_block):
+        """With the keys that MASK.function leaves to these rows. They walk some of the blocks from first_block on, as
+        whom they are part of walks no others."""
+        if leaves_out_keys(self.MASK):
+            sequence = self.block.sequence
+            last = gl.minimum(self.first + self.ROWS, sequence.q_len) - 1
+            first = gl.minimum(self.first, last)
+            function, head, batch = self.MASK.function, self.block.head, self.block.batch
+            limits = limits_of_keys(function, self.SCORE_MOD, first, last, sequence, head, batch, self.aux)
+            return self.part(self.first, self.seen, self.ROWS, (limits, first_block, end_block))
+        else:
+            return self
+
+    @jit
+    def part(self, first, seen, ROWS: gl.constexpr, limits):
+        return Rows(self.block, first, seen, ROWS, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux, limits)
+
+    @jit
     def slice(self, offset, ROWS: gl.constexpr):
         """ROWS of these rows, from row first + offset on."""
-        seen = self.visible(offset)
-        return Rows(self.block, self.first + offset, seen, ROWS, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux)
+        rows = self.part(self.first + offset, self.visible(offset), ROWS, ())
+        if leaves_out_keys(self.MASK):
+            keys = self.keys()
+            return rows.limited(keys.first, keys.end)
+        else:
+            return rows
 
     @jit
     def keys(self):
         """The KeyRange that they walk: at least one block, even if all of it is masked, as its statistics are then
         those of no key."""
-        end = (gl.maximum(self.visible(self.ROWS - 1), 1) + self.BLOCK_N - 1) // self.BLOCK_N
-        unmasked_end = gl.maximum(self.seen, 0) // self.BLOCK_N
+        seen_end, unmasked_end = self.visible(self.ROWS - 1), gl.maximum(self.seen, 0) // self.BLOCK_N
+        if leaves_out_keys(self.MASK):
+            seen_end = gl.minimum(seen_end, self.limits[0].end)
+        end = (gl.maximum(seen_end, 1) + self.BLOCK_N - 1) // self.BLOCK_N
         first, unmasked_first = gl.to_tensor(0), gl.to_tensor(0)
+        if leaves_out_keys(self.MASK):
+            limits, first_block, end_block = self.limits
+            end = gl.minimum(gl.maximum(end, first_block + 1), end_block)
+            first = gl.maximum(limits.first // self.BLOCK_N, first_block)
         if self.MASK.hides_early_keys:
-            first = gl.minimum(gl.maximum(self.hidden(0), 0) // self.BLOCK_N, end - 1)
+            first = gl.minimum(gl.maximum(first, gl.maximum(self.hidden(0), 0) // self.BLOCK_N), end - 1)
             last = gl.minimum(self.ROWS, self.block.sequence.q_len - self.first) - 1  # nobody stores rows past it
             unmasked_first = (gl.maximum(self.hidden(last), 0) + self.BLOCK_N - 1) // self.BLOCK_N
+        if self.MASK.function is not None:
+            if leaves_out_keys(self.MASK):
+                full_first = (self.limits[0].full_first + self.BLOCK_N - 1) // self.BLOCK_N
+                unmasked_first = gl.maximum(unmasked_first, full_first)
+                unmasked_end = gl.minimum(unmasked_end, gl.maximum(self.limits[0].full_end, 0) // self.BLOCK_N)
+                unmasked_end = gl.minimum(gl.maximum(unmasked_end, first), end)
+            else:
+                unmasked_end = first
+        if self.MASK.hides_early_keys:
             unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), unmasked_end)
         return KeyRange(first, end, unmasked_first, unmasked_end)
 
@@ -147,17 +192,33 @@ class Rows:
     def mask(self, scores, block, FIRST_COLUMN: gl.constexpr = 0):
         """Scores of key block `block`, -inf where a row does not see a key: [ROWS, BLOCK_N], or some of the columns
         from FIRST_COLUMN on."""
+        if self.MASK.function is not None:
+            q_index, k_index, head, batch = self.place(scores, block, FIRST_COLUMN)
+            sequence = self.block.sequence
+            seen = lets_through(
+                self.MASK.function, self.SCORE_MOD, q_index, k_index, head, batch, sequence, self.aux
+            )
+            scores = gl.where(seen, scores, float("-inf"))
         if self.MASK.has_row_limits:
             row, start = rows_of(scores), block * self.BLOCK_N + FIRST_COLUMN
-            first = self.hidden(row) - start if self.MASK.hides_early_keys else None
+            first = self.hidden(row) - start if self.MASK.has_early_limit else None
             return keep_columns(scores, first, self.visible(row) - start, float("-inf"))
         # Not visible(i): only rows past the last query would see less by it, and nobody stores those.
         columns = self.seen - (block * self.BLOCK_N + FIRST_COLUMN)
         scores = keep_first_columns(scores, columns, float("-inf"), DIAGONAL=self.MASK.causal)
-        if self.MASK.hides_early_keys:
+        if self.MASK.has_early_limit:
             columns = self.hidden(0) - (block * self.BLOCK_N + FIRST_COLUMN)
             scores = hide_first_columns(scores, columns, float("-inf"))
         return scores
+
+    @jit
+    def place(self, scores, block, FIRST_COLUMN: gl.constexpr):
+        """What a function is told of scores [ROWS, N] of key block `block`."""
+        LAYOUT: gl.constexpr = scores.type.layout
+        row = gl.arange(0, scores.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+        column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+        q_index, k_index = self.first + row, block * self.BLOCK_N + FIRST_COLUMN + column
+        return q_index, k_index, self.block.head, self.block.batch
 
     @jit
     def modified(self, scores, block, before, FIRST_COLUMN: gl.constexpr = 0):
@@ -166,10 +227,5 @@ class Rows:
         if self.SCORE_MOD is None:
             return scores
         else:
-            LAYOUT: gl.constexpr = scores.type.layout
-            row = gl.arange(0, scores.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
-            column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-            sequence = self.block.sequence
-            q_index, k_index = self.first + row, block * self.BLOCK_N + FIRST_COLUMN + column
-            place = (q_index, k_index, self.block.head, self.block.batch)
-            return modified(self.SCORE_MOD, scores * before, place, sequence, self.aux)
+            place = self.place(scores, block, FIRST_COLUMN)
+            return modified(self.SCORE_MOD, scores * before, place, self.block.sequence, self.aux)

@@ -1,6 +1,7 @@
 """Which keys a query sees: a frozen object that a kernel is compiled for."""
 
 from dataclasses import dataclass
+from typing import Any
 
 LARGEST_LIMIT = 2**31 - 1  # of int32, in which kernels count
 
@@ -17,6 +18,7 @@ class Mask:
     right: keys j <= p + right. None: no limit.
     chunk: keys of its own chunk, j // chunk == p // chunk, rounded down. So a query at a negative position sees none.
         None: no limit.
+    function: a `MaskFunction`, that says which keys it lets through. None: all.
 
     Causal is right=0 by another name. As equal masks are equal objects, Mask(right=0) is made Mask(causal=True); and
     under causal, `right` hides nothing more and is made None.
@@ -28,6 +30,7 @@ class Mask:
     left: int | None = None
     right: int | None = None
     chunk: int | None = None
+    function: Any | None = None
 
     def __post_init__(self) -> None:
         for name, limit, least in (("left", self.left, 0), ("right", self.right, 0), ("chunk", self.chunk, 1)):
@@ -43,15 +46,24 @@ class Mask:
         return repr(self)
 
     @property
-    def hides_early_keys(self) -> bool:
-        """Whether a query may see a key, but not the one before. Then a key may be seen by a query, but not by the one
-        after."""
+    def has_ranges(self) -> bool:
+        """Whether the function leaves blocks out."""
+        return self.function is not None and (self.function.keys is not None or self.function.rows is not None)
+
+    @property
+    def has_early_limit(self) -> bool:
+        """Whether early keys are hidden by a limit. Then a key may be seen by a query, but not by the one after."""
         return self.left is not None or self.chunk is not None
+
+    @property
+    def hides_early_keys(self) -> bool:
+        """Whether a query may see a key, but not the one before, and the blocks walked end where that is known."""
+        return self.has_early_limit or self.has_ranges
 
     @property
     def hides_late_keys(self) -> bool:
         """Whether a query may see a key, but not the one after."""
-        return self.causal or self.right is not None or self.chunk is not None
+        return self.causal or self.right is not None or self.chunk is not None or self.function is not None
 
     @property
     def differs_by_row(self) -> bool:
@@ -65,7 +77,7 @@ class Mask:
         return self.right is not None or self.chunk is not None
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The same for the host
+    # The same for the host, which does not know what a function lets through: as if that were all
     # -----------------------------------------------------------------------------------------------------------------
 
     @property

@@ -1,8 +1,9 @@
 """Which queries see a block of keys: the row blocks that every role of a backward walks, and the mask within them."""
 
-from gluon_attn.runtime.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit
 
 from .keys import chunk_start, start_of_keys
+from .mask_mod import lets_through, limits_of_rows
 from .score_mod import derived, modified
 from .sequence import Sequence
 from .thread_view import keep_columns, keep_columns_from, rows_of
@@ -81,6 +82,12 @@ class QueryRange:
             return of_its_kind // blocks, gl.where(is_masked, self.unmasked_first - 1 - place, self.end - 1 - turned)
 
 
+@constexpr_function
+def leaves_out_rows(mask):
+    """Whether its function says of blocks of keys which queries see them."""
+    return mask.function is not None and mask.function.rows is not None
+
+
 @aggregate
 class Keys:
     """KEYS consecutive keys of a sequence, from `first` on, against queries in blocks of BLOCK_M."""
@@ -98,7 +105,22 @@ class Keys:
     MASK: gl.constexpr  # a Mask
     ROTATED: gl.constexpr  # every block of keys begins two row blocks after the one before
     SCORE_MOD: gl.constexpr  # a ScoreFunction, or None
-    aux: gl.tuple  # pointers to the tensors that it reads, None where there is none
+    aux: gl.tuple  # pointers to the tensors that it and MASK.function read, None where there is none
+    limits: gl.tuple  # of one `Limits`, if MASK.function leaves out queries; else of none
+
+    @jit
+    def limited(self):
+        """With the queries that MASK.function leaves to these keys. Not for sums in a fixed order: a row block would
+        have to know how many other key blocks walk it."""
+        if leaves_out_rows(self.MASK) and self.ROTATED:
+            sequence = self.sequence
+            last = gl.minimum(self.first + self.KEYS, sequence.k_len) - 1
+            first = gl.minimum(self.first, last)
+            function, head, batch = self.MASK.function, self.kv_head, self.batch
+            limits = limits_of_rows(function, self.SCORE_MOD, first, last, sequence, head, batch, self.aux)
+            return gl.aggregate_replace(self, limits=(limits,))
+        else:
+            return self
 
     @jit
     def head(self, member):
@@ -158,6 +180,16 @@ class Keys:
             unmasked_end = gl.where(see_first_key < sequence.q_len, see_first_key // self.BLOCK_M, end)
             see_last_key = gl.maximum(self.end_of_queries(self.first + self.KEYS - 1), 0)
             end = gl.maximum((see_last_key + self.BLOCK_M - 1) // self.BLOCK_M, first)
+        if self.MASK.function is not None:
+            if len(self.limits) > 0:
+                limits = self.limits[0]
+                first = gl.maximum(first, limits.first // self.BLOCK_M)
+                end = gl.maximum(gl.minimum(end, (limits.end + self.BLOCK_M - 1) // self.BLOCK_M), first)
+                unmasked_first = gl.maximum(unmasked_first, (limits.full_first + self.BLOCK_M - 1) // self.BLOCK_M)
+                full_end = gl.where(limits.full_end < sequence.q_len, limits.full_end // self.BLOCK_M, end)
+                unmasked_end = gl.minimum(unmasked_end, full_end)
+            else:
+                unmasked_first = end
         whole = self.first + self.KEYS <= sequence.k_len
         unmasked_first = gl.where(whole, unmasked_first, end)
         if self.shares > 1:
@@ -167,7 +199,7 @@ class Keys:
             unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), end)
         rotation = gl.to_tensor(0)
         if self.MASK.hides_early_keys:
-            unmasked_first = gl.minimum(unmasked_first, end)
+            unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), end)
             unmasked_end = gl.minimum(gl.maximum(unmasked_end, unmasked_first), end)
         else:
             unmasked_end = end
@@ -179,19 +211,26 @@ class Keys:
     def key_blocks_before(self, row_block):
         """How many blocks of keys before these a row block sees. They see it from the first one on that does."""
         number = self.first // self.KEYS
-        if self.MASK.hides_early_keys:
+        if self.MASK.has_early_limit:
             hidden = start_of_keys(row_block * self.BLOCK_M, self.sequence, self.MASK)
             number -= gl.maximum(hidden, 0) // self.KEYS
         return number
 
     @jit
-    def mask(self, scores, row):
-        """Scores [KEYS, BLOCK_M] of the queries from `row` on, -inf where a query does not see a key."""
+    def mask(self, scores, row, head):
+        """Scores [KEYS, BLOCK_M] of the queries from `row` on, -inf where a query does not see a key. head: of the
+        queries, counted for a function alone."""
         sequence = self.sequence
-        if self.MASK.hides_early_keys or self.MASK.has_row_limits:
+        if self.MASK.function is not None:
+            q_index, k_index, head, batch = self.place(scores, row, head)
+            seen = lets_through(
+                self.MASK.function, self.SCORE_MOD, q_index, k_index, head, batch, sequence, self.aux
+            )
+            scores = gl.where(seen, scores, float("-inf"))
+        if self.MASK.has_early_limit or self.MASK.has_row_limits:
             key = self.first + rows_of(scores)
             first = gl.where(key < sequence.k_len, self.first_query(key) - row, self.BLOCK_M)
-            end = self.end_of_queries(key) - row if self.MASK.hides_early_keys else None
+            end = self.end_of_queries(key) - row if self.MASK.has_early_limit else None
             return keep_columns(scores, first, end, float("-inf"))
         query = self.first + sequence.q_len - sequence.k_len - row  # the column that first sees key 0 of the block
         keys = sequence.k_len - self.first
@@ -199,7 +238,7 @@ class Keys:
 
     @jit
     def place(self, scores, row, head):
-        """What a SCORE_MOD is told of scores [KEYS, BLOCK_M] of a query head, from query `row` on."""
+        """What a function is told of scores [KEYS, BLOCK_M] of a query head, from query `row` on."""
         LAYOUT: gl.constexpr = scores.type.layout
         key = gl.arange(0, scores.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
         query = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]

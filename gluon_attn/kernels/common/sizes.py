@@ -44,7 +44,8 @@ class Lengths:
         first = index * self.BLOCK_M
         seen = end_of_keys(first, sequence, self.MASK)
         row_block = RowBlock(batch, head, first, sequence)
-        return Rows(row_block, first, seen, self.BLOCK_M, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux)
+        rows = Rows(row_block, first, seen, self.BLOCK_M, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux, ())
+        return rows.limited(0, (sequence.k_len + self.BLOCK_N - 1) // self.BLOCK_N)
 
 
 @jit

@@ -155,7 +155,7 @@ def waited(pieces, PENDING: gl.constexpr):
 @jit
 def next_block(state, k, v, keys, row, head, wires, scale, MASKED: gl.constexpr):
     """One step: what the queries of a row block, from `row` on, add to dK and dV, and what these keys add to dQ of
-    the row block. head: of the queries, counted for a SCORE_MOD alone. Returns the next State.
+    the row block. head: of the queries, counted for a function alone. Returns the next State.
 
     The statistics are read after the waits: held across them, they would cost registers that D=64 does not have.
     """
@@ -176,7 +176,7 @@ def next_block(state, k, v, keys, row, head, wires, scale, MASKED: gl.constexpr)
     lse = of_columns(q_slot, SCORES)
     modified = keys.modified(s, row, head, scale.before)
     if MASKED:
-        masked = keys.mask(modified, row)
+        masked = keys.mask(modified, row, head)
     else:
         masked = modified
     p = gl.exp2(masked * scale.log2 - lse)
@@ -212,11 +212,11 @@ def all_in_step(tiles, step):
 @jit
 def walk(state, k, v, keys, first, steps, after, wires, scale, MASKED: gl.constexpr):
     """Steps without a mask of all heads, or those with one of one head, that come before or after. Only for a mask it
-    counts which row block it is; and for a SCORE_MOD, which is asked in steps without one too, by the number `first` of
-    the first of these steps."""
+    counts which row block it is; and for a function, of scores or of masks, by the number `first` of the first of these
+    steps."""
     walked = keys.queries()
     for step in range(steps):
-        if keys.SCORE_MOD is None:
+        if keys.SCORE_MOD is None and (keys.MASK.function is None or not MASKED):
             head, row = keys.kv_head, walked.masked_block(step, after) * keys.BLOCK_M
         else:
             member, block = walked.visit(first + step)

@@ -147,7 +147,7 @@ class Work:
                 index = place // heads
         sequence = whole_sequence(order.q_len, order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        return Keys(
+        keys = Keys(
             batch=batch,
             kv_head=kv_head,
             first=index * order.KEYS,
@@ -162,7 +162,9 @@ class Work:
             ROTATED=order.ROTATED,
             SCORE_MOD=order.SCORE_MOD,
             aux=order.aux,
+            limits=(),
         )
+        return keys.limited()
 
     @jit
     def next(self):

@@ -15,13 +15,13 @@ def costs_differ(mask, shares):
 @constexpr_function
 def may_skip_late_keys(mask, role, roles):
     """Whether a row block has key blocks after all that the role's rows see: no, if they are always its last ones."""
-    return mask.hides_late_keys and (costs_differ(mask, roles) or role < roles - 1)
+    return mask.has_ranges or (mask.hides_late_keys and (costs_differ(mask, roles) or role < roles - 1))
 
 
 @constexpr_function
 def may_skip_early_keys(mask, role, roles):
     """Whether a row block has key blocks before all that the role's rows see: no, if they are always its first ones."""
-    return mask.hides_early_keys and (costs_differ(mask, roles) or role > 0)
+    return mask.has_ranges or (mask.hides_early_keys and (costs_differ(mask, roles) or role > 0))
 
 
 @aggregate
