@@ -3,6 +3,7 @@
 from . import runtime as runtime  # first, as it looks whether `channels` is the package that the others import
 from .api import attention
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
+from .mask_mod import MaskMod
 from .problem import check_cu_seqlens
 from .reference import reference_attention
 from .runtime.compat import jit
@@ -14,6 +15,7 @@ __all__ = [
     "BlackwellConfig",
     "ForwardConfig",
     "HopperConfig",
+    "MaskMod",
     "ScoreMod",
     "attention",
     "attention_varlen",

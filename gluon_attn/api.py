@@ -8,13 +8,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .call import Extras, Options, Window, key_of, problem_of
+from .call import Extras, Options, Window, both_segment_ids, key_of, problem_of
 from .device import Device
 from .forward.configs import ForwardConfig
 from .forward.launch import launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_config, require_ctas, require_fits, require_supported
 from .gradients import Attention, require_gradients
+from .mask_mod import MaskMod
+from .mask_mod import compiled_part as compiled_mask
 from .ops import attention_op, is_seen_by_a_mode
 from .problem import (
     FP8_DTYPES,
@@ -38,7 +40,8 @@ from .score_mod import ScoreMod, compiled_part
 # What users of flash-attention and of torch may ask for by name, and what to call it in the answer.
 UNSUPPORTED = {
     **dict.fromkeys(("attn_bias", "bias"), "a bias"),
-    **dict.fromkeys(("attn_mask", "attention_mask", "block_mask", "mask_mod"), "a mask given as a tensor or function"),
+    **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), "a mask given as a tensor"),
+    "segment_ids": "a mask of documents within packed sequences",
     **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
     **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),
     **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
@@ -58,6 +61,7 @@ RENAMED = {
         "attention_varlen, which packed sequences have for a call of their own",
     ),
     "seqused_q": "seqused_k of attention_varlen; queries count all",
+    **dict.fromkeys(("document_ids", "doc_ids", "seq_ids", "q_segment_ids", "kv_segment_ids"), "segment_ids"),
     "return_softmax_lse": "return_lse",
     "return_attn_probs": "return_lse",
 }
@@ -81,6 +85,8 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -106,7 +112,8 @@ def attention(
     Those gradients have none. Under torch.compile and torch.export it is one operator, `gluon_attn::forward`, and takes
     no `config`, `out` and scales. Under torch.autocast, q, k and v in fp32 are converted.
 
-    Only q, k and v are positional. There is no `attn_mask`: masks are `causal`, `window` and `chunk`.
+    Only q, k and v are positional. There is no `attn_mask`: masks are `causal`, `window`, `chunk`, `segment_ids` and
+    `mask_mod`.
 
     Args:
         q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a
@@ -128,6 +135,12 @@ def attention(
         score_mod: a change of scores that you write, see `ScoreMod` and docs/masks_and_scores.md. A call has one of
             score_mod, softcap and alibi_slopes.
         chunk: a query sees the keys of its own chunk only: position p those from p // chunk * chunk on, `chunk` many.
+        segment_ids: (of queries (B, Sq), of keys (B, Sk)), int32, contiguous, or one tensor that is both: a query sees
+            keys of its own id only, as of documents packed into one sequence. Blocks without such are left out, if ids
+            are sorted or come in runs; otherwise they are masked alone, and the result is the same. `causal` and
+            `window` still count positions in the whole sequence.
+        mask_mod: which keys a query sees, as a function that you write, see `MaskMod` and docs/masks_and_scores.md. A
+            call has one of mask_mod and segment_ids.
         scale: finite and positive; default 1/sqrt(D). Scores times scale are fp32: beyond 1e5 their differences, and
             with them O, lose digits, and beyond 1e9 there are NaN, as in other kernels of this method.
         layout: "bhsd" or "bshd".
@@ -166,8 +179,15 @@ def attention(
     """
     check_options(return_lse, deterministic, unsupported)
     function, read = compiled_part(score_mod)
-    options = Options(causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device)
-    extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, of_score_mod=read)
+    mask, read_by_mask = compiled_mask(mask_mod)
+    options = Options(
+        causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device, mask
+    )
+    q_ids, k_ids = both_segment_ids(segment_ids)
+    extras = Extras(
+        out, q_scale, k_scale, v_scale, sinks, alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids,
+        of_score_mod=read, of_mask_mod=read_by_mask,
+    )  # fmt: skip
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]

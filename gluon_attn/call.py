@@ -8,8 +8,9 @@ from torch import Tensor
 from .device import Device
 from .forward.configs import ForwardConfig
 from .forward.launch import NOT_GIVEN
-from .problem import Lengths, Problem, Window, check_of_heads, check_read, in_bhsd
-from .score_mod import ScoreFunction, alibi, softcap
+from .mask_mod import DOCUMENTS, MaskFunction
+from .problem import Lengths, Problem, Window, check_of_heads, check_read, in_bhsd, type_name
+from .score_mod import MAX_TENSORS, ScoreFunction, alibi, softcap
 
 
 class Options(NamedTuple):
@@ -26,6 +27,7 @@ class Options(NamedTuple):
     num_ctas: int | None = None
     config: ForwardConfig | None = None
     device: Device | None = None
+    mask_mod: MaskFunction | None = None
     card_is_shared: bool = False  # with what runs at the same time, so that a program may begin late: see `Plan.of`
     max_seqlens: tuple[int, int] | None = None  # of queries and of keys, if sequences are packed; in no launch's key
 
@@ -42,7 +44,10 @@ class Extras(NamedTuple):
     cu_seqlens_q: Tensor | None = None  # where packed sequences begin, and the last ends
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None
+    q_segment_ids: Tensor | None = None
+    k_segment_ids: Tensor | None = None
     of_score_mod: tuple[Tensor, ...] = ()
+    of_mask_mod: tuple[Tensor, ...] = ()
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -50,16 +55,15 @@ class Extras(NamedTuple):
 
     def named(self) -> dict[str, Any]:
         """One by one, as an error calls them."""
-        *fields, read = self
-        named = dict(zip(self._fields, fields, strict=False))
-        return named | {f"score_mod.tensors[{i}]": t for i, t in enumerate(read)}
+        named = dict(zip(self._fields[:-2], self[:-2], strict=True))
+        named |= {f"score_mod.tensors[{i}]": t for i, t in enumerate(self.of_score_mod)}
+        return named | {f"mask_mod.tensors[{i}]": t for i, t in enumerate(self.of_mask_mod)}
 
     def given(self) -> dict[str, Tensor | None]:
         """What a launch is given, by the name that it has there."""
-        *fields, read = self
-        if self.alibi_slopes is not None:
-            read = (self.alibi_slopes,)
-        return NOT_GIVEN | dict(zip(self._fields, fields, strict=False)) | {f"aux{i}": t for i, t in enumerate(read)}
+        read = self.of_score_mod if self.alibi_slopes is None else (self.alibi_slopes,)
+        auxiliary = {f"aux{i}": t for i, t in enumerate((*read, *self.of_mask_mod))}
+        return NOT_GIVEN | dict(zip(self._fields[:-2], self[:-2], strict=True)) | auxiliary
 
 
 Key = tuple[Any, ...]
@@ -76,7 +80,8 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
-        *[t if t is None else identity(t) for t in extras[:-1]], *map(identity, extras.of_score_mod),
+        *[t if t is None else identity(t) for t in extras[:-2]], *map(identity, extras.of_score_mod),
+        *map(identity, extras.of_mask_mod),
     )  # fmt: skip
 
 
@@ -89,6 +94,14 @@ def lengths_of(extras: Extras, options: Options) -> Lengths | None:
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
     """What a call poses, checked; see `Problem.of`."""
+    score_mod, mask_function = score_function_of(q, extras, options), mask_function_of(q, k, extras, options)
+    if score_mod is not None and mask_function is not None:
+        read = len(score_mod.tensors) + len(mask_function.tensors)
+        if read > MAX_TENSORS:
+            raise NotImplementedError(
+                f"score_mod: expected at most {MAX_TENSORS} tensors together with those of the mask (of segment_ids: "
+                f"1), got {read}; join some of them"
+            )
     return Problem.of(
         q,
         k,
@@ -96,7 +109,8 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
         causal=options.causal,
         window=options.window,
         chunk=options.chunk,
-        score_mod=score_function_of(q, extras, options),
+        score_mod=score_mod,
+        mask_function=mask_function,
         sinks=extras.sinks,
         scale=options.scale,
         layout=options.layout,
@@ -125,3 +139,39 @@ def score_function_of(q: Tensor, extras: Extras, options: Options) -> ScoreFunct
     for i, t in enumerate(extras.of_score_mod):
         check_read(f"score_mod.tensors[{i}]", t, q)
     return options.score_mod
+
+
+def mask_function_of(q: Tensor, k: Tensor, extras: Extras, options: Options) -> MaskFunction | None:
+    """Which keys a query sees besides, checked."""
+    ids = {"q": extras.q_segment_ids, "k": extras.k_segment_ids}
+    if options.mask_mod is not None and (ids["q"] is not None or ids["k"] is not None):
+        raise NotImplementedError("mask_mod: not supported together with segment_ids; write one mask_mod that does both")
+    for i, t in enumerate(extras.of_mask_mod):
+        check_read(f"mask_mod.tensors[{i}]", t, q)
+    if ids["q"] is None and ids["k"] is None:
+        return options.mask_mod
+    for name, of in (("q", q), ("k", k)):
+        t, shape = ids[name], (of.shape[0], of.shape[2 if options.layout == "bhsd" else 1])
+        todo = "give (q_segment_ids, k_segment_ids), or one tensor for both"
+        if not isinstance(t, Tensor):
+            raise TypeError(f"segment_ids: expected a torch.Tensor of shape {shape} for {name}, got {type_name(t)}; {todo}")
+        if t.dtype != torch.int32:
+            raise TypeError(f"segment_ids: expected dtype torch.int32, got {t.dtype}; convert with .to(torch.int32)")
+        if tuple(t.shape) != shape:
+            raise ValueError(
+                f"segment_ids: expected shape {shape}, an id for each position of {name}, got {tuple(t.shape)}; {todo}"
+            )
+        check_read("segment_ids", t, q)
+    return DOCUMENTS
+
+
+def both_segment_ids(segment_ids: object) -> tuple[Any, Any]:
+    """Those of queries and of keys, whatever they are."""
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2:
+            raise TypeError(
+                f"segment_ids: expected a tensor, or two, of queries and of keys, got {len(segment_ids)}; give "
+                "(q_segment_ids, k_segment_ids)"
+            )
+        return segment_ids[0], segment_ids[1]
+    return segment_ids, segment_ids

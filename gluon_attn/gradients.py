@@ -8,8 +8,10 @@ from torch import Tensor
 from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
-from .call import Extras, Key, Options, Window, identity, key_of, problem_of
+from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_of, problem_of
 from .device import Device
+from .mask_mod import MaskMod
+from .mask_mod import compiled_part as compiled_mask
 from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, in_bhsd
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
@@ -37,6 +39,8 @@ def attention_backward(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     deterministic: bool | None = None,
@@ -63,8 +67,15 @@ def attention_backward(
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernels.
     """
     function, read = compiled_part(score_mod)
-    options = Options(causal, window, chunk, softcap, function, scale, layout, deterministic, device=device)
-    extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes, of_score_mod=read)
+    mask, read_by_mask = compiled_mask(mask_mod)
+    options = Options(
+        causal, window, chunk, softcap, function, scale, layout, deterministic, device=device, mask_mod=mask
+    )
+    q_ids, k_ids = both_segment_ids(segment_ids)
+    extras = Extras(
+        sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids, of_score_mod=read,
+        of_mask_mod=read_by_mask,
+    )  # fmt: skip
     return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options))
 
 
@@ -192,6 +203,9 @@ def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
         )
 
 
+SAVED = slice(4, len(Extras._fields) - 2)  # of Extras, for the backward pass: all but `out`, scales and what functions read
+
+
 class Attention(torch.autograd.Function):
     """(O, LSE) with gradients, of q, k, v, sinks, what else a call has, and the function that computes them."""
 
@@ -200,8 +214,9 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, extras: Extras, options: Options, attend: Any
     ) -> Any:
         out, lse = attend(q, k, v, extras, options, True)
-        lengths = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k
-        ctx.save_for_backward(q, k, v, out, lse, sinks, extras.alibi_slopes, *lengths, *extras.of_score_mod)
+        read = (*extras.of_score_mod, *extras.of_mask_mod)
+        ctx.save_for_backward(q, k, v, out, lse, *extras[SAVED], *read)
+        ctx.read_by_scores = len(extras.of_score_mod)
         ctx.call = options, key_of(q, k, v, extras, options)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -211,11 +226,9 @@ class Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 7
         q, k, v, out, lse, *others = ctx.saved_tensors
-        sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, *read = others
-        extras = Extras(
-            sinks=sinks, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            seqused_k=seqused_k, of_score_mod=tuple(read),
-        )  # fmt: skip
+        kept, read = others[: SAVED.stop - SAVED.start], tuple(others[SAVED.stop - SAVED.start :])
+        read_by = read[: ctx.read_by_scores], read[ctx.read_by_scores :]
+        extras = Extras(None, None, None, None, *kept, *read_by)
         arguments = (dout, dlse, q, k, v, out, lse, extras, *ctx.call)
         # A graph of the backward pass is made if its caller gives create_graph=True.
         grads = Gradients.apply(*arguments) if torch.is_grad_enabled() else differentiate(*arguments)

@@ -12,7 +12,8 @@ from .score_mod import check_functions, source_key, types_of_tensors
 @dataclass(frozen=True, kw_only=True)
 class MaskFunction:
     """What a kernel is compiled with of a `MaskMod`: all but its tensors. Hashable. The fields are as there; tensors:
-    Triton's types of what it reads."""
+    Triton's types of what it reads. found_before: they are made by the
+    kernel before, see documents.py, and have room for whole blocks."""
 
     function: Any
     keys: Any | None = None
@@ -20,13 +21,14 @@ class MaskFunction:
     constants: tuple[float | int, ...] = ()
     aligned: bool = False
     lengths: bool = False
+    found_before: bool = False
     tensors: tuple[str, ...] = ()
 
     @property
     def cache_key(self) -> str:
         """For Triton's cache: of the source of all functions, with all that they call, and of the numbers."""
         functions = (self.function, self.keys, self.rows)
-        return source_key(functions, (self.constants, self.aligned, self.lengths, self.tensors))
+        return source_key(functions, (self.constants, self.aligned, self.lengths, self.found_before, self.tensors))
 
     def __repr__(self) -> str:
         return f"MaskFunction({self.cache_key})"
@@ -81,11 +83,24 @@ class MaskMod:
         self.tensors = tuple(tensors)
 
 
-# Of segment ids: of queries and of keys, and what `find_ranges` makes of them.
+# Of segment ids, as `prepare_documents` leaves them.
 DOCUMENTS = MaskFunction(
     function=same_document,
     keys=keys_of_documents,
     rows=rows_of_documents,
     lengths=True,
-    tensors=("i32", "i32", "i32"),
+    found_before=True,
+    tensors=("i32",),
 )
+
+
+def compiled_part(mask_mod: object) -> tuple[MaskFunction | None, tuple[Tensor, ...]]:
+    """(what a kernel is compiled with, what it reads)."""
+    if mask_mod is None:
+        return None, ()
+    if not isinstance(mask_mod, MaskMod):
+        raise TypeError(
+            f"mask_mod: expected a gluon_attn.MaskMod or None, got {type(mask_mod).__name__}; make one of a function "
+            "under gluon_attn.jit"
+        )
+    return mask_mod.function, mask_mod.tensors

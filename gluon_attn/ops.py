@@ -31,6 +31,8 @@ def forward(
     v: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    q_segment_ids: Tensor | None,
+    k_segment_ids: Tensor | None,
     causal: bool,
     left: int | None,
     right: int | None,
@@ -47,12 +49,15 @@ def forward(
     from .api import attend
 
     options = Options(causal, (left, right), chunk, softcap, None, scale, layout, None, num_ctas, None, CARDS[card])
+    extras = Extras(
+        sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids
+    )
     with torch.no_grad():  # what records gradients here is the operator
-        out, lse = attend(q, k, v, Extras(sinks=sinks, alibi_slopes=alibi_slopes), options, return_lse=True)
+        out, lse = attend(q, k, v, extras, options, return_lse=True)
     return out, lse
 
 
-LAYOUT_AT = 11  # of the arguments
+OPTIONS_AT, LAYOUT_AT = 7, 13  # of the arguments
 
 
 @forward.register_fake
@@ -72,6 +77,8 @@ def backward(
     lse: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    q_segment_ids: Tensor | None,
+    k_segment_ids: Tensor | None,
     causal: bool,
     left: int | None,
     right: int | None,
@@ -84,7 +91,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dQ, dK, dV, dsinks), as `attention_backward` has them; dsinks is empty if there are no sinks."""
     options = Options(causal, (left, right), chunk, softcap, None, scale, layout, deterministic, device=CARDS[card])
-    extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes)
+    extras = Extras(
+        sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids
+    )
     dq, dk, dv, *others = differentiate(
         dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options)
     )
@@ -100,15 +109,15 @@ def _(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, alibi_slopes, *options, _, card = inputs  # but for num_ctas
-    ctx.save_for_backward(q, k, v, *output, sinks, alibi_slopes)
+    q, k, v, sinks, alibi_slopes, q_ids, k_ids, *options, _, card = inputs  # but for num_ctas
+    ctx.save_for_backward(q, k, v, *output, sinks, alibi_slopes, q_ids, k_ids)
     ctx.options = (*options, card)
     ctx.set_materialize_grads(False)
 
 
 def backward_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: under checkpointing it may not be asked for again
-    nothing = (None,) * (len(ctx.options) + 2)  # for what is no tensor, and for slopes
+    nothing = (None,) * (len(ctx.options) + 4)  # for what is no tensor, for slopes and for ids
     if dout is dlse is None:
         return (None,) * 4 + nothing
     *grads, dsinks = backward(dout, dlse, *saved, *ctx.options)
@@ -133,16 +142,13 @@ def mask_of(options: Sequence[Any]) -> Mask:
 
 
 @register_flop_formula(torch.ops.gluon_attn.forward)
-def _(q: Shape, k: Shape, v: Shape, sinks: Any, alibi_slopes: Any, *options: Any, **_: Any) -> int:
-    return flops(q, k, v, options[LAYOUT_AT - 5], mask_of(options), FORWARD_PRODUCTS)
+def _(q: Shape, k: Shape, v: Shape, *others: Any, **_: Any) -> int:
+    return flops(q, k, v, others[LAYOUT_AT - 3], mask_of(others[OPTIONS_AT - 3 :]), FORWARD_PRODUCTS)
 
 
 @register_flop_formula(torch.ops.gluon_attn.backward)
-def _(
-    dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, sinks: Any, slopes: Any, *options: Any,
-    **_: Any,
-) -> int:  # fmt: skip
-    return flops(q, k, v, options[LAYOUT_AT - 5], mask_of(options), BACKWARD_PRODUCTS)
+def _(dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, *others: Any, **_: Any) -> int:
+    return flops(q, k, v, others[LAYOUT_AT - 3], mask_of(others[OPTIONS_AT - 3 :]), BACKWARD_PRODUCTS)
 
 
 def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
@@ -152,7 +158,7 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Optio
     card = card_in_graph(extras, options)
     causal, (left, right), chunk, softcap, _, scale, layout, deterministic, num_ctas, *_ = options
     return forward(
-        q, k, v, extras.sinks, extras.alibi_slopes, causal, left, right, chunk, softcap, scale, layout, deterministic,
+        q, k, v, extras.sinks, extras.alibi_slopes, extras.q_segment_ids, extras.k_segment_ids, causal, left, right, chunk, softcap, scale, layout, deterministic,
         num_ctas, card,
     )  # fmt: skip
 
@@ -161,7 +167,7 @@ def not_in_a_graph(extras: Extras, options: Options) -> dict[str, Any]:
     """Arguments that an operator does not take, by name."""
     names = ("out", "q_scale", "k_scale", "v_scale")
     refused = {"config": options.config} | {name: getattr(extras, name) for name in names}
-    return refused | {"score_mod": options.score_mod}
+    return refused | {"score_mod": options.score_mod, "mask_mod": options.mask_mod}
 
 
 def is_seen_by_a_mode(extras: Extras, options: Options) -> bool:

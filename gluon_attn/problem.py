@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .kernels.common.mask import Mask
+from .mask_mod import MaskFunction
 from .score_mod import ScoreFunction
 
 # Of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and seqused_k, as they are given.
@@ -53,6 +54,7 @@ class Problem:
     right: int | None = None  # how many after
     chunk: int | None = None  # of how many keys the chunks are, of which a query sees its own; None: no chunks
     sequences: int | None = None  # that are packed; None: a batch of equal lengths
+    mask_function: MaskFunction | None = None  # what says besides which keys a query sees
     head_dim_v: int = 0  # 0: as Q's
 
     def __post_init__(self) -> None:
@@ -68,6 +70,7 @@ class Problem:
         window: Window = (None, None),
         chunk: int | None = None,
         score_mod: ScoreFunction | None = None,
+        mask_function: MaskFunction | None = None,
         sinks: Tensor | None = None,
         scale: float | None = None,
         layout: str = "bhsd",
@@ -128,6 +131,7 @@ class Problem:
             right=None if causal or right == 0 else right,
             chunk=chunk,
             score_mod=score_mod,
+            mask_function=mask_function,
             sinks=None if sinks is None else sinks.dtype,
             scale=checked_scale(scale, head_dim),
             layout=layout,
@@ -157,7 +161,13 @@ class Problem:
             left=None if mask.left is None or mask.left >= self.kv_len - 1 else mask.left,
             right=None if mask.right is None or mask.right >= self.q_len - 1 else mask.right,
             chunk=None if one_chunk else mask.chunk,
+            function=self.mask_function,
         )
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether a query sees keys of its own document only, which a kernel before prepares."""
+        return self.mask_function is not None and self.mask_function.found_before
 
     @property
     def is_empty(self) -> bool:

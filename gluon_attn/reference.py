@@ -21,6 +21,8 @@ def reference_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -36,7 +38,9 @@ def reference_attention(
     of torch's scaled_dot_product_attention is aligned to the top left).
     window: (left, right): with p = i + Sk - Sq, query i sees keys from p - left to p + right; None: no limit.
     chunk: query i sees keys j of its own chunk alone, j // chunk == p // chunk, rounded down; None: of all.
-    Of causal, window and chunk together, a query sees what all of them let through.
+    segment_ids: ((B, Sq), (B, Sk)), or one for both: a query sees keys of its own id alone.
+    mask: bool, broadcast to (B, H, Sq, Sk): whether a query sees a key, for what `attention` has as a mask_mod.
+    Of all these together, a query sees what all of them let through.
     scale: default 1/sqrt(D).
     softcap: scores, scaled, become softcap · tanh(score / softcap). alibi_slopes: (H,) or (B, H): minus the slope times
     |i + Sk - Sq - j|. sinks: (H,): for each row a further score that has no value.
@@ -61,7 +65,7 @@ def reference_attention(
         q, k, v = (dequantise(t, by, kv_heads, layout) for t, by in ((q, q_scale), (k, k_scale), (v, v_scale)))
         changes: dict[str, Any] = {
             "causal": causal, "window": window, "chunk": chunk, "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
+            "sinks": sinks, "segment_ids": segment_ids, "mask": mask,
         }  # fmt: skip
         out, lse = reference_attention(q, k, v, scale=scale, layout=layout, **changes)
         return out.to(torch.bfloat16), lse
@@ -79,6 +83,11 @@ def reference_attention(
         distance = (q_index - torch.arange(k.shape[2], device=q.device)).abs()
         scores = scores - alibi_slopes.to(statistics)[..., None, None] * distance
     scores = masked(scores, causal=causal, window=window, chunk=chunk)
+    if segment_ids is not None:
+        of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        scores = scores.masked_fill(of_queries[:, None, :, None] != of_keys[:, None, None, :], float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     lse = scores.logsumexp(dim=-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(statistics)[:, None])

@@ -17,10 +17,12 @@ from .api import (
     plan_of,
     wants_gradient,
 )
-from .call import Extras, Options, Window, key_of
+from .call import Extras, Options, Window, both_segment_ids, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
 from .ops import card_in_graph
+from .mask_mod import MaskMod
+from .mask_mod import compiled_part as compiled_mask
 from .problem import FP8_DTYPES, PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
 
@@ -42,6 +44,8 @@ def supports(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -71,12 +75,15 @@ def supports(
     """
     try:
         function, read = compiled_part(score_mod)
+        mask, read_by_mask = compiled_mask(mask_mod)
         options = Options(
-            causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device
+            causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device, mask
         )
+        q_ids, k_ids = both_segment_ids(segment_ids)
         extras = Extras(
-            out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, read
-        )
+            out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, q_ids, k_ids,
+            read, read_by_mask,
+        )  # fmt: skip
         if cu_seqlens_q is not None:
             longest = check_seqlens(max_seqlen_q, max_seqlen_k)
             options = options._replace(layout=PACKED, max_seqlens=longest)

@@ -11,6 +11,8 @@ from .call import Extras, Options, Window, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
 from .gradients import Attention, differentiate
+from .mask_mod import MaskMod
+from .mask_mod import compiled_part as compiled_mask
 from .ops import is_seen_by_a_mode
 from .problem import PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
@@ -34,6 +36,7 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -64,8 +67,8 @@ def attention_varlen(
         seqused_k: (B,) int32, contiguous, on q's card: of each sequence's keys, how many of the first count; default:
             all. What lies in the others is not looked at.
         causal, window, chunk: within a sequence, aligned to the bottom right of its own queries and keys.
-        alibi_slopes: (H,) or (B, H) fp32. score_mod: its `batch` is the number of the sequence, its positions are those
-            in the sequence.
+        alibi_slopes: (H,) or (B, H) fp32. score_mod, mask_mod: their `batch` is the number of the sequence, their
+            positions and lengths are those of the sequence.
         q_scale, k_scale, v_scale: (B, Hkv) fp32.
         softcap, sinks, scale, return_lse, deterministic, out, num_ctas, config, device: as for `attention`. The tuning
             table is asked for B sequences of T / B queries and U / B keys.
@@ -83,11 +86,15 @@ def attention_varlen(
     check_options(return_lse, deterministic, unsupported)
     check_seqlens(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
+    mask, read_by_mask = compiled_mask(mask_mod)
     options = Options(
-        causal, window, chunk, softcap, function, scale, PACKED, deterministic, num_ctas, config, device,
+        causal, window, chunk, softcap, function, scale, PACKED, deterministic, num_ctas, config, device, mask,
         max_seqlens=(max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
-    extras = Extras(out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, read)
+    extras = Extras(
+        out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, of_score_mod=read,
+        of_mask_mod=read_by_mask,
+    )  # fmt: skip
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_varlen_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]

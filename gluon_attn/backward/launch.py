@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from ..documents import compiled_documents, documents_given, documents_launch, documents_shape
 from ..forward.launch import AUX, LENGTHS, RECORDS, absent_lengths, types_of
 from ..kernels.common.mask import Mask
 from ..kernels.common.packed import RECORD
@@ -122,7 +123,7 @@ def builds_of(
     shared: programs share key blocks. packed: of packed sequences, for which one more comes before all; used: of each,
     some keys count. padded_head_dim_v: None: as Q's."""
     absent = {} if shared else {"has_handed_in_ptr": None}
-    pointers = types_of(score_mod, None)
+    pointers = types_of(score_mod, None, mask)
     pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     columns = padded_head_dim // pieces
     rows, rows_v = (Block.of(dtype, config.block_m, d) for d in (columns, head_dim_v))
@@ -220,6 +221,8 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
         found["has_handed_in"] = ((MOST_SHARERS,), torch.int32)
     if problem.sequences is not None:
         found["records"] = (((1 + plan.capacity) * RECORD.value,), torch.int32)
+    if problem.has_documents:
+        found["documents"] = (documents_shape(problem), torch.int32)
     return found
 
 
@@ -245,10 +248,14 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors, used: bool = Fals
         head_dim_v,
     )
     count = {"sequences": problem.sequences or 0}
+    prepared, given = [], {}
+    if problem.has_documents:
+        prepared, given = [documents_launch(problem, of_keys=True)], documents_given(problem)
     scale = {"scale": problem.scale}
     order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers")}
     numbers = scale | order | {"scale_log2": plan.scale_log2}
     launches = [
+        *prepared,  # done when the next begins, and so before the main one does
         *(Launch(build=b, programs=plan.list_programs, views={}, scalars=plan.list_numbers) for b in lists),
         Launch(
             build=before,
@@ -256,7 +263,7 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors, used: bool = Fals
             views=views,
             scalars=count | {"sets_zero": plan.sets_zero},
         ),
-        Launch(build=main, programs=plan.programs, views=views, scalars=numbers),
+        Launch(build=main, programs=plan.programs, views=views, scalars=numbers, given=given),
         Launch(build=after, programs=plan.row_programs, views=views, scalars=scale | count),
     ]
     if problem.sinks is not None:
@@ -298,6 +305,8 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors, used: bool = False) -
         arch=plan.arch,
         device_index=index,
     )
+    if problem.has_documents:
+        kernels = (compiled_documents(of_keys=True, arch=plan.arch, device_index=index), *kernels)
     if problem.sinks is not None:
         kernels = (*kernels, compiled_sinks(problem.sinks, device_index=index))
     launches = backward_launches_of(plan, tensors, used)

@@ -1,7 +1,7 @@
 """How the gradients of a problem are laid out over a device's processors."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..device import Device
 from ..forward.plan import LARGEST_LENGTH, LARGEST_PACKED, pairs_even_out
@@ -92,9 +92,9 @@ class BackwardPlan:
     def sets_zero(self) -> bool:
         """Whether dQ's sums are set to zero before, and not by who is first to add: some rows see no key. Of packed
         sequences nobody knows: the kernel after finds to which nobody has added."""
-        return self.problem.sequences is None and self.problem.mask.some_rows_see_nothing(
-            self.problem.q_len, self.problem.kv_len
-        )
+        mask = self.problem.mask
+        some_see_nothing = mask.has_ranges or mask.some_rows_see_nothing(self.problem.q_len, self.problem.kv_len)
+        return self.problem.sequences is None and some_see_nothing
 
     @property
     def rows(self) -> int:
@@ -128,11 +128,12 @@ class BackwardPlan:
         mask = problem.mask
         # Under a causal mask the first key block costs the most and the last the least. In a window most cost the same,
         # and of pairs some would cost twice one.
-        uneven = mask == Mask(causal=True) or (
+        uneven = replace(mask, function=None) == Mask(causal=True) or (
             mask.differs_by_row
             and mask.chunk is None
             and pairs_even_out(lambda index: row_blocks_of(problem, config, index), of_head)
         )
+        uneven = uneven and not mask.has_ranges  # by which nobody knows what they cost
         blocks_per_item = 2 if uneven and not deterministic and key_blocks > device.sm_count else 1
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head

@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..documents import compiled_documents, documents_given, documents_launch, empty_documents
 from ..kernels.blackwell.forward import kernel as blackwell
 from ..kernels.common.mask import Mask
 from ..kernels.common.packed import RECORD, list_row_blocks
@@ -80,7 +81,7 @@ def build_of(
         size = (columns_v, rows) if name == "v" and before else (rows, columns_of[name])
         blocks[name] = Block.of(output_dtype(dtype) if name == "out" else dtype, *size, cga_layout)
     absent = {} if dtype in FP8_DTYPES else dict.fromkeys(SCALE_POINTERS)
-    pointers = types_of(score_mod, sinks)
+    pointers = types_of(score_mod, sinks, mask)
     absent |= dict.fromkeys(p.name for p in SCORES if p.name not in pointers)
     absent |= {} if packed else {RECORDS.name: None}
     return Build(
@@ -94,15 +95,15 @@ def build_of(
             **absent,
         },
         num_ctas=config.num_ctas,
-        starts_early=before or packed,
+        starts_early=before or packed or (mask.function is not None and mask.function.found_before),
         pointers=pointers,
     )
 
 
-def types_of(score_mod: ScoreFunction | None, sinks: torch.dtype | None) -> dict[str, str]:
+def types_of(score_mod: ScoreFunction | None, sinks: torch.dtype | None, mask: Mask) -> dict[str, str]:
     """Triton's types behind those of the pointers SCORES that are there."""
     types = {} if sinks is None else {"sinks_ptr": TENSOR_TYPES[sinks]}
-    read = () if score_mod is None else score_mod.tensors
+    read = [of for function in (score_mod, mask.function) if function is not None for of in function.tensors]
     return types | {f"aux{i}_ptr": of for i, of in enumerate(read)}
 
 
@@ -194,12 +195,14 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: 
         packed,
         problem.padded_head_dim_v,
     )
-    before = []
+    before, given = [], {}
     if packed:
         counts = plan.list_numbers
         before = [Launch(build=list_build(used), programs=plan.list_programs, views={}, scalars=counts)]
+    if problem.has_documents:
+        before, given = [documents_launch(problem, of_keys=False)], documents_given(problem)
     if not config.transposes_before(problem.dtype.itemsize):
-        return [*before, Launch(build=build, programs=plan.programs, views=views, scalars=numbers)]
+        return [*before, Launch(build=build, programs=plan.programs, views=views, scalars=numbers, given=given)]
     transposed = View.of(empty_transposed(v.to("meta"), plan))
     transpose = Launch(
         build=transpose_build(problem.dtype, problem.padded_head_dim_v, packed, used),
@@ -212,23 +215,22 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: 
         programs=plan.programs,
         views=views | {"v": transposed},
         scalars=numbers,
-        given={"v": "transposed_v"},
+        given=given | {"v": "transposed_v"},
     )
     return [*before, transpose, attention]
 
 
 def workspaces_of(plan: Plan) -> Callable[[Tensors], Tensors] | None:
     """What makes the memory that the launches of a call hand on to each other; see `Launches`."""
-    transposes = plan.config.transposes_before(plan.problem.dtype.itemsize)
-    if plan.problem.sequences is None:
-        return (lambda tensors: {"transposed_v": empty_transposed(tensors["v"], plan)}) if transposes else None
-    size = (1 + plan.capacity) * RECORD.value
-
-    def workspaces(tensors: Tensors) -> Tensors:
-        made: Tensors = {"records": torch.empty(size, dtype=torch.int32, device=tensors["q"].device)}
-        return made | {"transposed_v": empty_transposed(tensors["v"], plan)} if transposes else made
-
-    return workspaces
+    problem, made = plan.problem, dict[str, Callable[[Tensors], Tensor]]()
+    if plan.config.transposes_before(problem.dtype.itemsize):
+        made["transposed_v"] = lambda tensors: empty_transposed(tensors["v"], plan)
+    if problem.sequences is not None:
+        size = (1 + plan.capacity) * RECORD.value
+        made["records"] = lambda tensors: torch.empty(size, dtype=torch.int32, device=tensors["q"].device)
+    if problem.has_documents:
+        made["documents"] = lambda tensors: empty_documents(problem, tensors["q"].device)
+    return (lambda tensors: {name: make(tensors) for name, make in made.items()}) if made else None
 
 
 def empty_transposed(v: Tensor, plan: Plan) -> Tensor:
@@ -267,6 +269,8 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u
         kernels.insert(0, transpose)
     if packed:
         kernels.insert(0, compiled_list(used, plan.arch, device_index=index))
+    if problem.has_documents:
+        kernels.insert(0, compiled_documents(of_keys=False, arch=plan.arch, device_index=index))
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
     return Launches(steps, workspaces_of(plan))
 

@@ -121,7 +121,8 @@ class Plan:
             first = index * config.block_m
             return mask.keys_seen(first, min(first + rows, problem.q_len) - 1, problem.q_len, problem.kv_len)
 
-        uneven = mask.hides_late_keys and mask.chunk is None and pairs_even_out(keys_of, row_blocks)
+        known = mask.chunk is None and not mask.has_ranges  # what row blocks cost
+        uneven = mask.hides_late_keys and known and pairs_even_out(keys_of, row_blocks)
         ordered = isinstance(config, BlackwellConfig) and (config.dynamic or config.longest_first)
         by_twos = uneven and heads * row_blocks > clusters and not ordered
         blocks_per_item = 2 if by_twos else 1

@@ -139,8 +139,8 @@ class Rows:
             sequence = self.block.sequence
             last = gl.minimum(self.first + self.ROWS, sequence.q_len) - 1
             first = gl.minimum(self.first, last)
-            function, head, batch = self.MASK.function, self.block.head, self.block.batch
-            limits = limits_of_keys(function, self.SCORE_MOD, first, last, sequence, head, batch, self.aux)
+            head, batch = self.block.head, self.block.batch
+            limits = limits_of_keys(self.MASK.function, self.SCORE_MOD, first, last, sequence, head, batch, self.aux)
             return self.part(self.first, self.seen, self.ROWS, (limits, first_block, end_block))
         else:
             return self

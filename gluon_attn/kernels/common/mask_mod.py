@@ -22,6 +22,12 @@ def tensors_of(function, score_mod):
     return first, first + len(function.tensors)
 
 
+@constexpr_function
+def found_before(mask):
+    """Whether a function of the mask reads what the kernel before has made."""
+    return mask.function is not None and mask.function.found_before
+
+
 @jit
 def tensors_from(aux, PLACE: gl.constexpr):
     return aux[PLACE[0] : PLACE[1]]
@@ -30,10 +36,11 @@ def tensors_from(aux, PLACE: gl.constexpr):
 @jit
 def lets_through(FUNCTION: gl.constexpr, SCORE_MOD: gl.constexpr, q_index, k_index, head, batch, sequence, aux):
     """Whether queries see keys, as the function says. It is asked of none beyond the last: the index is then that of
-    the last."""
+    the last, unless what it reads is padded."""
     read = tensors_from(aux, tensors_of(FUNCTION, SCORE_MOD))
-    q_index = gl.minimum(q_index, sequence.q_len - 1)
-    k_index = gl.minimum(k_index, sequence.k_len - 1)
+    if not FUNCTION.found_before:
+        q_index = gl.minimum(q_index, sequence.q_len - 1)
+        k_index = gl.minimum(k_index, sequence.k_len - 1)
     if FUNCTION.aligned:
         q_index += sequence.k_len - sequence.q_len
     if FUNCTION.lengths:

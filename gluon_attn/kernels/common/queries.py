@@ -116,8 +116,8 @@ class Keys:
             sequence = self.sequence
             last = gl.minimum(self.first + self.KEYS, sequence.k_len) - 1
             first = gl.minimum(self.first, last)
-            function, head, batch = self.MASK.function, self.kv_head, self.batch
-            limits = limits_of_rows(function, self.SCORE_MOD, first, last, sequence, head, batch, self.aux)
+            head, batch = self.kv_head, self.batch
+            limits = limits_of_rows(self.MASK.function, self.SCORE_MOD, first, last, sequence, head, batch, self.aux)
             return gl.aggregate_replace(self, limits=(limits,))
         else:
             return self

@@ -1,8 +1,9 @@
 """Attention forward on Blackwell: one persistent kernel of warp-specialised roles, on clusters of 1, 2 or 4 CTAs."""
 
 from channels import close_all, init_all
-from gluon_attn.runtime.compat import gl, jit
+from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
+from ...common.mask_mod import found_before
 from ...common.operands import Operands
 from ...common.sizes import Lengths, counts_of
 from .copies import load, store
@@ -55,6 +56,8 @@ def attention_forward(
         q=q_desc, k=k_desc, v=v_desc, o=o_desc, lse=lse_ptr, scale_log2=scale_log2, sinks=(sinks_ptr,), scales=scales
     )
     init_all(wires.channels())
+    if found_before(MASK):  # by the kernel before, what each role asks first
+        gdc_wait()
 
     gl.warp_specialize(
         [

@@ -1,8 +1,9 @@
 """Attention forward on Hopper: one persistent kernel of warp-specialised roles, on clusters of 1 or 2 CTAs."""
 
 from channels import close_all, init_all
-from gluon_attn.runtime.compat import gl, jit
+from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
+from ...common.mask_mod import found_before
 from ...common.operands import Operands
 from ...common.sizes import Lengths, counts_of
 from .load import load
@@ -50,6 +51,8 @@ def attention_forward(
         LONGEST_FIRST=CONFIG.last_heads_longest_first and MASK.hides_late_keys,
     )
     init_all(wires.channels())
+    if found_before(MASK):  # by the kernel before, what each role asks first
+        gdc_wait()
 
     # Divided here: in the role that needs it, the compiler would have it live in registers through every role.
     heads_per_kv_head = q_desc.shape[1] // k_desc.shape[1]
