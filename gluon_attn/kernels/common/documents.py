@@ -8,7 +8,7 @@ Of each batch one after the other: ids of queries, ids of keys, ranges of keys f
 queries for each tile of keys; of ranges either are there.
 """
 
-from gluon_attn.runtime.compat import gdc_launch_dependents, gl, jit
+from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents, gl, jit
 
 TILE = gl.constexpr(64)  # positions: no role has a smaller share of a row block, and no key block is smaller
 TILES = gl.constexpr(8)  # that a program looks at
@@ -47,11 +47,17 @@ def rows_of_documents(first_key, last_key, q_len, k_len, kv_head, batch, documen
     return ranges_of(first_key, last_key, of_rows + padded(q_len) // TILE * 4)
 
 
+@constexpr_function
+def same_everywhere(num_warps, num_ctas):
+    """Numbers side by side in the threads of a warp, the same in every warp and CTA."""
+    return gl.BlockedLayout([1], [32], [num_warps], [0], cga_layout=[[0]] * (num_ctas.bit_length() - 1))
+
+
 @jit
 def ranges_of(first, last, ranges):
     """What all tiles of a block, from position `first` to `last`, have in common."""
     TOGETHER: gl.constexpr = WHOLE // TILE
-    tile = first // TILE + gl.arange(0, TOGETHER, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    tile = first // TILE + gl.arange(0, TOGETHER, same_everywhere(gl.num_warps(), gl.num_ctas()))
     inside = tile <= last // TILE
     at = ranges + tile * 4
     start = gl.min(gl.load(at, mask=inside, other=LARGEST), axis=0)

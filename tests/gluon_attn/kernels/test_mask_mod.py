@@ -1,0 +1,235 @@
+"""Masks that are functions: what they are asked, which blocks their ranges leave out, and that nobody hangs for it."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gluon_cpu
+from channels.compat import gl, jit
+from gluon_attn import MaskMod, ScoreMod, attention, reference_attention
+from gluon_attn.device import Device
+from gluon_attn.forward.configs import ForwardConfig
+from gluon_attn.forward.table import blackwell_config, hopper_config
+from tests.gluon_cpu.attention import normal_qkv
+from tests.slow import slow_if
+
+H200, B200 = Device.hopper(), Device.blackwell()
+ARCHS = {"Hopper": H200, "Blackwell": B200}
+SMALL = hopper_config(2, 64, 2, 2, 232)  # 128 rows, 64 keys
+CONFIGS: dict[str, tuple[Device, ForwardConfig]] = {
+    "Hopper": (H200, SMALL),
+    "Hopper, turns": (H200, hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)),
+    "Hopper, four roles": (H200, hopper_config(4, 64, 2, 4, 112, integer_max=True)),
+    "Hopper, 2 CTAs": (H200, hopper_config(2, 64, 2, 2, 232, num_ctas=2)),
+    "Blackwell": (B200, blackwell_config(3, 192, exp_pieces=4, early_p=True)),
+}
+QUICK = ("Hopper, turns", "Blackwell")
+BY_ARCH = slow_if(lambda name: name == "Blackwell", ARCHS)
+
+
+@jit
+def prefix(q_index, k_index, head, batch, prefixes):
+    """All keys of a prefix, of each batch, are seen; after it a query sees what is not after itself."""
+    return (k_index < gl.load(prefixes + batch)) | (k_index <= q_index)
+
+
+@jit
+def prefix_keys(first_row, last_row, q_len, k_len, head, batch, prefixes):
+    length = gl.load(prefixes + batch)
+    return 0, gl.maximum(length, last_row + 1), 0, gl.maximum(length, first_row + 1)
+
+
+@jit
+def prefix_rows(first_key, last_key, q_len, k_len, kv_head, batch, prefixes):
+    length = gl.load(prefixes + batch)
+    return gl.where(first_key < length, 0, first_key), q_len, gl.where(last_key < length, 0, last_key), q_len
+
+
+PREFIXES = torch.tensor([150, 30], dtype=torch.int32)
+
+
+def prefix_mask(q_len: int, kv_len: int) -> Tensor:
+    rows, keys = torch.arange(q_len)[:, None], torch.arange(kv_len)
+    return ((keys < PREFIXES[:, None, None]) | (keys <= rows))[:, None]
+
+
+@jit
+def stripes(q_index, k_index, head, batch, WIDTH: gl.constexpr):
+    """Every third stripe of keys, another of each head; the rows of a stripe see nothing at all."""
+    return ((k_index // WIDTH + head) % 3 == 0) & (q_index // WIDTH != 1)
+
+
+def stripes_mask(q_len: int, kv_len: int, heads: int, width: int) -> Tensor:
+    rows, keys, head = torch.arange(q_len)[:, None], torch.arange(kv_len), torch.arange(heads)[:, None, None]
+    return ((keys // width + head) % 3 == 0) & (rows // width != 1)
+
+
+def check(
+    mask: Tensor, mod: MaskMod, device: Device, config: ForwardConfig | None = None, *, lengths: tuple[int, int],
+    **options: Any,
+) -> None:  # fmt: skip
+    q, k, v = normal_qkv(batch=2, heads=2, kv_heads=1, q_len=lengths[0], kv_len=lengths[1], dtype=torch.float16)
+    out, lse = attention(q, k, v, mask_mod=mod, return_lse=True, device=device, config=config, **options)
+    want, want_lse = reference_attention(q.double(), k.double(), v.double(), mask=mask, **options)
+    torch.testing.assert_close(out.double(), want, atol=4e-3, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
+    assert not out[want_lse.isneginf()].any()
+
+
+@pytest.mark.parametrize("ranges", slow_if(lambda ranges: not ranges, [True, False]))
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CONFIGS))
+def test_a_prefix(name, ranges):
+    """With blocks left out, and without; odd lengths."""
+    device, config = CONFIGS[name]
+    mod = MaskMod(prefix, keys=prefix_keys if ranges else None, tensors=(PREFIXES,))
+    check(prefix_mask(301, 433), mod, device, config, lengths=(301, 433))
+
+
+@pytest.mark.parametrize("arch", BY_ARCH)
+def test_rows_without_keys(arch):
+    """Combined with a causal mask and a window; the function is asked of each head."""
+    mod = MaskMod(stripes, constants=(40,))
+    options: dict[str, Any] = {"causal": True, "window": (170, None)}
+    check(stripes_mask(270, 270, 2, 40), mod, ARCHS[arch], lengths=(270, 270), **options)
+
+
+@jit
+def bounded(q_index, k_index, head, batch, q_len, k_len, queries, keys):
+    """Reads one number for each position: one beyond the last would not be there."""
+    return gl.load(queries + q_index) >= gl.load(keys + k_index) + gl.where(q_index < q_len, 0, k_len)
+
+
+@pytest.mark.parametrize("arch", BY_ARCH)
+def test_no_position_beyond_the_last(arch):
+    """gluon_cpu would find a load out of bounds. With a function of scores, whose tensors come first."""
+    q_len, kv_len = 77, 139
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = (torch.randint(0, 9, (n,), generator=generator, dtype=torch.int32) for n in (q_len, kv_len))
+    mod = MaskMod(bounded, tensors=(queries, keys), lengths=True)
+    q, k, v = normal_qkv(batch=1, heads=2, q_len=q_len, kv_len=kv_len, dtype=torch.float16)
+    slopes = torch.tensor([0.5, 0.25])
+    got = attention(q, k, v, mask_mod=mod, alibi_slopes=slopes, device=ARCHS[arch])
+    mask = queries[:, None] >= keys
+    want, _ = reference_attention(q.double(), k.double(), v.double(), mask=mask, alibi_slopes=slopes)
+    torch.testing.assert_close(got.double(), want, atol=4e-3, rtol=0)
+
+
+@jit
+def to_the_right(q_index, k_index, head, batch):
+    return k_index <= q_index
+
+
+@pytest.mark.parametrize("arch", BY_ARCH)
+def test_aligned(arch):
+    """A causal mask as a function is aligned to the bottom right if it is asked to be."""
+    q, k, v = normal_qkv(heads=1, q_len=100, kv_len=170, dtype=torch.float16)
+    got = attention(q, k, v, mask_mod=MaskMod(to_the_right, aligned=True), device=ARCHS[arch])
+    want, _ = reference_attention(q.double(), k.double(), v.double(), causal=True)
+    torch.testing.assert_close(got.double(), want, atol=4e-3, rtol=0)
+
+
+@jit
+def anything(q_index, k_index, head, batch, numbers):
+    return k_index >= 0
+
+
+@jit
+def odd_ranges(first, last, q_len, k_len, head, batch, numbers):
+    """That of a part of a block has nothing to do with that of the block."""
+    start, end, step = gl.load(numbers), gl.load(numbers + 1), gl.load(numbers + 2)
+    return first * step + start, first * step + end, start, end
+
+
+ODD = {
+    "negative": (-500, -100, 0),
+    "beyond": (10**6, 2 * 10**6, 0),
+    "from the end to the beginning": (300, 20, 0),
+    "whole, of no key": (64, 64, 0),
+    "a part of none": (0, 64, 5),
+    "backwards": (400, 500, -3),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_whatever_ranges_say_all_roles_walk_the_same(name):
+    """Ranges that contradict each other give other numbers, but no hang and no race; gradients too."""
+    mod = MaskMod(anything, keys=odd_ranges, rows=odd_ranges, tensors=(torch.tensor(ODD[name], dtype=torch.int32),))
+    q, k, v = (t.requires_grad_() for t in normal_qkv(heads=2, kv_heads=1, q_len=300, kv_len=430, head_dim=64))
+    for device in ARCHS.values():
+        out = attention(q.detach(), k.detach(), v.detach(), mask_mod=mod, device=device)
+        assert out.isfinite().all()
+    out = attention(q, k, v, mask_mod=mod, device=H200)
+    out.sum().backward()
+    for t in (q, k, v):
+        assert t.grad is not None
+        assert t.grad.isfinite().all()
+
+
+@jit
+def halved(score, q_index, k_index, head, batch):
+    return score * 0.5
+
+
+@jit
+def halved_back(dscore, score, modified, q_index, k_index, head, batch):
+    return dscore * 0.5
+
+
+GRADIENTS: dict[str, tuple[bool, bool, dict[str, Any]]] = {  # ranges, a function of scores too, options
+    "ranges": (True, False, {}),
+    "no ranges": (False, False, {}),
+    "in a fixed order": (True, False, {"deterministic": True}),
+    "with scores": (True, True, {}),
+    "window": (True, False, {"window": (200, 90)}),
+    "D=256": (True, False, {"head_dim": 256}),
+}
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name != "ranges", GRADIENTS))
+def test_gradients(name):
+    ranges, scores, options = GRADIENTS[name]
+    options = dict(options)
+    q_len, kv_len, head_dim = 301, 433, options.pop("head_dim", 64)
+    given = normal_qkv(
+        batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=torch.bfloat16
+    )
+    mod = MaskMod(
+        prefix, keys=prefix_keys if ranges else None, rows=prefix_rows if ranges else None, tensors=(PREFIXES,)
+    )
+    ours = [t.clone().requires_grad_() for t in given]
+    score_mod = ScoreMod(halved, halved_back) if scores else None
+    out = attention(*ours, mask_mod=mod, score_mod=score_mod, device=H200, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+    got = torch.autograd.grad(out, ours, dout)
+    plain = [t.double().requires_grad_() for t in given]
+    options.pop("deterministic", None)
+    scale = head_dim**-0.5 * (0.5 if scores else 1)
+    want, _ = reference_attention(*plain, mask=prefix_mask(q_len, kv_len), scale=scale, **options)
+    exact = torch.autograd.grad(want, plain, dout.double())
+    for one, other in zip(got, exact, strict=True):
+        assert (one.double() - other).norm() <= 6e-3 * other.norm()
+
+
+def test_no_race():
+    """Of the backward, where load, gradient and reduce each find the rows that a block of keys walks."""
+    mod = MaskMod(prefix, keys=prefix_keys, rows=prefix_rows, tensors=(PREFIXES,))
+    q, k, v = (t.requires_grad_() for t in normal_qkv(heads=1, q_len=200, kv_len=300, head_dim=64))
+
+    def call() -> None:
+        attention(q, k, v, mask_mod=mod, device=H200).sum().backward()
+
+    gluon_cpu.check(call, schedules=4, quiet=True)
+
+
+def test_infinite_scores():
+    """+inf where the mask lets it through; and where it does not, nothing of it."""
+    q, k, v = normal_qkv(heads=1, q_len=70, kv_len=70, dtype=torch.float16)
+    k[0, 0, 60] = math.inf
+    q = q.abs() + 0.1
+    out, lse = attention(q, k, v, mask_mod=MaskMod(to_the_right), return_lse=True, device=H200)
+    want, want_lse = reference_attention(q.double(), k.double(), v.double(), causal=True)
+    assert torch.equal(lse.isposinf(), want_lse.isposinf())
+    assert torch.equal(out.isnan(), want.isnan())
