@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.mask_mods import near, near_keys, near_rows
 from bench.provenance import SEED, provenance
 from bench.timing import time_interleaved
-from gluon_attn import attention
+from gluon_attn import MaskMod, attention
 
 CUDNN, PLAIN = "cudnn causal", "ours causal"
 PASSES = ("forward", "backward")
@@ -115,8 +116,47 @@ ALIBI = Case(
 )
 SINKS = Case(name="sinks", options=lambda shape, device: {"sinks": torch.randn(shape.heads, device=device)})
 
+
+def documents_of(shape: Shape, device: str) -> Tensor:
+    """Ids of packed documents, (B, S) int32: lengths from 1 on, 2048 on average, others in each batch."""
+    generator = torch.Generator().manual_seed(SEED)
+    begins = torch.rand((shape.batch, shape.length), generator=generator) < 1 / 2048
+    return begins.cumsum(1, dtype=torch.int32).to(device)
+
+
+def same_document(shape: Shape, device: str) -> Callable[..., Any]:
+    ids = documents_of(shape, device)
+    return lambda b, h, i, j: ids[b, i] == ids[b, j]
+
+
+DOCUMENTS = Case(
+    name="documents",
+    options=lambda shape, device: {"segment_ids": documents_of(shape, device)},
+    keeps=same_document,
+)
+
+
+def window_by_function(left: int) -> Case:
+    """`window` as a mask_mod, with ranges."""
+    mod = MaskMod(near, keys=near_keys, rows=near_rows, constants=(left,))
+    return Case(
+        name=f"mask_mod {left}",
+        options=lambda shape, device: {"mask_mod": mod},
+        keeps=lambda shape, device: lambda b, h, i, j: i - j <= left,
+    )
+
+
 SETS: dict[str, tuple[Case, ...]] = {
-    "masks": (window(128), window(1024), chunk(2048), SINKS, soft_cap(30.0), ALIBI),
+    "masks": (
+        window(128),
+        window(1024),
+        chunk(2048),
+        SINKS,
+        soft_cap(30.0),
+        ALIBI,
+        DOCUMENTS,
+        window_by_function(1024),
+    ),
 }
 
 

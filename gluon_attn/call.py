@@ -145,23 +145,30 @@ def mask_function_of(q: Tensor, k: Tensor, extras: Extras, options: Options) -> 
     """Which keys a query sees besides, checked."""
     ids = {"q": extras.q_segment_ids, "k": extras.k_segment_ids}
     if options.mask_mod is not None and (ids["q"] is not None or ids["k"] is not None):
-        raise NotImplementedError("mask_mod: not supported together with segment_ids; write one mask_mod that does both")
+        raise NotImplementedError(
+            "mask_mod: not supported together with segment_ids; write one mask_mod that does both"
+        )
     for i, t in enumerate(extras.of_mask_mod):
         check_read(f"mask_mod.tensors[{i}]", t, q)
     if ids["q"] is None and ids["k"] is None:
         return options.mask_mod
     for name, of in (("q", q), ("k", k)):
-        t, shape = ids[name], (of.shape[0], of.shape[2 if options.layout == "bhsd" else 1])
+        given, shape = ids[name], (of.shape[0], of.shape[2 if options.layout == "bhsd" else 1])
         todo = "give (q_segment_ids, k_segment_ids), or one tensor for both"
-        if not isinstance(t, Tensor):
-            raise TypeError(f"segment_ids: expected a torch.Tensor of shape {shape} for {name}, got {type_name(t)}; {todo}")
-        if t.dtype != torch.int32:
-            raise TypeError(f"segment_ids: expected dtype torch.int32, got {t.dtype}; convert with .to(torch.int32)")
-        if tuple(t.shape) != shape:
-            raise ValueError(
-                f"segment_ids: expected shape {shape}, an id for each position of {name}, got {tuple(t.shape)}; {todo}"
+        if not isinstance(given, Tensor):
+            raise TypeError(
+                f"segment_ids: expected a torch.Tensor of shape {shape} for {name}, got {type_name(given)}; {todo}"
             )
-        check_read("segment_ids", t, q)
+        if given.dtype != torch.int32:
+            raise TypeError(
+                f"segment_ids: expected dtype torch.int32, got {given.dtype}; convert with .to(torch.int32)"
+            )
+        if tuple(given.shape) != shape:
+            raise ValueError(
+                f"segment_ids: expected shape {shape}, an id for each position of {name}, got {tuple(given.shape)}; "
+                f"{todo}"
+            )
+        check_read("segment_ids", given, q)
     return DOCUMENTS
 
 

@@ -203,7 +203,8 @@ def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
         )
 
 
-SAVED = slice(4, len(Extras._fields) - 2)  # of Extras, for the backward pass: all but `out`, scales and what functions read
+# Of Extras, what the backward pass needs besides what functions read.
+SAVED = ("sinks", "alibi_slopes", "q_segment_ids", "k_segment_ids")
 
 
 class Attention(torch.autograd.Function):
@@ -215,7 +216,7 @@ class Attention(torch.autograd.Function):
     ) -> Any:
         out, lse = attend(q, k, v, extras, options, True)
         read = (*extras.of_score_mod, *extras.of_mask_mod)
-        ctx.save_for_backward(q, k, v, out, lse, *extras[SAVED], *read)
+        ctx.save_for_backward(q, k, v, out, lse, *(getattr(extras, name) for name in SAVED), *read)
         ctx.read_by_scores = len(extras.of_score_mod)
         ctx.call = options, key_of(q, k, v, extras, options)
         ctx.set_materialize_grads(False)
@@ -226,9 +227,9 @@ class Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 7
         q, k, v, out, lse, *others = ctx.saved_tensors
-        kept, read = others[: SAVED.stop - SAVED.start], tuple(others[SAVED.stop - SAVED.start :])
-        read_by = read[: ctx.read_by_scores], read[ctx.read_by_scores :]
-        extras = Extras(None, None, None, None, *kept, *read_by)
+        kept, read = dict(zip(SAVED, others, strict=False)), tuple(others[len(SAVED) :])
+        by_scores, by_mask = read[: ctx.read_by_scores], read[ctx.read_by_scores :]
+        extras = Extras(**kept, of_score_mod=by_scores, of_mask_mod=by_mask)
         arguments = (dout, dlse, q, k, v, out, lse, extras, *ctx.call)
         # A graph of the backward pass is made if its caller gives create_graph=True.
         grads = Gradients.apply(*arguments) if torch.is_grad_enabled() else differentiate(*arguments)

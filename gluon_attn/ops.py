@@ -49,9 +49,7 @@ def forward(
     from .api import attend
 
     options = Options(causal, (left, right), chunk, softcap, None, scale, layout, None, num_ctas, None, CARDS[card])
-    extras = Extras(
-        sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids
-    )
+    extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids)
     with torch.no_grad():  # what records gradients here is the operator
         out, lse = attend(q, k, v, extras, options, return_lse=True)
     return out, lse
@@ -91,9 +89,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dQ, dK, dV, dsinks), as `attention_backward` has them; dsinks is empty if there are no sinks."""
     options = Options(causal, (left, right), chunk, softcap, None, scale, layout, deterministic, device=CARDS[card])
-    extras = Extras(
-        sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids
-    )
+    extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids)
     dq, dk, dv, *others = differentiate(
         dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options)
     )
@@ -157,10 +153,8 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Optio
         require_gradients(q, None, options)
     card = card_in_graph(extras, options)
     causal, (left, right), chunk, softcap, _, scale, layout, deterministic, num_ctas, *_ = options
-    return forward(
-        q, k, v, extras.sinks, extras.alibi_slopes, extras.q_segment_ids, extras.k_segment_ids, causal, left, right, chunk, softcap, scale, layout, deterministic,
-        num_ctas, card,
-    )  # fmt: skip
+    tensors = extras.sinks, extras.alibi_slopes, extras.q_segment_ids, extras.k_segment_ids
+    return forward(q, k, v, *tensors, causal, left, right, chunk, softcap, scale, layout, deterministic, num_ctas, card)
 
 
 def not_in_a_graph(extras: Extras, options: Options) -> dict[str, Any]:

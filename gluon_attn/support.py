@@ -20,9 +20,9 @@ from .api import (
 from .call import Extras, Options, Window, both_segment_ids, key_of
 from .device import Device
 from .forward.configs import ForwardConfig
-from .ops import card_in_graph
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
+from .ops import card_in_graph
 from .problem import FP8_DTYPES, PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
 

@@ -1,8 +1,8 @@
 """Documents: several of them in one sequence, of which each query sees its own. A mask function like anybody's.
 
-What it reads is made before, by a kernel of its own. Ids are copied, padded to whole blocks, so that loads need no mask.
-And each tile's least and largest id is compared with those of every other tile: blocks are left out wherever ids are
-sorted, or lie in long runs.
+What it reads is made before, by a kernel of its own. Ids are copied, padded to whole blocks, and loads need no mask.
+Each tile's least and largest id is compared with those of every other tile, so that blocks are left out wherever ids
+are sorted, or lie in long runs.
 
 Of each batch one after the other: ids of queries, ids of keys, ranges of keys for each tile of queries, and ranges of
 queries for each tile of keys; of ranges either are there.
@@ -144,6 +144,6 @@ def prepare_documents(
     if OF_KEYS:
         if program * SPAN < k_len:
             store_ranges(ranges + padded(q_len) // TILE * 4, program * TILES, k_ids, q_ids, k_len, q_len)
-    else:  # noqa: PLR5501 - the first is known when the kernel is compiled, the second is not
+    else:
         if program * SPAN < q_len:
             store_ranges(ranges, program * TILES, q_ids, k_ids, q_len, k_len)

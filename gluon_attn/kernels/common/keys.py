@@ -195,9 +195,7 @@ class Rows:
         if self.MASK.function is not None:
             q_index, k_index, head, batch = self.place(scores, block, FIRST_COLUMN)
             sequence = self.block.sequence
-            seen = lets_through(
-                self.MASK.function, self.SCORE_MOD, q_index, k_index, head, batch, sequence, self.aux
-            )
+            seen = lets_through(self.MASK.function, self.SCORE_MOD, q_index, k_index, head, batch, sequence, self.aux)
             scores = gl.where(seen, scores, float("-inf"))
         if self.MASK.has_row_limits:
             row, start = rows_of(scores), block * self.BLOCK_N + FIRST_COLUMN

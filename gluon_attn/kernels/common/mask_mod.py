@@ -43,11 +43,9 @@ def lets_through(FUNCTION: gl.constexpr, SCORE_MOD: gl.constexpr, q_index, k_ind
         k_index = gl.minimum(k_index, sequence.k_len - 1)
     if FUNCTION.aligned:
         q_index += sequence.k_len - sequence.q_len
-    if FUNCTION.lengths:
-        place = (head, batch, sequence.q_len, sequence.k_len)
-    else:
-        place = (head, batch)
-    return FUNCTION.function(q_index, k_index, *place, *FUNCTION.constants, *read)
+    place = (q_index, k_index, head, batch, sequence.q_len, sequence.k_len)
+    GIVEN: gl.constexpr = 6 if FUNCTION.lengths else 4
+    return FUNCTION.function(*place[:GIVEN], *FUNCTION.constants, *read)
 
 
 @jit

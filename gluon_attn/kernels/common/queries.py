@@ -223,9 +223,7 @@ class Keys:
         sequence = self.sequence
         if self.MASK.function is not None:
             q_index, k_index, head, batch = self.place(scores, row, head)
-            seen = lets_through(
-                self.MASK.function, self.SCORE_MOD, q_index, k_index, head, batch, sequence, self.aux
-            )
+            seen = lets_through(self.MASK.function, self.SCORE_MOD, q_index, k_index, head, batch, sequence, self.aux)
             scores = gl.where(seen, scores, float("-inf"))
         if self.MASK.has_early_limit or self.MASK.has_row_limits:
             key = self.first + rows_of(scores)

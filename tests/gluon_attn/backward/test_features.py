@@ -34,11 +34,23 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
     "soft cap, D=256": ({"causal": True, "softcap": 2.0}, (130, 130), 256),
     "ALiBi": ({"causal": True, "alibi_slopes": SLOPES}, (200, 230), 64),
     "ALiBi, D=128": ({"alibi_slopes": SLOPES}, (230, 200), 128),
+    "documents": ({"causal": True, "documents": 90}, (300, 300), 64),
+    "documents, D=128": ({"documents": 61}, (200, 330), 128),
+    "documents, D=256": ({"causal": True, "documents": 70}, (150, 150), 256),
+    "documents and a window": ({"documents": 120, "window": (70, 0)}, (260, 260), 64),
     "sinks": ({"causal": True, "sinks": SINKS}, (200, 230), 64),
     "sinks, rows without keys": ({"causal": True, "sinks": SINKS}, (270, 130), 128),
     "sinks, window and soft cap": ({"window": (70, 0), "sinks": SINKS, "softcap": 2.0}, (260, 260), 64),
 }
-QUICK = ("window", "window, rows without keys", "chunks", "soft cap", "ALiBi, D=128", "sinks, window and soft cap")
+QUICK = (
+    "documents",
+    "window",
+    "window, rows without keys",
+    "chunks",
+    "soft cap",
+    "ALiBi, D=128",
+    "sinks, window and soft cap",
+)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -69,7 +81,12 @@ def check(
     deterministic: bool = False,
     where: str = "cpu",
 ) -> None:
-    """where: "cpu", to execute the kernels there, or "cuda"."""
+    """where: "cpu", to execute the kernels there, or "cuda". Of options, documents: how long they are; those of the
+    second batch begin elsewhere."""
+    options = dict(options)
+    if "documents" in options:
+        size, starts = options.pop("documents"), torch.tensor([[0], [17]])
+        options["segment_ids"] = tuple(((torch.arange(n) + starts) // size).int().to(where) for n in lengths)
     q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=lengths[0], kv_len=lengths[1], head_dim=head_dim)
     dout, dlse = normal(*q.shape, seed=7), normal(*q.shape[:3], dtype=torch.float32, seed=8)
     q, k, v, dout, dlse = (t.to(where) for t in (q, k, v, dout, dlse))
