@@ -152,6 +152,8 @@ def mask_function_of(q: Tensor, k: Tensor, extras: Extras, options: Options) -> 
         check_read(f"mask_mod.tensors[{i}]", t, q)
     if ids["q"] is None and ids["k"] is None:
         return options.mask_mod
+    if options.max_seqlens is not None:
+        raise NotImplementedError("segment_ids: not supported with packed sequences; give each document as a sequence")
     for name, of in (("q", q), ("k", k)):
         given, shape = ids[name], (of.shape[0], of.shape[2 if options.layout == "bhsd" else 1])
         todo = "give (q_segment_ids, k_segment_ids), or one tensor for both"
