@@ -204,7 +204,9 @@ def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
 
 
 # Of Extras, what the backward pass needs besides what functions read.
-SAVED = ("sinks", "alibi_slopes", "q_segment_ids", "k_segment_ids")
+SAVED = (
+    "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_segment_ids", "k_segment_ids",
+)  # fmt: skip
 
 
 class Attention(torch.autograd.Function):

@@ -213,7 +213,7 @@ class PackedWork:
         record = order.records[0] + (1 + place // heads) * RECORD
         q_first, q_len = gl.load(record), gl.load(record + 1)
         k_first, k_len = gl.load(record + 2), gl.load(record + 3)
-        return Keys(
+        keys = Keys(
             batch=gl.load(record + 4),
             kv_head=before + place % heads,
             first=gl.load(record + 5) * order.KEYS,
@@ -228,7 +228,9 @@ class PackedWork:
             ROTATED=order.ROTATED,
             SCORE_MOD=order.SCORE_MOD,
             aux=order.aux,
+            limits=(),
         )
+        return keys.limited()
 
     @jit
     def next(self):
