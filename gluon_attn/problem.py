@@ -151,7 +151,7 @@ class Problem:
     @property
     def mask(self) -> Mask:
         """Without limits that hide nothing at these lengths, so that short sequences run the kernel without."""
-        mask = Mask(causal=self.causal, left=self.left, right=self.right, chunk=self.chunk)
+        mask = Mask(causal=self.causal, left=self.left, right=self.right, chunk=self.chunk, function=self.mask_function)
         if self.sequences is not None:
             return mask
         # Positions are from Sk - Sq to Sk - 1, and those below 0 see no key of a chunk, or under a causal mask.
@@ -161,7 +161,7 @@ class Problem:
             left=None if mask.left is None or mask.left >= self.kv_len - 1 else mask.left,
             right=None if mask.right is None or mask.right >= self.q_len - 1 else mask.right,
             chunk=None if one_chunk else mask.chunk,
-            function=self.mask_function,
+            function=mask.function,
         )
 
     @property

@@ -220,6 +220,39 @@ def test_gradients(name):
         assert (one.double() - other).norm() <= 6e-3 * other.norm()
 
 
+@jit
+def spared(q_index, k_index, head, batch, q_len, k_len):
+    return (k_index % 3 != 0) & (k_index <= q_index + k_len - q_len)
+
+
+@jit
+def spared_keys(first_row, last_row, q_len, k_len, head, batch):
+    return 0, last_row + 1 + k_len - q_len
+
+
+@jit
+def spared_rows(first_key, last_key, q_len, k_len, kv_head, batch):
+    return first_key - k_len + q_len, q_len
+
+
+def test_packed_sequences():
+    """Bit for bit as a call of each sequence: positions and lengths are those of the sequence."""
+    mod = MaskMod(spared, keys=spared_keys, rows=spared_rows, lengths=True)
+    starts = torch.tensor([0, 70, 70, 200], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    packed = [torch.randn(200, 2, 64, generator=generator).half().requires_grad_() for _ in range(3)]
+    out = gluon_attn.attention_varlen(*packed, starts, starts, 130, 130, mask_mod=mod, device=H200)
+    assert isinstance(out, Tensor)
+    dout = torch.randn(out.shape, generator=generator).half()
+    got = torch.autograd.grad(out, packed, dout)
+    for start, end in ((0, 70), (70, 200)):
+        alone = [t[None, start:end].detach().requires_grad_() for t in packed]
+        one = attention(*alone, mask_mod=mod, layout="bshd", device=H200)
+        assert torch.equal(one[0], out[start:end])
+        for grad, of_all in zip(torch.autograd.grad(one, alone, dout[None, start:end]), got, strict=True):
+            assert torch.equal(grad[0], of_all[start:end])
+
+
 def test_no_race():
     """Of the backward, where load, gradient and reduce each find the rows that a block of keys walks."""
     mod = MaskMod(prefix, keys=prefix_keys, rows=prefix_rows, tensors=(PREFIXES,))
