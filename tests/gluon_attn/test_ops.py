@@ -54,9 +54,24 @@ def test_the_operators_are_what_torch_expects():
     inputs = qkv(40, 40)
     torch.library.opcheck(
         torch.ops.gluon_attn.forward,
-        (*inputs, None, None, True, *(None,) * 5, "bhsd", True, None, "hopper"),
+        (*inputs, *(None,) * 4, True, *(None,) * 5, "bhsd", True, None, "hopper"),
         raise_exception=True,
     )
+
+
+def test_documents_in_a_graph():
+    ids = torch.arange(80, dtype=torch.int32)[None] // 30
+
+    def of_documents(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, segment_ids=ids.expand(q.shape[0], -1).contiguous(), device=HOPPER)
+
+    inputs = qkv(80, 80)
+    compiled = torch.compile(of_documents, backend="aot_eager", fullgraph=True)
+    results = [fn(*inputs) for fn in (compiled, of_documents)]
+    assert torch.equal(*results)
+    grads = [torch.autograd.grad(out.float().sum(), inputs) for out in results]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
 
 
 def test_checkpointed():
@@ -155,7 +170,7 @@ def test_flops_count_what_is_seen(q_len, kv_len, causal):
     assert flops(*shapes, "bhsd", Mask(causal=causal), FORWARD_PRODUCTS) == 4 * 2 * 3 * 8 * seen
     inputs = [t.detach() for t in qkv(40, 40)]
     with FlopCounterMode(display=False) as counter:
-        torch.ops.gluon_attn.forward(*inputs, None, None, False, *(None,) * 5, "bhsd", None, None, "hopper")
+        torch.ops.gluon_attn.forward(*inputs, *(None,) * 4, False, *(None,) * 5, "bhsd", None, None, "hopper")
     assert counter.get_total_flops() == 4 * 2 * 40 * 40 * 64
 
 

@@ -293,6 +293,7 @@ def test_both_layouts_pose_the_same_problem(layout):
         "left": None,
         "right": None,
         "chunk": None,
+        "mask_function": None,
         "sequences": None,
     }
 
