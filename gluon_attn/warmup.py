@@ -15,6 +15,7 @@ import torch
 from .backward.configs import HopperBackward
 from .backward.launch import builds_of, sinks_build
 from .backward.table import HOPPER as BACKWARD
+from .backward.table import UNLIKE, padded_head_dims
 from .demo import card, prepare_process, quiet_exit, say
 from .forward.configs import ForwardConfig
 from .forward.launch import build_of, transpose_build
@@ -32,6 +33,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4
 ARCHS = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
 SINKS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST_HEAD_DIM = {90: 256, 100: 128, 103: 128}
+HEAD_DIMS_APART = (90,)  # where V's may be another one than Q's
 BAR_WIDTH = 24
 
 
@@ -76,6 +78,7 @@ def main(arguments: Sequence[str]) -> None:
 def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     command = argparse.ArgumentParser(prog="python -m gluon_attn warmup", description=__doc__)
     command.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], metavar="D", help="default: 64 128")
+    command.add_argument("--head-dim-v", type=int, metavar="D", help="of V, if it is another one")
     command.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"], help="of q, k and v (default: bf16)")
     masks = command.add_mutually_exclusive_group()
     masks.add_argument("--causal", action="store_true", help="causal kernels only (default: those without a mask too)")
@@ -119,22 +122,34 @@ def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
     if options.backward:
         require_gradients(dtypes, arch)
     for head_dim in options.head_dim:
+        head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
         multiple = 16 if any(dtype in FP8_DTYPES for dtype in dtypes) else 8
-        if not 0 < head_dim <= LARGEST_HEAD_DIM[arch] or head_dim % multiple:
+        for option, given in {"--head-dim": head_dim, "--head-dim-v": head_dim_v}.items():
+            if not 0 < given <= LARGEST_HEAD_DIM[arch] or given % multiple:
+                raise ValueError(
+                    f"{option}: expected a multiple of {multiple} up to {LARGEST_HEAD_DIM[arch]} for sm_{arch}, got "
+                    f"{given}"
+                )
+        forward, backward = (
+            (Problem.padded(head_dim), Problem.padded(head_dim_v)),
+            padded_head_dims(head_dim, head_dim_v),
+        )
+        if arch not in HEAD_DIMS_APART and forward[0] != forward[1]:
             raise ValueError(
-                f"--head-dim: expected a multiple of {multiple} up to {LARGEST_HEAD_DIM[arch]} for sm_{arch}, got "
-                f"{head_dim}"
+                f"--head-dim-v: expected one padded as that of Q, {forward[0]}, for sm_{arch}, got {head_dim_v}"
             )
-        forward, backward = Problem.padded(head_dim), next(d for d in BACKWARD if head_dim <= d)
         for name, dtype in zip(options.dtype, dtypes, strict=True):
             for mask in masks:
                 window = "" if mask.left is None else f" window {mask.left}"
                 kind = f"{'causal' if mask.causal else 'full'}{window} {name}"
-                yield from forward_jobs(f"D={forward} {kind}", dtype, forward, mask, scores, arch)
+                yield from forward_jobs(f"{named(*forward)} {kind}", dtype, forward[0], mask, scores, arch, forward[1])
                 if options.backward and dtype not in FP8_DTYPES:
-                    yield from backward_jobs(
-                        f"D={backward} {kind}", dtype, backward, mask, scores, options.deterministic
-                    )
+                    of_kind = f"{named(*backward)} {kind}", dtype, backward[0], mask, scores, options.deterministic
+                    yield from backward_jobs(*of_kind, backward[1])
+
+
+def named(head_dim: int, head_dim_v: int) -> str:
+    return f"D={head_dim}" + f"/{head_dim_v}" * (head_dim_v != head_dim)
 
 
 def require_gradients(dtypes: Sequence[torch.dtype], arch: int) -> None:
@@ -145,9 +160,16 @@ def require_gradients(dtypes: Sequence[torch.dtype], arch: int) -> None:
 
 
 def forward_jobs(
-    kind: str, dtype: torch.dtype, padded_head_dim: int, mask: Mask, scores: Scores, arch: int
+    kind: str,
+    dtype: torch.dtype,
+    padded_head_dim: int,
+    mask: Mask,
+    scores: Scores,
+    arch: int,
+    padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
-    for row in rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch):
+    head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
+    for row in rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v):
         if mask.most_keys(LARGEST_LENGTH) < row.min_kv_len:
             continue
         config = row.config if scores.cap is None else for_any_scores(row.config)
@@ -157,39 +179,51 @@ def forward_jobs(
             "little work" * row.one_round,
         ]
         name = ", ".join(filter(None, [f"forward {kind} {config.block_m} x {config.block_n}", *served]))
-        yield Job(name, partial(forward_build, scores, dtype, padded_head_dim, mask, config))
+        yield Job(name, partial(forward_build, scores, dtype, padded_head_dim, head_dim_v, mask, config))
         if config.transposes_before(dtype.itemsize):
-            yield Job(f"transpose {kind}", partial(transpose_build, dtype, padded_head_dim))
+            yield Job(f"transpose {kind}", partial(transpose_build, dtype, head_dim_v))
 
 
 def backward_jobs(
-    kind: str, dtype: torch.dtype, padded_head_dim: int, mask: Mask, scores: Scores, deterministic: bool
+    kind: str,
+    dtype: torch.dtype,
+    padded_head_dim: int,
+    mask: Mask,
+    scores: Scores,
+    deterministic: bool,
+    padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     """A kernel in which programs share key blocks is another one."""
     if scores.sinks is not None:
         yield Job("backward, sinks", partial(sinks_build, scores.sinks))
+    head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
+    config = BACKWARD[padded_head_dim] if head_dim_v == padded_head_dim else UNLIKE[padded_head_dim, head_dim_v]
     for shared in (False, True):
-        choices = (dtype, padded_head_dim, mask, BACKWARD[padded_head_dim], deterministic, shared)
+        choices = (dtype, padded_head_dim, head_dim_v, mask, config, deterministic, shared)
         how = ", fixed order" * deterministic + ", shared key blocks" * shared
         for step, name in enumerate(("before", "main", "after")):
             yield Job(f"backward {kind}, {name}{how}", partial(backward_build, scores, step, *choices))
 
 
-def forward_build(scores: Scores, dtype: torch.dtype, padded_head_dim: int, mask: Mask, config: ForwardConfig) -> Build:
-    return build_of(dtype, padded_head_dim, mask, config, scores.score_mod, scores.sinks)
+def forward_build(
+    scores: Scores, dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: Mask, config: ForwardConfig
+) -> Build:
+    return build_of(dtype, head_dim, mask, config, scores.score_mod, scores.sinks, padded_head_dim_v=head_dim_v)
 
 
 def backward_build(
     scores: Scores,
     step: int,
     dtype: torch.dtype,
-    padded_head_dim: int,
+    head_dim: int,
+    head_dim_v: int,
     mask: Mask,
     config: HopperBackward,
     deterministic: bool,
     shared: bool,
 ) -> Build:
-    return builds_of(dtype, padded_head_dim, mask, config, deterministic, shared, scores.score_mod)[step]
+    choices = (dtype, head_dim, mask, config, deterministic, shared, scores.score_mod)
+    return builds_of(*choices, padded_head_dim_v=head_dim_v)[step]
 
 
 def unlike(jobs: Iterable[Job]) -> list[Job]:

@@ -21,7 +21,7 @@ from gluon_attn.device import Device
 from gluon_attn.forward.launch import launches_of, transpose_build
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import pick_config
-from gluon_attn.problem import Problem, output_dtype
+from gluon_attn.problem import Problem, empty_output
 from gluon_attn.runtime.kernel import Build
 from gluon_attn.score_mod import softcap
 
@@ -51,10 +51,10 @@ def random_problem(rng: random.Random, dtype: torch.dtype, head_dim: int, causal
 
 def builds_of_a_call(problem: Problem, device: Device) -> list[Build]:
     plan = Plan.of(problem, pick_config(problem, device), device)
-    of_kv = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
-    q = torch.empty((problem.batch, problem.heads, problem.q_len, problem.head_dim), dtype=problem.dtype, device="meta")
-    k, v = (torch.empty(of_kv, dtype=problem.dtype, device="meta") for _ in range(2))
-    return [launch.build for launch in launches_of(plan, q, k, v, q.to(output_dtype(problem.dtype)))]
+    of_kv, d, d_v = (problem.batch, problem.kv_heads, problem.kv_len), problem.head_dim, problem.head_dim_v
+    q = torch.empty((problem.batch, problem.heads, problem.q_len, d), dtype=problem.dtype, device="meta")
+    k, v = (torch.empty((*of_kv, columns), dtype=problem.dtype, device="meta") for columns in (d, d_v))
+    return [launch.build for launch in launches_of(plan, q, k, v, empty_output(q, v))]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -230,3 +230,27 @@ def test_the_command_compiles_in_processes_of_its_own(monkeypatch, capfd, tmp_pa
     for done in ("Compiled 2, in the cache before: 0", "Compiled 0, in the cache before: 2"):
         warmup.compile_all([SMALL, OTHER], 90, 2)
         assert done in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_kernels_of_a_v_head_dim_of_its_own(causal):
+    rng = random.Random(0)
+    found = [job.make() for job in jobs("--head-dim", "192", "--head-dim-v", "128", "--dtype", "bf16", "e4m3")]
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for _ in range(20):
+            asked = dataclasses.replace(random_problem(rng, dtype, 192, causal), head_dim_v=128)
+            assert all(build in found for build in builds_of_a_call(asked, DEVICES[90]))
+    names = [job.name for job in jobs("--head-dim", "136", "--head-dim-v", "128", "--backward", "--causal")]
+    assert any(name.startswith("backward D=192/128 causal bf16, main") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "message"),
+    [
+        (("64", "128"), "--head-dim-v: expected one padded as that of Q, 64, for sm_100, got 128"),
+        (("64", "60"), "got 60"),
+    ],
+)
+def test_a_v_head_dim_without_kernels_is_refused(head_dims, message):
+    with pytest.raises(ValueError, match=message):
+        jobs("--head-dim", head_dims[0], "--head-dim-v", head_dims[1], arch=100)
