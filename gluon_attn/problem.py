@@ -175,6 +175,11 @@ class Problem:
         return 0 in (self.batch, self.heads, self.q_len, self.kv_len, self.sequences)
 
     @property
+    def needs_no_maximum(self) -> bool:
+        """Whether the Hopper kernel takes 0 for its rows' maxima, see `needs_no_maximum` in online_softmax.py."""
+        return self.score_mod is not None and self.score_mod.near_zero and self.dtype == torch.bfloat16
+
+    @property
     def padded_head_dim(self) -> int:
         """Columns of Q and K in the kernel that computes it. TMA fills those between with zeros."""
         return Problem.padded(self.head_dim)

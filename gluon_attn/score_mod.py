@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels.common.score_mods import cap, cap_backward, slope, slope_backward
+from .kernels.common.score_mods import cap, cap_backward, slope
 
 MAX_TENSORS = 4
 LEAST_CAP, LARGEST_CAP = 1e-6, 1e6  # scores beyond are no use
+# e^55 is below 2^80: sums of 2^20 such exponentials times values of 2^27 are numbers in fp32, and e^-55 is one in bf16.
+NEAR_ZERO = 55.0
 TENSOR_TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -56,7 +58,9 @@ class ScoreFunction:
     """What a kernel is compiled with of a `ScoreMod`: all but its tensors. Hashable.
 
     tensors: Triton's types of what it reads. before, after: what scores are multiplied with before the function, and
-    what comes out of it.
+    what comes out of it. by_distance: forward is instead `forward(head, batch, *constants, *tensors) -> slope`, and
+    scores are reduced by the slope times the distance of query and key. near_zero: what comes out of it is at most
+    NEAR_ZERO from 0.
     """
 
     forward: Any
@@ -66,11 +70,14 @@ class ScoreFunction:
     after: float = 1.0
     aligned: bool = False
     tensors: tuple[str, ...] = ()
+    by_distance: bool = False
+    near_zero: bool = False
 
     @property
     def cache_key(self) -> str:
         """For Triton's cache: of the source of both functions, with all that they call, and of the numbers."""
-        numbers = (self.constants, self.before, self.after, self.aligned, self.tensors)
+        kind = (self.aligned, self.by_distance, self.near_zero)
+        numbers = (self.constants, self.before, self.after, kind, self.tensors)
         return source_key((self.forward, self.backward), numbers)
 
     def __str__(self) -> str:
@@ -138,10 +145,10 @@ def softcap(limit: float) -> ScoreFunction:
         raise ValueError(
             f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"
         )
-    return ScoreFunction(forward=cap, backward=cap_backward, before=1 / limit, after=limit)
+    return ScoreFunction(forward=cap, backward=cap_backward, before=1 / limit, after=limit, near_zero=limit <= NEAR_ZERO)
 
 
 def alibi(slopes: Tensor) -> ScoreFunction:
     """score - slope · |i + Sk - Sq - j|, of query i and key j; slopes: (H,) or (B, H) fp32."""
     of_batch = slopes.shape[-1] if slopes.dim() == 2 else 0
-    return ScoreFunction(forward=slope, backward=slope_backward, constants=(of_batch,), aligned=True, tensors=("fp32",))
+    return ScoreFunction(forward=slope, backward=slope, constants=(of_batch,), by_distance=True, tensors=("fp32",))

@@ -97,6 +97,8 @@ class HopperConfig(ForwardConfig):
         seen only scores far below 0. For 16 bits and one CTA.
     early_exp: quarters of a block's exponentials that are computed before the product P V of the block before is
         waited for, 0 to 2.
+    half_by_polynomial: compute half of the exponentials of unmasked blocks by polynomial on the multiply-add units.
+        For scores that a function keeps near 0, in bf16.
     stage_in_queries: stage O for its store in the tile of Q, rather than in a buffer of its own.
     last_heads_longest_first: under a causal mask, walk the row blocks of the last heads one by one, those with most
         keys first, so that no program ends much later than others.
@@ -111,6 +113,7 @@ class HopperConfig(ForwardConfig):
     stage_in_queries: bool
     early_exp: int = 0
     integer_max: bool = False
+    half_by_polynomial: bool = False
     last_heads_longest_first: bool = False
     transpose_registers: int = 0
 

@@ -9,6 +9,7 @@ from ..device import Device
 from ..kernels.common.mask import Mask
 from ..problem import FP8_DTYPES, Problem
 from ..runtime.descriptors import Bases
+from ..score_mod import NEAR_ZERO
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 from .plan import Plan
 
@@ -262,7 +263,7 @@ def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -
     for row in TABLE + OTHER_HEAD_DIMS:
         needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes, row.padded_head_dim_v)
         if row.fits(typical, device, num_ctas) and needed <= device.smem_bytes:
-            return row.config if problem.score_mod is None else for_any_scores(row.config)
+            return row.config if problem.score_mod is None else for_changed_scores(row.config, problem)
     raise ValueError(
         f"config: no row of the tuning table fits head_dim {head_dims_of(problem)}, num_ctas {num_ctas} and the "
         f"{device.smem_bytes} bytes of shared memory of {device.name}; give a ForwardConfig as config"
@@ -291,10 +292,13 @@ def rows_by_default(
     return rows
 
 
-def for_any_scores(config: ForwardConfig) -> ForwardConfig:
-    """The config without the levers that look at raw scores."""
+def for_changed_scores(config: ForwardConfig, problem: Problem) -> ForwardConfig:
+    """The config without the lever that looks at raw scores; on Hopper with one for soft caps, whose tanh asks the
+    exponential unit too. On an H100 that is 10 % faster at D=64; at D=128, where the multiply-add units have less time
+    to spare for each score, 5 % slower: bench/results/h100_scores.json."""
     if isinstance(config, HopperConfig):
-        return replace(config, integer_max=False)
+        small = problem.padded_head_dim == problem.padded_head_dim_v == 64
+        return replace(config, half_by_polynomial=small and problem.needs_no_maximum)
     assert isinstance(config, BlackwellConfig)
     return replace(config, max_in_load=False)
 
@@ -350,8 +354,7 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
         raise ValueError(
             "config: expected dynamic=False with packed sequences, which programs take from a list, got True"
         )
-    if problem.score_mod is not None:
-        require_any_scores(config)
+    require_fits_scores(config, problem)
     needed = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize, problem.padded_head_dim_v)
     if needed > device.smem_bytes:
         raise ValueError(
@@ -360,14 +363,18 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
         )
 
 
-def require_any_scores(config: ForwardConfig) -> None:
-    """ValueError for a lever that looks at raw scores, which is wrong where a function changes them after."""
-    for lever in ("integer_max", "max_in_load"):
-        if getattr(config, lever, False):
-            raise ValueError(
-                f"config: expected {lever}=False with a score_mod, as it finds the maxima of scores before that, "
-                "got True"
-            )
+def require_fits_scores(config: ForwardConfig, problem: Problem) -> None:
+    """ValueError for a lever that looks at raw scores, where a function changes them after; Hopper's integer_max looks
+    at what that has made. And for one that is right for some functions alone."""
+    if problem.score_mod is not None and isinstance(config, BlackwellConfig) and config.max_in_load:
+        raise ValueError(
+            "config: expected max_in_load=False with a score_mod, as it finds the maxima of scores before that, got True"
+        )
+    if isinstance(config, HopperConfig) and config.half_by_polynomial and not problem.needs_no_maximum:
+        raise ValueError(
+            f"config: expected half_by_polynomial=False but for softcap of at most {NEAR_ZERO:g} in bf16, got True: the "
+            "polynomial is for exponents of small magnitude"
+        )
 
 
 def can_stage(problem: Problem) -> bool:

@@ -2,16 +2,10 @@
 
 from gluon_attn.runtime.compat import add2, fma2, gl, jit, mul2
 
+from ..common.exp2 import EXP2_C0, EXP2_C1, EXP2_C2, EXP2_C3, ROUND_TO_INTEGER, near_zero
 from ..common.row_stats import PROPAGATE_NAN
 from ..common.thread_view import halves
 
-# 2^f on [-1/2, 1/2] to a relative error of 7.5e-5, by Remez' exchange: P is rounded to 4.9e-4 (fp16) or 3.9e-3 (bf16).
-EXP2_C0 = gl.constexpr(0.99992806)
-EXP2_C1 = gl.constexpr(0.69326097)
-EXP2_C2 = gl.constexpr(0.24261113)
-EXP2_C3 = gl.constexpr(0.05517167)
-# Added to a number of small magnitude, 1.5 * 2^23 leaves its nearest integer in the low bits of the sum.
-ROUND_TO_INTEGER = gl.constexpr(12582912.0)
 LEAST_EXPONENT = gl.constexpr(-125.0)
 
 
@@ -81,7 +75,7 @@ def polynomial_exp2(x, PACKED: gl.constexpr):
     else:
         shifted = x + ROUND_TO_INTEGER
         f = x - (shifted - ROUND_TO_INTEGER)
-        p = gl.fma(gl.fma(gl.fma(f, f * 0 + EXP2_C3, f * 0 + EXP2_C2), f, f * 0 + EXP2_C1), f, f * 0 + EXP2_C0)
+        p = near_zero(f)
     bits = p.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)
     return bits.to(gl.float32, bitcast=True)
 

@@ -6,7 +6,7 @@ The backward has queries.py instead: which queries see a block of keys.
 from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit
 
 from .mask_mod import lets_through, limits_of_keys
-from .score_mod import modified
+from .score_mod import is_by_distance, modified, taken_by_distance
 from .sequence import RowBlock
 from .thread_view import hide_first_columns, keep_columns, keep_first_columns, rows_of
 
@@ -219,11 +219,20 @@ class Rows:
         return q_index, k_index, self.block.head, self.block.batch
 
     @jit
+    def added(self, block, slope, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, FIRST_COLUMN: gl.constexpr = 0):
+        """What a SCORE_MOD by distance adds to raw scores of key block `block`. slope: in their units."""
+        sequence = self.block.sequence
+        start = self.first + (sequence.k_len - sequence.q_len) - (block * self.BLOCK_N + FIRST_COLUMN)
+        return taken_by_distance(start, slope, 1, self.MASK.causal, SHAPE, LAYOUT)
+
+    @jit
     def modified(self, scores, block, before, FIRST_COLUMN: gl.constexpr = 0):
         """Raw scores q · k [ROWS, N] of key block `block` as SCORE_MOD makes them, before the mask; in its units, see
         `ScoreScale`. before: what they are multiplied with first."""
         if self.SCORE_MOD is None:
             return scores
+        elif is_by_distance(self.SCORE_MOD):
+            return scores + self.added(block, before, scores.shape, scores.type.layout, FIRST_COLUMN)
         else:
             place = self.place(scores, block, FIRST_COLUMN)
             return modified(self.SCORE_MOD, scores * before, place, self.block.sequence, self.aux)

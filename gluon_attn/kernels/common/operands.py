@@ -74,12 +74,12 @@ class Operands:
         """
         row_block = rows.block
         if self.scales[0] is None:
-            return score_scale_of(self.scale_log2, rows.SCORE_MOD)
+            scale = self.scale_log2
         else:
             q_scale, k_scale = self.scale_of(self.scales[0], row_block), self.scale_of(self.scales[1], row_block)
             scale = self.scale_log2 * q_scale * k_scale
             scale = gl.where(scale >= 0.0, gl.maximum(scale, SMALLEST_SCALE_LOG2), float("nan"))
-            return score_scale_of(scale, rows.SCORE_MOD)
+        return score_scale_of(scale, rows.SCORE_MOD, row_block.head, row_block.batch, rows.aux)
 
     @jit
     def sink(self, row_block):

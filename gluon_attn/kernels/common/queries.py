@@ -4,7 +4,7 @@ from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit
 
 from .keys import chunk_start, start_of_keys
 from .mask_mod import lets_through, limits_of_rows
-from .score_mod import derived, modified
+from .score_mod import derived, is_by_distance, modified, taken_by_distance
 from .sequence import Sequence
 from .thread_view import keep_columns, keep_columns_from, rows_of
 
@@ -247,6 +247,11 @@ class Keys:
         """As `Rows.modified` has it, of scores that lie the other way round."""
         if self.SCORE_MOD is None:
             return scores
+        elif is_by_distance(self.SCORE_MOD):
+            start = row + (self.sequence.k_len - self.sequence.q_len) - self.first
+            SHAPE: gl.constexpr = scores.shape
+            LAYOUT: gl.constexpr = scores.type.layout
+            return scores + taken_by_distance(start, before, -1, self.MASK.causal, SHAPE, LAYOUT)
         else:
             place = self.place(scores, row, head)
             return modified(self.SCORE_MOD, scores * before, place, self.sequence, self.aux)
@@ -254,7 +259,7 @@ class Keys:
     @jit
     def derived(self, dscores, scores, changed, row, head, before):
         """The gradient of raw scores, times the softmax scale, from that of what `modified` made of them."""
-        if self.SCORE_MOD is None:
+        if self.SCORE_MOD is None or is_by_distance(self.SCORE_MOD):
             return dscores
         else:
             place = self.place(scores, row, head)

@@ -4,11 +4,10 @@ The method is that of Milakov and Gimelshein, "Online normalizer calculation for
 FlashAttention-2: the factor log2(e) goes into the scale, so that a probability costs one FMA and one exp2.
 """
 
-from gluon_attn.runtime.compat import PropagateNan, gl, jit
+from gluon_attn.runtime.compat import gl, jit
 
-from .score_mod import LN_2
+from .score_mod import LN_2, PROPAGATE_NAN
 
-PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 # Stands for the maximum of scores that are all -inf: times scale_log2 below every score that has a meaning.
 LEAST_LOG2 = gl.constexpr(-(2.0**100))
 

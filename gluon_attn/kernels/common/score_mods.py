@@ -17,13 +17,7 @@ def cap_backward(dscore, score, modified, q_index, k_index, head, batch):
 
 
 @jit
-def slope(score, q_index, k_index, head, batch, OF_BATCH: gl.constexpr, slopes):
+def slope(head, batch, OF_BATCH: gl.constexpr, slopes):
     """ALiBi (Press et al., 2022), as FlashAttention-2 has it for unequal lengths. slopes: (H,) fp32, or (B, H), where
     a batch has OF_BATCH of them."""
-    of_head = gl.load(slopes + (batch * OF_BATCH + head))
-    return score - of_head * gl.abs(q_index - k_index).to(gl.float32)
-
-
-@jit
-def slope_backward(dscore, score, modified, q_index, k_index, head, batch, OF_BATCH: gl.constexpr, slopes):
-    return dscore
+    return gl.load(slopes + (batch * OF_BATCH + head))

@@ -73,6 +73,26 @@ def columns_and_limits(view, columns, THREADS: gl.constexpr, DIAGONAL: gl.conste
 
 
 @jit
+def ramp(start, row_step, column_step, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """start + row_step * m + column_step * n at row m, column n: [M, N] fp32. The numbers given are scalars.
+
+    As in `keep_first_columns`, a column is a constant plus what the thread adds, which is added once for all of them:
+    so each element costs one multiply-add, with a constant.
+    """
+    view = thread_view(gl.zeros(SHAPE, gl.float32, LAYOUT))
+    layout: gl.constexpr = view.type.layout
+    rows = gl.arange(0, view.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
+    of_row = start + row_step * rows.to(gl.float32)
+    of_thread = of_row[:, None, None, None] + column_step * (2 * threads).to(gl.float32)[None, None, :, None]
+    values = of_thread + column_step * column.to(gl.float32)
+    return gl.convert_layout(values.reshape(SHAPE), LAYOUT, assert_trivial=True)
+
+
+@jit
 def keep_columns_from(x, column, rows, other, DIAGONAL: gl.constexpr):
     """`other` in all rows but the first `rows`; if DIAGONAL, in row m also where the column is below `column` + m.
 

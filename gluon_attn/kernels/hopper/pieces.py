@@ -28,11 +28,13 @@ def from_row(coords, row):
 
 
 @jit
-def multiply_transposed(a, b, LAYOUT: gl.constexpr):
-    """Issue A Bᵀ of two tiles in pieces, each in shared memory: [M, N] fp32, registers, to be waited for."""
-    product = gl.zeros([a[0].shape[0], b[0].shape[0]], gl.float32, LAYOUT)
+def multiply_transposed(a, b, LAYOUT: gl.constexpr, added=None):
+    """Issue A Bᵀ of two tiles in pieces, each in shared memory: [M, N] fp32, registers, to be waited for. added: what it
+    starts with, of that shape; None: 0."""
+    ADDS: gl.constexpr = added is not None
+    product = added if ADDS else gl.zeros([a[0].shape[0], b[0].shape[0]], gl.float32, LAYOUT)
     for i in gl.static_range(len(a)):
-        product = warpgroup_mma(a[i], b[i].permute((1, 0)), product, use_acc=i > 0, is_async=True)
+        product = warpgroup_mma(a[i], b[i].permute((1, 0)), product, use_acc=ADDS or i > 0, is_async=True)
     return product
 
 

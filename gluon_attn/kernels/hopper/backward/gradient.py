@@ -25,7 +25,7 @@ from gluon_attn.runtime.compat import (
     warpgroup_mma_wait,
 )
 
-from ...common.score_mod import score_scale_of
+from ...common.score_mod import is_by_distance, score_scale_of
 from ...common.sequence import key_coords
 from ..inline_asm import wait_apart
 from ..pieces import from_column, multiply_transposed, pieces_of, zeros_in_pieces
@@ -221,6 +221,8 @@ def walk(state, k, v, keys, first, steps, after, wires, scale, MASKED: gl.conste
         else:
             member, block = walked.visit(first + step)
             head, row = keys.head(member), block * keys.BLOCK_M
+        if is_by_distance(keys.SCORE_MOD):  # the slope is the head's
+            scale = score_scale_of(scale.log2, keys.SCORE_MOD, head, keys.batch, keys.aux)
         state = next_block(state, all_in_step(k, step), in_step(v, step), keys, row, head, wires, scale, MASKED)
     return state
 
@@ -281,7 +283,7 @@ def gradient(wires, order, operands):
         k, v = pieces_of(kv_slot, [KEYS, D], 0, PIECES), kv_slot.view([KEYS, DV], part=PIECES)
         dk = zeros_in_pieces(PIECES, [KEYS, D], accumulator_layout(KEYS, D))
         state = State(dk, gl.zeros([KEYS, DV], gl.float32, accumulator_layout(KEYS, DV)), ends)
-        scale = score_scale_of(operands.scale_log2, keys.SCORE_MOD)
+        scale = score_scale_of(operands.scale_log2, keys.SCORE_MOD, keys.head(0), keys.batch, keys.aux)
         first = gl.to_tensor(0)
         if keys.MASK.hides_early_keys:
             # Masked steps come before the unmasked ones too. The masked loop is entered twice rather than compiled

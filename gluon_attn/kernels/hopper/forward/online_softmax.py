@@ -1,9 +1,10 @@
 """Online softmax over scores that arrive block by block, as a warpgroup holds them on Hopper."""
 
-from gluon_attn.runtime.compat import aggregate, gl, jit
+from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit
 
 from ...common.operands import probability_dtype, shift_log2
 from ...common.row_stats import finite, inverse, log_sum_exp, with_sink
+from ..exp2 import half_by_polynomial
 from ..packing import pack
 
 LARGER_P_LOG2 = gl.constexpr(8.0)  # P may be larger than 1 by two to this power: fp16 ends at 2^16
@@ -13,6 +14,21 @@ LARGER_P_LOG2 = gl.constexpr(8.0)  # P may be larger than 1 by two to this power
 class RowStats:
     max: gl.tensor  # [M] fp32: running maximum of the raw scores; see `first_maximum`
     sum: gl.tensor  # [M, T] fp32: running sum of the probabilities, a partial one in each of the T threads of a row
+
+
+@constexpr_function
+def needs_no_maximum(function, dtype):
+    """Whether 0 is taken for the maximum of every row.
+
+    O and LSE are the same whatever is taken from all scores of a row, as long as no exponential overflows, and none
+    underflows that counts. bf16 has the range for that where scores are near 0, as most soft caps keep them.
+    """
+    return function is not None and function.near_zero and dtype.name == "bf16"
+
+
+@jit
+def no_maximum(scores):
+    return gl.zeros([scores.shape[0]], gl.float32, gl.SliceLayout(1, scores.type.layout))
 
 
 @jit
@@ -40,14 +56,17 @@ def may_compare_as_integers(row_max, scale_log2):
 
 
 @jit
-def probabilities(pieces, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr):
+def probabilities(
+    pieces, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr, HALF_BY_POLYNOMIAL: gl.constexpr = False
+):
     """Of pieces of a block's scores, [M, N] each, for values of `dtype`: P of each piece as `pack` makes it, and its
     row sums as far as a thread gets alone, [M, T]: two tuples."""
     packed, sums = pieces[:0], pieces[:0]
     for i in gl.static_range(len(pieces)):
         largest = gl.convert_layout(row_max, gl.SliceLayout(1, pieces[i].type.layout), assert_trivial=True)
         shift = finite(largest, MASKED) * scale_log2 - shift_log2(dtype)
-        p = gl.exp2(pieces[i] * scale_log2 - shift[:, None])
+        x = pieces[i] * scale_log2 - shift[:, None]
+        p = half_by_polynomial(x) if HALF_BY_POLYNOMIAL else gl.exp2(x)
         packed += (pack(p, probability_dtype(dtype)),)
         sums += (thread_sums(p),)
     return packed, sums

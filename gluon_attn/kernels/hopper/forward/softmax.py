@@ -5,15 +5,52 @@ from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit, wa
 
 from ...common.operands import probability_dtype, unshift
 from ...common.row_stats import first_maximum
+from ...common.score_mod import is_by_distance
 from ...common.sequence import store_lse
 from ...common.thread_view import halves
 from ..layouts import accumulator_layout, left_operand_layout, scores_layout
 from ..packing import join_quarters, quarters, unpack
 from ..pieces import multiply_transposed, pieces_of, zeros_in_pieces
-from .online_softmax import RowStats, finish, may_compare_as_integers, next_maximum, probabilities, rescale, total
+from .online_softmax import (
+    RowStats,
+    finish,
+    may_compare_as_integers,
+    needs_no_maximum,
+    next_maximum,
+    no_maximum,
+    probabilities,
+    rescale,
+    total,
+)
 from .store import store_output
 from .wires import Blocks
 from .work import first_work, may_skip_early_keys, may_skip_late_keys, share_of
+
+
+@constexpr_function
+def is_added_by_product(function, dtype):
+    """Whether what a SCORE_MOD by distance adds is what the product starts with, which costs no addition. In 8 bits
+    tensor cores add with too few bits for that."""
+    return is_by_distance(function) and dtype.primitive_bitwidth == 16
+
+
+@jit
+def start_of_scores(rows, block, scale, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """What S = Q Kᵀ starts with: [ROWS, BLOCK_N] fp32; None: 0."""
+    if is_added_by_product(rows.SCORE_MOD, dtype):
+        SHAPE: gl.constexpr = [rows.ROWS, rows.BLOCK_N]
+        return rows.added(block, scale.before, SHAPE, LAYOUT)
+    else:
+        return None
+
+
+@jit
+def modified(scores, rows, block, scale, dtype: gl.constexpr):
+    """Scores that began with `start_of_scores`, as SCORE_MOD makes them."""
+    if is_added_by_product(rows.SCORE_MOD, dtype):
+        return scores
+    else:
+        return rows.modified(scores, block, scale.before)
 
 
 @jit
@@ -91,7 +128,7 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     turn = blocks.turn.take()
     scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES)
     turn.pass_on()
-    # Beside the product: in fp8, scales are loaded.
+    # Beside the product: in fp8, scales are loaded; and a slope, so that this product does not start with it.
     scale = operands.score_scale(rows)
     v_scale = operands.output_scale(rows.block)
     scores = warpgroup_mma_wait(0, deps=[scores])
@@ -100,7 +137,10 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     # 8-bit kernels always mask: without, up to 7 % slower from 1024 keys on: docs/lab_log.md#8-bit-masks.
     if rows.MASK.differs_by_row or q[0].dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
         scores = rows.mask(scores, block)
-    row_max = gl.max(scores, axis=1)
+    if needs_no_maximum(rows.SCORE_MOD, q[0].dtype):
+        row_max = no_maximum(scores)
+    else:
+        row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale.log2, q[0].dtype, MASKED=True)
     stats = RowStats(first_maximum(row_max, scale.log2), total(sums))
     return join_quarters(p), stats, scale, v_scale, Blocks(keys, blocks.values, turn)
@@ -114,9 +154,12 @@ def next_block(state, q, rows, block, scale, CONFIG: gl.constexpr, MASKED: gl.co
     DTYPE: gl.constexpr = q[0].dtype
     OUT: gl.constexpr = acc[0].type.layout
     SCORES: gl.constexpr = scores_layout(OUT, rows.BLOCK_N)
+    NO_MAXIMUM: gl.constexpr = needs_no_maximum(rows.SCORE_MOD, DTYPE)
+    HALF: gl.constexpr = CONFIG.half_by_polynomial and not MASKED  # no exponential of -inf
+    start = start_of_scores(rows, block, scale, DTYPE, SCORES)  # before the waits, while there is time
     k, keys = blocks.keys.acquire()
     turn = blocks.turn.take()
-    scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES)
+    scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES, start)
     v, values = blocks.values.acquire()
     left = to_left_operand(p, DTYPE, OUT)
     acc = multiply_pv(left, v, acc, rows.BLOCK_N)
@@ -124,21 +167,27 @@ def next_block(state, q, rows, block, scale, CONFIG: gl.constexpr, MASKED: gl.co
     scores = warpgroup_mma_wait(len(acc), deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     k.release()
     turn.pass_on()
-    scores = rows.modified(scores, block, scale.before)
+    scores = modified(scores, rows, block, scale, DTYPE)
     if MASKED:
         scores = rows.mask(scores, block)
-    row_max, alpha = next_maximum(scores, stats, scale.log2, MASKED, AS_INTEGERS)
+    if NO_MAXIMUM:
+        row_max = no_maximum(scores)
+    else:
+        row_max, alpha = next_maximum(scores, stats, scale.log2, MASKED, AS_INTEGERS)
     pieces = quarters(scores)
-    early, early_sums = probabilities(pieces[: CONFIG.early_exp], row_max, scale.log2, DTYPE, MASKED)
+    early, early_sums = probabilities(pieces[: CONFIG.early_exp], row_max, scale.log2, DTYPE, MASKED, HALF)
     if CONFIG.early_exp > 0:
         blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
     # exponentials left hide the multiplications of O.
     acc = wait_for_pv(acc, held_registers(p, left))
     v.release()
-    acc = scaled(acc, alpha)
-    late, late_sums = probabilities(pieces[CONFIG.early_exp :], row_max, scale.log2, DTYPE, MASKED)
-    stats = RowStats(row_max, rescale(stats.sum, alpha) + total(early_sums + late_sums))
+    row_sum = stats.sum
+    if not NO_MAXIMUM:
+        acc = scaled(acc, alpha)
+        row_sum = rescale(row_sum, alpha)
+    late, late_sums = probabilities(pieces[CONFIG.early_exp :], row_max, scale.log2, DTYPE, MASKED, HALF)
+    stats = RowStats(row_max, row_sum + total(early_sums + late_sums))
     return State(Blocks(keys, values, turn), join_quarters(early + late), stats, acc)
 
 
@@ -219,8 +268,9 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
                 blocks = blocks.skip()
 
         p, stats, scale, v_scale, blocks = first_block(q, blocks, rows, last, operands, SCORES)
-        as_integers = CONFIG.integer_max  # if not, only the loop with floats is compiled
-        if CONFIG.integer_max:
+        AS_INTEGERS: gl.constexpr = CONFIG.integer_max and not needs_no_maximum(rows.SCORE_MOD, operands.q.dtype)
+        as_integers = AS_INTEGERS  # if not, only the loop with floats is compiled
+        if AS_INTEGERS:
             as_integers = may_compare_as_integers(stats.max, scale.log2)
         state = State(blocks, p, stats, zeros_in_pieces(V, [ROWS, D], OUT))
         keys = rows.keys()
