@@ -175,11 +175,6 @@ class Problem:
         return 0 in (self.batch, self.heads, self.q_len, self.kv_len, self.sequences)
 
     @property
-    def needs_no_maximum(self) -> bool:
-        """Whether the Hopper kernel takes 0 for its rows' maxima, see `needs_no_maximum` in online_softmax.py."""
-        return self.score_mod is not None and self.score_mod.near_zero and self.dtype == torch.bfloat16
-
-    @property
     def padded_head_dim(self) -> int:
         """Columns of Q and K in the kernel that computes it. TMA fills those between with zeros."""
         return Problem.padded(self.head_dim)
@@ -192,6 +187,11 @@ class Problem:
     @staticmethod
     def padded(head_dim: int) -> int:
         return next(padded for padded in PADDED_HEAD_DIMS if head_dim <= padded)
+
+
+def needs_no_maximum(score_mod: ScoreFunction | None, dtype: torch.dtype) -> bool:
+    """Whether the Hopper kernel takes 0 for the maximum of each row, see online_softmax.py."""
+    return score_mod is not None and score_mod.near_zero and dtype == torch.bfloat16
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:

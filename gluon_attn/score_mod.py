@@ -145,7 +145,9 @@ def softcap(limit: float) -> ScoreFunction:
         raise ValueError(
             f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"
         )
-    return ScoreFunction(forward=cap, backward=cap_backward, before=1 / limit, after=limit, near_zero=limit <= NEAR_ZERO)
+    return ScoreFunction(
+        forward=cap, backward=cap_backward, before=1 / limit, after=limit, near_zero=limit <= NEAR_ZERO
+    )
 
 
 def alibi(slopes: Tensor) -> ScoreFunction:

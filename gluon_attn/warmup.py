@@ -20,7 +20,7 @@ from .demo import card, prepare_process, quiet_exit, say
 from .forward.configs import ForwardConfig
 from .forward.launch import build_of, transpose_build
 from .forward.plan import LARGEST_LENGTH
-from .forward.table import for_any_scores, rows_by_default
+from .forward.table import for_scores, rows_by_default
 from .gradients import ARCHS as BACKWARD_ARCHS
 from .kernels.common.mask import Mask
 from .problem import FP8_DTYPES, Problem
@@ -172,7 +172,7 @@ def forward_jobs(
     for row in rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v):
         if mask.most_keys(LARGEST_LENGTH) < row.min_kv_len:
             continue
-        config = row.config if scores.cap is None else for_any_scores(row.config)
+        config = for_scores(row.config, scores.score_mod, row.head_dims, dtype)
         served = [
             f"from {row.min_kv_len} keys" * (row.min_kv_len > 1),
             f"from {row.min_reuse} queries a KV head" * (row.min_reuse > 1),

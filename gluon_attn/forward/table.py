@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..device import Device
 from ..kernels.common.mask import Mask
-from ..problem import FP8_DTYPES, Problem
+from ..problem import FP8_DTYPES, Problem, needs_no_maximum
 from ..runtime.descriptors import Bases
-from ..score_mod import NEAR_ZERO
+from ..score_mod import NEAR_ZERO, ScoreFunction
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 from .plan import Plan
 
@@ -78,6 +80,7 @@ def hopper_config(
     turns: bool = False,
     early_exp: int = 0,
     integer_max: bool = False,
+    half_by_polynomial: bool = False,
     stage_in_queries: bool = False,
     num_ctas: int = 1,
     transpose_registers: int = 0,
@@ -91,6 +94,7 @@ def hopper_config(
         turns=turns,
         early_exp=early_exp,
         integer_max=integer_max,
+        half_by_polynomial=half_by_polynomial,
         stage_in_queries=stage_in_queries,
         softmax_registers=softmax_registers,
         # What all roles have in common stays in registers only if each of them has enough, so more than the load warp
@@ -263,7 +267,7 @@ def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -
     for row in TABLE + OTHER_HEAD_DIMS:
         needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes, row.padded_head_dim_v)
         if row.fits(typical, device, num_ctas) and needed <= device.smem_bytes:
-            return row.config if problem.score_mod is None else for_changed_scores(row.config, problem)
+            return for_scores(row.config, problem.score_mod, row.head_dims, problem.dtype)
     raise ValueError(
         f"config: no row of the tuning table fits head_dim {head_dims_of(problem)}, num_ctas {num_ctas} and the "
         f"{device.smem_bytes} bytes of shared memory of {device.name}; give a ForwardConfig as config"
@@ -292,13 +296,16 @@ def rows_by_default(
     return rows
 
 
-def for_changed_scores(config: ForwardConfig, problem: Problem) -> ForwardConfig:
-    """The config without the lever that looks at raw scores; on Hopper with one for soft caps, whose tanh asks the
-    exponential unit too. On an H100 that is 10 % faster at D=64; at D=128, where the multiply-add units have less time
-    to spare for each score, 5 % slower: bench/results/h100_scores.json."""
+def for_scores(
+    config: ForwardConfig, score_mod: ScoreFunction | None, head_dims: tuple[int, int], dtype: torch.dtype
+) -> ForwardConfig:
+    """The config for scores that a function changes, or None: without the lever that looks at raw scores; on Hopper
+    with one for soft caps, whose tanh asks the exponential unit too. On an H100 that is 10 % faster at D=64 and 5 %
+    slower at D=128: bench/results/h100_scores.json. head_dims: padded."""
+    if score_mod is None:
+        return config
     if isinstance(config, HopperConfig):
-        small = problem.padded_head_dim == problem.padded_head_dim_v == 64
-        return replace(config, half_by_polynomial=small and problem.needs_no_maximum)
+        return replace(config, half_by_polynomial=head_dims == (64, 64) and needs_no_maximum(score_mod, dtype))
     assert isinstance(config, BlackwellConfig)
     return replace(config, max_in_load=False)
 
@@ -368,12 +375,17 @@ def require_fits_scores(config: ForwardConfig, problem: Problem) -> None:
     at what that has made. And for one that is right for some functions alone."""
     if problem.score_mod is not None and isinstance(config, BlackwellConfig) and config.max_in_load:
         raise ValueError(
-            "config: expected max_in_load=False with a score_mod, as it finds the maxima of scores before that, got True"
+            "config: expected max_in_load=False with a score_mod, as it finds the maxima of scores before that, got "
+            "True"
         )
-    if isinstance(config, HopperConfig) and config.half_by_polynomial and not problem.needs_no_maximum:
+    if (
+        isinstance(config, HopperConfig)
+        and config.half_by_polynomial
+        and not needs_no_maximum(problem.score_mod, problem.dtype)
+    ):
         raise ValueError(
-            f"config: expected half_by_polynomial=False but for softcap of at most {NEAR_ZERO:g} in bf16, got True: the "
-            "polynomial is for exponents of small magnitude"
+            f"config: expected half_by_polynomial=False but for softcap of at most {NEAR_ZERO:g} in bf16, got True: "
+            "the polynomial is for exponents of small magnitude"
         )
 
 

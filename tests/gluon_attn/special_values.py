@@ -121,20 +121,23 @@ def special_tensors(dtype: torch.dtype, head_dim: int, *, refused_on_cpu: bool =
     return Tensors(names=tuple(cases), q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), scales=scales)
 
 
-def check_special(given: Tensors, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+def check_special(given: Tensors, out: Tensor, lse: Tensor, *, causal: bool, **options: Any) -> None:
     """O and LSE are NaN, infinite and finite where those of the specification are, and there the same.
 
     Three things are not promised, so not looked at:
     a row that does not see a key by the causal mask may have that key's NaN of V, as PyTorch's 0 · NaN is, or not;
     with V's scale infinite, O is not finite, but may be infinite where PyTorch has NaN;
     with a negative scale of Q or K, LSE and O are NaN.
+
+    options: that the call had besides.
     """
     scales: dict[str, Any] = dict(given.scales)
     inputs = [given.q, given.k, given.v]
     if given.q.dtype == torch.bfloat16:
         # Of the same range as fp32; and some processors' own products in bf16 let NaN into the row before.
         inputs = [t.float() for t in inputs]
-    want, want_lse = reference_attention(*inputs, causal=causal, **scales)
+    given_besides: dict[str, Any] = scales | options
+    want, want_lse = reference_attention(*inputs, causal=causal, **given_besides)
     tolerance = O_TOLERANCE[given.q.dtype]
     out, want = out.float().cpu().clone(), want.float()
     for h, name in enumerate(given.names):

@@ -33,6 +33,8 @@ class Case:
     num_ctas: int = 1
     config: ForwardConfig | None = None  # default: the table's
     slow: bool = False
+    softcap: float | None = None
+    slope: float | None = None  # of ALiBi, in each head
 
 
 CASES = {
@@ -44,6 +46,10 @@ CASES = {
     "H200, fp16, causal, maxima as integers": Case(
         device=H200, dtype=FP16, causal=True, config=hopper_config(4, 64, 2, 4, 112, integer_max=True)
     ),
+    "H200, bf16, soft cap, half by polynomial": Case(
+        device=H200, dtype=BF16, softcap=20.0, config=hopper_config(4, 64, 2, 4, 112, half_by_polynomial=True)
+    ),
+    "H200, bf16, ALiBi, causal": Case(device=H200, dtype=BF16, causal=True, slope=0.05),
     "H200, bf16, D=128, 2 CTAs": Case(device=H200, dtype=BF16, head_dim=128, num_ctas=2, slow=True),
     "H200, bf16, D=256, causal": Case(device=H200, dtype=BF16, head_dim=256, causal=True, slow=True),
     "H200, e4m3": Case(device=H200, dtype=E4M3),
@@ -68,6 +74,7 @@ CASES = {
 def test_as_in_plain_pytorch(name):
     case = CASES[name]
     given = special_tensors(case.dtype, case.head_dim)
+    slopes = None if case.slope is None else torch.full((len(given.names),), case.slope)
     out, lse = attention(
         given.q,
         given.k,
@@ -80,8 +87,10 @@ def test_as_in_plain_pytorch(name):
         q_scale=given.scales.get("q_scale"),
         k_scale=given.scales.get("k_scale"),
         v_scale=given.scales.get("v_scale"),
+        softcap=case.softcap,
+        alibi_slopes=slopes,
     )
-    check_special(given, out, lse, causal=case.causal)
+    check_special(given, out, lse, causal=case.causal, softcap=case.softcap, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("device", [H200, B200], ids=["H200", "B200"])

@@ -29,8 +29,8 @@ def from_row(coords, row):
 
 @jit
 def multiply_transposed(a, b, LAYOUT: gl.constexpr, added=None):
-    """Issue A Bᵀ of two tiles in pieces, each in shared memory: [M, N] fp32, registers, to be waited for. added: what it
-    starts with, of that shape; None: 0."""
+    """Issue A Bᵀ of two tiles in pieces, each in shared memory: [M, N] fp32, registers, to be waited for. added: what
+    it starts with, of that shape; None: 0."""
     ADDS: gl.constexpr = added is not None
     product = added if ADDS else gl.zeros([a[0].shape[0], b[0].shape[0]], gl.float32, LAYOUT)
     for i in gl.static_range(len(a)):

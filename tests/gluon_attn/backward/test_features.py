@@ -15,7 +15,7 @@ from tests.slow import slow_if
 
 HOPPER = Device.hopper()
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0])
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SLOPES = torch.tensor([0.5, -0.25, 0.125, 0.0625])
 
 # Options, lengths, head dim.
 CASES: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {

@@ -17,7 +17,7 @@ from gluon_attn.forward.launch import NOT_GIVEN
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config, require_fits
 from gluon_attn.problem import Problem
-from gluon_attn.score_mod import ScoreMod
+from gluon_attn.score_mod import ScoreMod, softcap
 from tests.gluon_attn.problems import problem
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
@@ -104,36 +104,57 @@ def test_against_float64(name):
     assert ((plain_lse - expected_lse)[seen].abs() > 1e-2).double().mean() > 0.95
 
 
-LEVERS: dict[str, tuple[str, ForwardConfig, Device]] = {
-    "H200": ("integer_max", hopper_config(2, 128, 2, 2, 232, integer_max=True), H200),
-    "B300": ("max_in_load", blackwell_config(3, 192, max_in_load=True), B300),
-}
-
-
 LONG = {"batch": 1, "heads": 32, "kv_heads": 8, "q_len": 4096, "kv_len": 4096}
 
 
-@pytest.mark.parametrize(("lever", "config", "device"), LEVERS.values(), ids=LEVERS.keys())
-def test_a_lever_that_looks_at_raw_scores_is_refused(lever, config, device):
-    with pytest.raises(ValueError, match=rf"^config: expected {lever}=False with a score_mod, .*got True$"):
-        require_fits(config, problem(**LONG, score_mod=ALIBI), device)
-    require_fits(config, problem(**LONG), device)
-    changes: dict[str, Any] = {lever: False}
-    require_fits(dataclasses.replace(config, **changes), problem(**LONG, score_mod=ALIBI), device)
+def test_a_lever_that_looks_at_raw_scores_is_refused():
+    config = blackwell_config(3, 192, max_in_load=True)
+    with pytest.raises(ValueError, match=r"^config: expected max_in_load=False with a score_mod, .*got True$"):
+        require_fits(config, problem(**LONG, score_mod=ALIBI), B300)
+    require_fits(config, problem(**LONG), B300)
+    require_fits(dataclasses.replace(config, max_in_load=False), problem(**LONG, score_mod=ALIBI), B300)
 
 
-@pytest.mark.parametrize(("lever", "device"), [(lever, device) for lever, _, device in LEVERS.values()], ids=LEVERS)
+@pytest.mark.parametrize(("lever", "device"), [("max_in_load", B300), (None, H200)], ids=["B300", "H200"])
 def test_the_table_leaves_such_a_lever_out(lever, device):
-    """And nothing else."""
-    had_it, changes = 0, dict[str, Any]({lever: False})
+    """And nothing else. On Hopper there is none: integer_max looks at what the function has made."""
+    had_it, changes = 0, dict[str, Any]({lever: False} if lever else {})
     for head_dim, causal in ((64, False), (64, True), (128, False), (128, True)):
         for num_ctas in (None, 1, 2):
             asked = problem(**LONG, head_dim=head_dim, causal=causal)
             plain = pick_config(asked, device, num_ctas)
             config = pick_config(dataclasses.replace(asked, score_mod=ALIBI), device, num_ctas)
             assert isinstance(config, (HopperConfig, BlackwellConfig))
-            assert not getattr(config, lever)
             assert config == dataclasses.replace(plain, **changes)
             require_fits(config, dataclasses.replace(asked, score_mod=ALIBI), device)
-            had_it += getattr(plain, lever)
+            had_it += getattr(plain, lever or "integer_max")
     assert had_it > 0
+
+
+HALF: dict[str, tuple[bool, dict[str, Any], float | None]] = {
+    "soft cap": (True, {"dtype": torch.bfloat16}, 55.0),
+    "soft cap, full, V of 40 columns": (True, {"dtype": torch.bfloat16, "causal": False, "head_dim_v": 40}, 30.0),
+    "no soft cap": (False, {"dtype": torch.bfloat16}, None),
+    "a large cap": (False, {"dtype": torch.bfloat16}, 56.0),
+    "D=128": (False, {"dtype": torch.bfloat16, "head_dim": 128}, 30.0),
+    "fp16": (False, {"dtype": torch.float16}, 30.0),
+}
+
+
+@pytest.mark.parametrize(("half", "sizes", "cap"), HALF.values(), ids=HALF.keys())
+def test_where_half_of_the_exponentials_are_polynomials(half, sizes, cap):
+    function = None if cap is None else softcap(cap)
+    config = pick_config(problem(**({**LONG, "causal": True, "head_dim": 64} | sizes), score_mod=function), H200)
+    assert isinstance(config, HopperConfig)
+    assert config.half_by_polynomial == half
+
+
+@pytest.mark.parametrize(("dtype", "cap"), [(torch.bfloat16, None), (torch.bfloat16, 56.0), (torch.float16, 30.0)])
+def test_polynomials_for_scores_far_from_0_are_refused(dtype, cap):
+    function = None if cap is None else softcap(cap)
+    config = hopper_config(2, 128, 2, 2, 232, half_by_polynomial=True)
+    with pytest.raises(
+        ValueError, match=r"^config: expected half_by_polynomial=False but for softcap of at most 55 in"
+    ):
+        require_fits(config, problem(**LONG, dtype=dtype, score_mod=function), H200)
+    require_fits(config, problem(**LONG, dtype=torch.bfloat16, score_mod=softcap(55.0)), H200)
