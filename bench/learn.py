@@ -153,7 +153,7 @@ def forward(sizes: Sizes) -> Problem:
         name=f"attention, {heads} heads, {length} tokens, D={D}, bf16",
         work=4.0 * heads * length**2 * D,
         unit="TFLOP/s",
-        tolerance=0.02,
+        tolerance=0.05,  # PyTorch rounds the scores to bf16, the kernels do not
         out=out,
         calls=(
             Call(lesson=1, name="PyTorch, not fused", run=unfused),

@@ -241,7 +241,8 @@ def test_packed_sequences():
     starts = torch.tensor([0, 70, 70, 200], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     packed = [torch.randn(200, 2, 64, generator=generator).half().requires_grad_() for _ in range(3)]
-    out = gluon_attn.attention_varlen(*packed, starts, starts, 130, 130, mask_mod=mod, device=H200)
+    q, k, v = packed
+    out = gluon_attn.attention_varlen(q, k, v, starts, starts, 130, 130, mask_mod=mod, device=H200)
     assert isinstance(out, Tensor)
     dout = torch.randn(out.shape, generator=generator).half()
     got = torch.autograd.grad(out, packed, dout)
