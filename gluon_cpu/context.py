@@ -1,6 +1,7 @@
 """`machine`: a context in which ordinary launches run here. `check`: many schedules of whatever a function launches."""
 
 import contextlib
+import threading
 import time
 import traceback
 from collections import Counter
@@ -19,6 +20,9 @@ from .timeline import Timeline
 from .verdicts import SEEN, Accept, Seen, Verdicts, shown
 from .wanted import Wanted
 
+# Held by the thread that runs kernels on the machine: how Triton runs kernels, and its driver, are the process's.
+OF_THE_PROCESS = threading.RLock()
+
 
 @contextlib.contextmanager
 def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
@@ -28,6 +32,8 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
     `mode` hold for calls of `launch` within that give none as well.
     Raises ValueError for a target that there is not, and at the end for an entry of `outputs` that no launch had. A
     kernel of plain Triton raises TypeError, as the machine has nothing to run it on.
+    Threads have it one after the other: it stands in for parts of Triton that all threads share. So a thread that is
+    waited for within must not ask for it.
     """
     from .compat import GluonJITFunction, JITFunction
     from .front import arch_of, compile_options
@@ -58,27 +64,28 @@ def machine(target: str = "sm_90a", **options: Any) -> Iterator[list[Report]]:
             f"kernel: expected a Gluon kernel (@gluon.jit), got a Triton kernel (@triton.jit), {self.__name__}"
         )
 
-    previous, plain = GluonJITFunction.__dict__.get("run"), JITFunction.run
-    GluonJITFunction.run, JITFunction.run = run, refuse
-    token = DEFAULT_SCHEDULE.set(options.get("schedule") or DEFAULT_SCHEDULE.get())
-    mode_token = DEFAULT_MODE.set(options.get("mode") or DEFAULT_MODE.get())
-    running_token = RUNNING.set(True)
-    launched_token = LAUNCHED.set(reports)
-    try:
-        with stand_in_driver(target):
-            yield reports
-        if mine is not None and reports:
-            mine.refuse_unmet()
-    finally:
-        LAUNCHED.reset(launched_token)
-        RUNNING.reset(running_token)
-        DEFAULT_MODE.reset(mode_token)
-        DEFAULT_SCHEDULE.reset(token)
-        JITFunction.run = plain
-        if previous is None:
-            del GluonJITFunction.run
-        else:
-            GluonJITFunction.run = previous
+    with OF_THE_PROCESS:
+        previous, plain = GluonJITFunction.__dict__.get("run"), JITFunction.run
+        GluonJITFunction.run, JITFunction.run = run, refuse
+        token = DEFAULT_SCHEDULE.set(options.get("schedule") or DEFAULT_SCHEDULE.get())
+        mode_token = DEFAULT_MODE.set(options.get("mode") or DEFAULT_MODE.get())
+        running_token = RUNNING.set(True)
+        launched_token = LAUNCHED.set(reports)
+        try:
+            with stand_in_driver(target):
+                yield reports
+            if mine is not None and reports:
+                mine.refuse_unmet()
+        finally:
+            LAUNCHED.reset(launched_token)
+            RUNNING.reset(running_token)
+            DEFAULT_MODE.reset(mode_token)
+            DEFAULT_SCHEDULE.reset(token)
+            JITFunction.run = plain
+            if previous is None:
+                del GluonJITFunction.run
+            else:
+                GluonJITFunction.run = previous
 
 
 def running() -> bool:

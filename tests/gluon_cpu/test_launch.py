@@ -1,5 +1,6 @@
 """Ways to run: ordinary launches, modes, targets; an operation that the machine does not know."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import gluon_cpu
 from gluon_cpu import generate
+from gluon_cpu.compat import GluonJITFunction, JITFunction, driver
 from tests.compat import gl, jit
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu.support import ROW, normal, poisoned, same
@@ -24,6 +26,24 @@ def test_machine_runs_ordinary_launches():
         doubled[(4,)](x, out, N=128, num_warps=4)
         doubled[lambda meta: (512 // meta["N"],)](x, out, N=128)
     same(out, x * 2)
+
+
+def test_threads_leave_nothing_behind():
+    """Whoever comes first may end first, or last."""
+    run, active = JITFunction.run, driver._active
+
+    def work(_: int) -> bool:
+        x, out = normal(512), poisoned(512)
+        with gluon_cpu.machine(target="sm_90a"):
+            doubled[(4,)](x, out, N=128, num_warps=4)
+        return torch.equal(out, x * 2)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(12)))
+    assert JITFunction.run is run
+    assert driver._active is active
+    assert not gluon_cpu.running()
+    assert "run" not in GluonJITFunction.__dict__
 
 
 def test_machine_reports_findings_and_leaves_nothing_behind():
