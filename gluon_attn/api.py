@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from .call import Extras, Options, Window, both_segment_ids, key_of, problem_of
 from .device import Device
+from .features import NOT_THERE, refuse_together
 from .forward.configs import ForwardConfig
 from .forward.launch import launches_on_card
 from .forward.plan import Plan
@@ -37,16 +38,7 @@ from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
 
-# What users of flash-attention and of torch may ask for by name, and what to call it in the answer.
-UNSUPPORTED = {
-    **dict.fromkeys(("attn_bias", "bias"), "a bias"),
-    **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), "a mask given as a tensor"),
-    "segment_ids": "a mask of documents within packed sequences",
-    **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
-    **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),
-    **dict.fromkeys(("dropout", "dropout_p"), "dropout"),
-    "qv": "a product of Q with V",
-}
+# What flash-attention and torch call it.
 RENAMED = {
     "softmax_scale": "scale",
     "sm_scale": "scale",
@@ -305,8 +297,9 @@ def check_device(device: object, q: Tensor) -> None:
 def refuse(**unsupported: Any) -> None:
     """Raise for the first argument that attention() does not know, or knows but does not support."""
     for name in unsupported:
-        if name in UNSUPPORTED:
-            raise NotImplementedError(f"{name}: {UNSUPPORTED[name]} is not supported so far; leave the argument out")
+        refuse_together({"cu_seqlens_q", name})  # what `attention` has and `attention_varlen` has not
+        if name in NOT_THERE:
+            raise NotImplementedError(f"{name}: {NOT_THERE[name]} is not supported so far; leave the argument out")
         else:
             hint = f"; use {RENAMED[name]}" if name in RENAMED else ""
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .device import Device
+from .features import refuse_together
 from .forward.configs import ForwardConfig
 from .forward.launch import NOT_GIVEN
 from .mask_mod import DOCUMENTS, MaskFunction
@@ -104,6 +105,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
             "cu_seqlens_q: packed sequences are not supported on a card so far, as some have failed there, only on the "
             "CPU, executed by gluon_cpu; call attention() for each sequence"
         )
+    refuse_together(arguments_of(extras, options))
     score_mod, mask_function = score_function_of(q, extras, options), mask_function_of(q, k, extras, options)
     if score_mod is not None and mask_function is not None:
         read = len(score_mod.tensors) + len(mask_function.tensors)
@@ -130,14 +132,21 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
     )
 
 
+def arguments_of(extras: Extras, options: Options) -> set[str]:
+    """Names of those among the arguments of a call that not all go together."""
+    given = {
+        "softcap": options.softcap,
+        "score_mod": options.score_mod,
+        "mask_mod": options.mask_mod,
+        "cu_seqlens_q": options.max_seqlens,
+        "alibi_slopes": extras.alibi_slopes,
+        "segment_ids": extras.k_segment_ids if extras.q_segment_ids is None else extras.q_segment_ids,
+    }
+    return {name for name, value in given.items() if value is not None}
+
+
 def score_function_of(q: Tensor, extras: Extras, options: Options) -> ScoreFunction | None:
     """What becomes of scores, checked."""
-    asked = {"softcap": options.softcap, "alibi_slopes": extras.alibi_slopes, "score_mod": options.score_mod}
-    names = [name for name, value in asked.items() if value is not None]
-    if len(names) > 1:
-        raise NotImplementedError(
-            f"{names[1]}: not supported together with {names[0]}; write one score_mod that does both"
-        )
     if options.softcap is not None:
         return softcap(options.softcap)
     if extras.alibi_slopes is not None:
@@ -154,16 +163,10 @@ def score_function_of(q: Tensor, extras: Extras, options: Options) -> ScoreFunct
 def mask_function_of(q: Tensor, k: Tensor, extras: Extras, options: Options) -> MaskFunction | None:
     """Which keys a query sees besides, checked."""
     ids = {"q": extras.q_segment_ids, "k": extras.k_segment_ids}
-    if options.mask_mod is not None and (ids["q"] is not None or ids["k"] is not None):
-        raise NotImplementedError(
-            "mask_mod: not supported together with segment_ids; write one mask_mod that does both"
-        )
     for i, t in enumerate(extras.of_mask_mod):
         check_read(f"mask_mod.tensors[{i}]", t, q)
     if ids["q"] is None and ids["k"] is None:
         return options.mask_mod
-    if options.max_seqlens is not None:
-        raise NotImplementedError("segment_ids: not supported with packed sequences; give each document as a sequence")
     for name, of in (("q", q), ("k", k)):
         given, shape = ids[name], (of.shape[0], of.shape[2 if options.layout == "bhsd" else 1])
         todo = "give (q_segment_ids, k_segment_ids), or one tensor for both"

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .api import UNSUPPORTED, attention, refuse
+from .api import attention, refuse
+from .features import NOT_THERE
 from .problem import Window
 from .varlen import attention_varlen
 
@@ -183,7 +184,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> NoReturn:
     """Not supported so far."""
-    missing("flash_attn_with_kvcache", UNSUPPORTED["k_cache"], "call flash_attn_func with all keys")
+    missing("flash_attn_with_kvcache", NOT_THERE["k_cache"], "call flash_attn_func with all keys")
 
 
 def flash_attn_combine(

@@ -22,8 +22,9 @@ from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from .api import UNSUPPORTED, attention
+from .api import attention
 from .device import Device
+from .features import NOT_THERE
 from .problem import Window
 from .support import supports
 from .varlen import attention_varlen
@@ -282,7 +283,7 @@ def reason(
     """Why it is not ours to compute, besides what `supports` says. window: that the mask is known to be. of_sequences:
     whether the batch is known to be made of several."""
     for name in asked:
-        return f"{name}: {UNSUPPORTED.get(name, 'what it asks for')} is not supported so far"
+        return f"{name}: {NOT_THERE.get(name, 'what it asks for')} is not supported so far"
     if dropout:
         return "dropout: dropout is not supported so far"
     if mask is not None and window is None and not of_sequences:
