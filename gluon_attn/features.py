@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-# In each of these a feature is there or not. Gradients are in fp16 and bf16.
-KINDS = ("fp16, bf16", "fp8", "gradients")
+# In each of these a feature is there or not. 16 bits: fp16 and bf16, in which gradients are too.
+KINDS = ("16 bits", "fp8", "gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ def refuse_together(given: Collection[str]) -> None:
 
 
 def supported() -> str:
-    """Markdown: a row for each feature, a column for each card and kind."""
-    columns = [f"{card}, {kind}" for card in ("Hopper", "Blackwell") for kind in KINDS]
-    rows = [(f.name, *("✓" if there else "–" for there in f.hopper + f.blackwell)) for f in FEATURES.values()]
+    """Markdown: a row for each feature, a column for each card and kind; but for gradients on Blackwell, which has none."""
+    columns = [f"Hopper: {kind}" for kind in KINDS] + [f"Blackwell: {kind}" for kind in KINDS[:2]]
+    rows = [(f.name, *("✓" if there else "–" for there in f.hopper + f.blackwell[:2])) for f in FEATURES.values()]
     return markdown(("", *columns), rows)
 
 

@@ -13,7 +13,7 @@ from gluon_attn.device import Device
 from gluon_attn.features import APART, FEATURES, KINDS, NOT_THERE
 
 DEVICES = {"hopper": Device.hopper(), "blackwell": Device.blackwell()}
-DTYPES = {"fp16, bf16": (torch.float16, torch.bfloat16), "fp8": (torch.float8_e4m3fn, torch.float8_e5m2)}
+DTYPES = {"16 bits": (torch.float16, torch.bfloat16), "fp8": (torch.float8_e4m3fn, torch.float8_e5m2)}
 
 
 @jit
@@ -89,7 +89,7 @@ def said(device: str, kind: str, names: tuple[str, ...]) -> set[str | None]:
     """What `supports` says of calls with these features, in each dtype of the kind."""
     gradient = kind == "gradients"
     answers = set()
-    for dtype in DTYPES["fp16, bf16" if gradient else kind]:
+    for dtype in DTYPES["16 bits" if gradient else kind]:
         call = tensors(dtype)
         for name in names:
             call = WITH[name](call, dtype)
