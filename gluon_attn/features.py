@@ -73,7 +73,7 @@ def refuse_together(given: Collection[str]) -> None:
 
 
 def supported() -> str:
-    """Markdown: a row for each feature, a column for each card and kind; but for gradients on Blackwell, which has none."""
+    """Markdown: a row for each feature, a column for each card and kind; Blackwell has no gradients."""
     columns = [f"Hopper: {kind}" for kind in KINDS] + [f"Blackwell: {kind}" for kind in KINDS[:2]]
     rows = [(f.name, *("✓" if there else "–" for there in f.hopper + f.blackwell[:2])) for f in FEATURES.values()]
     return markdown(("", *columns), rows)
