@@ -11,6 +11,7 @@ from .shadow import Conflict, Shadow, Unwritten
 
 # Far enough apart that no realistic index leads from one tensor into the next.
 SPACING = 1 << 44
+HALF_OF_ADDRESSES = 1 << 63
 
 
 class GlobalBuffer:
@@ -126,7 +127,7 @@ class Descriptor:
     """A tensor as TMA sees it: strides in bytes; `offset` is that of its first element within the buffer.
 
     It may be described as larger than the buffer, or as beginning before it, as long as no box leaves the buffer: two
-    dimensions of one stride make a box end where one of them does.
+    dimensions of one stride make a box end where one of them does. Addresses have 64 bits, as on a card, and wrap.
     """
 
     def __init__(
@@ -143,6 +144,10 @@ class Descriptor:
         fits = offset >= 0 and last + item <= buffer.size
         self.array: Any = np.ndarray(shape, self.raw, buffer.raw, offset, strides) if fits else None
         self.extents: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    @property
+    def begins_in_memory(self) -> bool:
+        return 0 <= self.offset < self.buffer.size
 
     def clip(self, low: tuple[int, ...], extent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """(first, beyond last) coordinates of a box that lie in the tensor, None if none do."""
@@ -166,7 +171,8 @@ class Descriptor:
         found = self.extents.get(extent)
         if found is None:
             found = self.extents[extent] = strided_runs(extent, self.strides, self.item)
-        return found, self.offset + sum(x * s for x, s in zip(a, self.strides, strict=True))
+        base = self.offset + sum(x * s for x, s in zip(a, self.strides, strict=True))
+        return found, (base + HALF_OF_ADDRESSES) % (2 * HALF_OF_ADDRESSES) - HALF_OF_ADDRESSES
 
 
 class Im2colDescriptor(Descriptor):

@@ -126,8 +126,8 @@ def builds_of(
     pointers = types_of(score_mod, None, mask)
     pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     columns = padded_head_dim // pieces
-    rows, rows_v = (Block.of(dtype, config.block_m, d) for d in (columns, head_dim_v))
-    keys, keys_v = (Block.of(dtype, config.keys, d) for d in (columns, head_dim_v))
+    rows, rows_v = (Block.of(dtype, config.block_m, d, packed=packed) for d in (columns, head_dim_v))
+    keys, keys_v = (Block.of(dtype, config.keys, d, packed=packed) for d in (columns, head_dim_v))
     statistics = Block.of(torch.float32, 1, config.block_m)
     sums = Block.of(torch.float32, config.block_m * padded_head_dim // config.dq_parts // SUM_COLUMNS, SUM_COLUMNS)
     blocks = dict.fromkeys(("q", "dq"), rows) | dict.fromkeys(("dout", "out"), rows_v)

@@ -78,8 +78,10 @@ def build_of(
     blocks = {}
     for name in ("q", "k", "v", "out"):
         rows, cga_layout = config.operand(name)
-        size = (columns_v, rows) if name == "v" and before else (rows, columns_of[name])
-        blocks[name] = Block.of(output_dtype(dtype) if name == "out" else dtype, *size, cga_layout)
+        transposed = name == "v" and before
+        size = (columns_v, rows) if transposed else (rows, columns_of[name])
+        of = output_dtype(dtype) if name == "out" else dtype
+        blocks[name] = Block.of(of, *size, cga_layout, packed=packed and not transposed)
     absent = {} if dtype in FP8_DTYPES else dict.fromkeys(SCALE_POINTERS)
     pointers = types_of(score_mod, sinks, mask)
     absent |= dict.fromkeys(p.name for p in SCORES if p.name not in pointers)
@@ -112,7 +114,7 @@ def transpose_build(dtype: torch.dtype, padded_head_dim: int, packed: bool = Fal
     sequences; used: of each, some keys."""
     columns = piece_columns(padded_head_dim)
     blocks = {
-        "v": Block.of(dtype, TRANSPOSE_BLOCK_N, columns),
+        "v": Block.of(dtype, TRANSPOSE_BLOCK_N, columns, packed=packed),
         "transposed_v": Block.of(dtype, columns, TRANSPOSE_BLOCK_N),
     }
     absent = absent_lengths(packed, used, TRANSPOSE)

@@ -16,6 +16,7 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "fp8e5",
 }
 MAX_SWIZZLE_BYTES = 128
+PACKED_WRAP = 2**30  # see `View.packed`; a coordinate of TMA is an int32, a stride less than 2^40 bytes
 
 Bases = tuple[
     tuple[int, int], ...
@@ -24,25 +25,27 @@ Bases = tuple[
 
 @dataclass(frozen=True)
 class Block:
-    """What one TMA copy moves: a tile of a (batch, head, sequence, head_dim) tensor, and its shared memory layout."""
+    """What one TMA copy moves: a tile of a (batch, head, sequence, head_dim) tensor, or of a `View.packed`, and its
+    shared memory layout."""
 
     dtype: torch.dtype
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     layout: Any  # Gluon's
 
     @staticmethod
-    def of(dtype: torch.dtype, rows: int, columns: int, cga_layout: Bases = ()) -> "Block":
+    def of(dtype: torch.dtype, rows: int, columns: int, cga_layout: Bases = (), packed: bool = False) -> "Block":
         """A tile of [rows, columns] of one head. Its shared memory layout has as wide a swizzle as a CTA's rows of it
         allow, at most the 128 bytes at which tensor cores and TMA read it without bank conflicts; but none if it has
         fewer than the eight rows over which a swizzle goes."""
+        before = (0,) * (3 if packed else 2)
         splits = 2 ** sum(column != 0 for _, column in cga_layout)
         layout = gl.NVMMASharedLayout(
             swizzle_byte_width=min(MAX_SWIZZLE_BYTES, columns * dtype.itemsize // splits) if rows >= 8 else 0,
             element_bitwidth=dtype.itemsize * 8,
-            rank=4,
-            cga_layout=[[0, 0, *basis] for basis in cga_layout],
+            rank=len(before) + 2,
+            cga_layout=[[*before, *basis] for basis in cga_layout],
         )
-        return Block(dtype, (1, 1, rows, columns), layout)
+        return Block(dtype, (*(1 for _ in before), rows, columns), layout)
 
     @property
     def type_name(self) -> str:
@@ -51,30 +54,11 @@ class Block:
 
 
 @dataclass(frozen=True)
-class ShiftedBase:
-    """What a descriptor has for a base, if its first element lies before that of the tensor."""
-
-    tensor: Tensor
-    elements_before: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr() - self.elements_before * self.tensor.element_size()
-
-
-@dataclass(frozen=True)
 class View:
-    """A tensor as TMA sees it: shape and strides (elements) in the order (batch, head, sequence, head_dim).
-
-    elements_before: how many of them the first one lies before that of the tensor.
-    """
+    """A tensor as TMA sees it: shape and strides (elements) in the order (batch, head, sequence, head_dim)."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    elements_before: int = 0
 
     @staticmethod
     def of(t: Tensor) -> "View":
@@ -89,25 +73,28 @@ class View:
     def packed(t: Tensor) -> "View":
         """t: (1, head, rows, head_dim), sequences one after the other. A tile's rows can end where a sequence does.
 
-        Its first dimension steps from row to row as the third one does, and the first element lies as many rows before
-        the tensor as it has. Row r of a sequence whose rows end before row `end` is [end, head, rows - length + r, 0]:
-        past the sequence that leaves the third dimension, so that a load has zeros there and a store leaves what is
-        there.
+        (wrap, head, end, row, head_dim): two dimensions step from row to row. Row r of a sequence of `length` rows, the
+        last of which is row `end` of the tensor, is [W, head, end, W + 1 - length + r, 0], with W = PACKED_WRAP: past
+        the sequence that leaves the fourth dimension, so that a load has zeros there and a store leaves what is there.
+        That is W rows too far on, and W steps along the first dimension lead back by as many: they are 2^64 elements
+        less W rows, and addresses have 64 bits.
+
+        The descriptor could begin W rows before the tensor instead; but a load that lies wholly outside touches its
+        base on a card, which has to be memory.
         """
         whole = View.of(t)
         (_, heads, rows, head_dim), (_, of_head, of_row, _) = whole.shape, whole.strides
-        return View((rows + 1, heads, rows, head_dim), (of_row, of_head, of_row, 1), rows * of_row)
+        turns = PACKED_WRAP + 1
+        back = 2**64 // PACKED_WRAP - of_row
+        return View((turns, heads, rows, turns, head_dim), (back, of_head, of_row, of_row, 1))
 
     def arguments(self, address: int, meta: dict[str, Any]) -> tuple[Any, ...]:
         """What a compiled kernel is passed for the tensor at `address`; meta: the kernel's, of that parameter."""
-        if self.elements_before:
-            address -= self.elements_before * meta["elem_size"]
         return (encode_tma(address, meta, list(self.shape), list(self.strides)), *self.shape, *self.strides)
 
     def descriptor(self, t: Tensor, block: Block) -> TensorDescriptor:
         """What an ordinary launch through Triton is passed for `t`."""
-        base = ShiftedBase(t, self.elements_before) if self.elements_before else t
-        return TensorDescriptor(base, list(self.shape), list(self.strides), list(block.shape), block.layout)
+        return TensorDescriptor(t, list(self.shape), list(self.strides), list(block.shape), block.layout)
 
 
 def encode_tma(address: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> Any:

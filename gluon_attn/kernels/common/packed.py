@@ -40,7 +40,7 @@ class PackedWork:
         record = self.records + (1 + self.number - head * self.count) * RECORD
         q_first, q_len = gl.load(record), gl.load(record + 1)
         k_first, k_len = gl.load(record + 2), gl.load(record + 3)
-        sequence = Sequence(q_first, q_len, k_first, k_len, self.lengths.q_len, self.lengths.kv_len, True)
+        sequence = Sequence(q_first, q_len, k_first, k_len, True)
         return self.lengths.rows_of(sequence, gl.load(record + 4), head, gl.load(record + 5))
 
     @jit
@@ -90,7 +90,7 @@ def sequence_of_keys(cu_k_ptr, used_k_ptr, rows, sequences, block, BLOCK_N: gl.c
     k_first, k_len = keys_of(cu_k_ptr, used_k_ptr, rows, number, number < sequences)
     key = (block - (k_first // BLOCK_N + number)) * BLOCK_N
     none = gl.to_tensor(0)
-    return Sequence(none, none, k_first, k_len, none, rows, True), key
+    return Sequence(none, none, k_first, k_len, True), key
 
 
 @jit

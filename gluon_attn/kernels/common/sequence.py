@@ -1,31 +1,30 @@
 """One sequence of a batch, a row block of it, and where their tiles and rows lie in the tensors."""
 
 from gluon_attn.runtime.compat import aggregate, gl, jit
+from gluon_attn.runtime.descriptors import PACKED_WRAP
 
 KEYS_MULTIPLE = gl.constexpr(128)  # keys of a block of V transposed
+WRAP = gl.constexpr(PACKED_WRAP)
 
 
 @aggregate
 class Sequence:
     """The queries and keys of one sequence, as positions along the tensors' third dimension. All int32 scalars.
 
-    If PACKED, sequences lie one after the other in tensors of one batch, of q_rows and k_rows rows, which descriptors
-    see as `View.packed` says.
+    If PACKED, sequences lie one after the other in tensors of one batch, which descriptors see as `View.packed` says.
     """
 
     q_first: gl.tensor
     q_len: gl.tensor
     k_first: gl.tensor
     k_len: gl.tensor
-    q_rows: gl.tensor
-    k_rows: gl.tensor
     PACKED: gl.constexpr
 
 
 @jit
 def whole_sequence(q_len, k_len):
     """The one sequence of a batch of tensors that are not packed."""
-    return Sequence(gl.to_tensor(0), q_len, gl.to_tensor(0), k_len, q_len, k_len, False)
+    return Sequence(gl.to_tensor(0), q_len, gl.to_tensor(0), k_len, False)
 
 
 @aggregate
@@ -39,11 +38,17 @@ class RowBlock:
 
 
 @jit
+def packed_coords(first, length, head, row):
+    """Of the tile that begins with row `row` of `length`, see `View.packed`."""
+    return [WRAP, head, first + length - 1, WRAP + 1 - length + row, 0]
+
+
+@jit
 def query_coords(row_block, row):
     """Of the tile of Q, or of O, that begins with query `row` of the row block's sequence."""
     sequence = row_block.sequence
     if sequence.PACKED:
-        return [sequence.q_first + sequence.q_len, row_block.head, sequence.q_rows - sequence.q_len + row, 0]
+        return packed_coords(sequence.q_first, sequence.q_len, row_block.head, row)
     else:
         return [row_block.batch, row_block.head, sequence.q_first + row, 0]
 
@@ -53,7 +58,7 @@ def key_coords(row_block, kv_head, key):
     """Of the tile of K, or of V, that begins with key `key` of the row block's sequence."""
     sequence = row_block.sequence
     if sequence.PACKED:
-        return [sequence.k_first + sequence.k_len, kv_head, sequence.k_rows - sequence.k_len + key, 0]
+        return packed_coords(sequence.k_first, sequence.k_len, kv_head, key)
     else:
         return [row_block.batch, kv_head, sequence.k_first + key, 0]
 

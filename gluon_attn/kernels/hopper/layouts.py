@@ -7,9 +7,9 @@ from gluon_attn.runtime.compat import constexpr_function, gl
 def accumulator_layout(desc_layout, columns, element_bits):
     """Layout of a wgmma accumulator [rows, columns], a warpgroup per CTA, rows sharded over CTAs as in `desc_layout`.
 
-    The descriptor is rank 4, (batch, head, row, column); an accumulator has the last two of its dimensions.
+    An accumulator has the last two of the descriptor's dimensions, row and column.
     """
-    cga_layout = [list(basis[2:]) for basis in desc_layout.cga_layout]
+    cga_layout = [list(basis[-2:]) for basis in desc_layout.cga_layout]
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // element_bits], cga_layout)
 
 

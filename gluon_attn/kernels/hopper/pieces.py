@@ -18,7 +18,10 @@ def pieces_of(slot, SHAPE, first, PIECES):
 @jit
 def from_column(coords, column):
     """Coordinates of a tile, from that column on."""
-    return [coords[0], coords[1], coords[2], column]
+    if len(coords) == 5:  # of packed sequences
+        return [coords[0], coords[1], coords[2], coords[3], column]
+    else:
+        return [coords[0], coords[1], coords[2], column]
 
 
 @jit

@@ -11,8 +11,8 @@ from .work import first_work
 @jit
 def load(wires, order, operands):
     """Fills queries, keys and values, in the order in which the products ask for them; asks for work."""
-    BLOCK_N: gl.constexpr = operands.k.block_shape[2]
-    ROWS: gl.constexpr = operands.q.block_shape[2]
+    BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
+    ROWS: gl.constexpr = operands.q.block_shape[-2]
     queries, keys_values = wires.queries.producer(), wires.keys_values.producer()
     asking = wires.items.producer()
 
@@ -47,7 +47,7 @@ def load(wires, order, operands):
 @jit
 def store(wires, order, operands):
     """Copies O from where the correction role has put it to global memory."""
-    ROWS: gl.constexpr = operands.o.block_shape[2]
+    ROWS: gl.constexpr = operands.o.block_shape[-2]
     results = wires.results.consumer()
 
     work = first_work(wires, order)

@@ -102,7 +102,7 @@ def query_tile_of(wires, QUERY_TILE: gl.constexpr):
 @jit
 def correction(wires, order, operands):
     """Rescales the outputs block after block, then divides them by the row sums; stores LSE."""
-    ROWS: gl.constexpr = operands.q.block_shape[2]
+    ROWS: gl.constexpr = operands.q.block_shape[-2]
     UNSHIFT: gl.constexpr = unshift(operands.v.dtype)
     one, two = query_tile_of(wires, 0), query_tile_of(wires, 1)
     results = wires.results.producer()

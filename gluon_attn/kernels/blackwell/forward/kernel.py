@@ -37,8 +37,8 @@ def attention_forward(
     SCORE_MOD: gl.constexpr,  # a ScoreFunction, or None
     CONFIG: gl.constexpr,  # a BlackwellConfig
 ):
-    BLOCK_M: gl.constexpr = QUERY_TILES * q_desc.block_shape[2]
-    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    BLOCK_M: gl.constexpr = QUERY_TILES * q_desc.block_shape[-2]
+    BLOCK_N: gl.constexpr = k_desc.block_shape[-2]
     wires = alloc_wires(q_desc, k_desc, o_desc, CONFIG)
     aux = (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr)
     lengths = Lengths(q_desc.shape[2], k_desc.shape[2], BLOCK_M, BLOCK_N, MASK, SCORE_MOD, aux, (records_ptr,))

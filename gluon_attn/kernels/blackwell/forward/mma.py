@@ -67,9 +67,9 @@ def products_of(wires, QUERY_TILE: gl.constexpr):
 @jit
 def mma(wires, order, operands):
     """Issues, for each key block, PV of the block before and QKᵀ of this one, for one query tile after the other."""
-    BLOCK_N: gl.constexpr = operands.k.block_shape[2]
-    ROWS: gl.constexpr = operands.q.block_shape[2]
-    D: gl.constexpr = operands.q.block_shape[3]
+    BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
+    ROWS: gl.constexpr = operands.q.block_shape[-2]
+    D: gl.constexpr = operands.q.block_shape[-1]
     queries, keys_values = wires.queries.consumer(), wires.keys_values.consumer()
     one, two = products_of(wires, 0), products_of(wires, 1)
 

@@ -69,7 +69,7 @@ def next_block(ends, stats, rows, block, scale, dtype: gl.constexpr, MASKED: gl.
 @jit
 def softmax(wires, order, operands, QUERY_TILE: gl.constexpr):
     """From the scores of one query tile to its probabilities, block after block, and its row statistics."""
-    ROWS: gl.constexpr = operands.q.block_shape[2]
+    ROWS: gl.constexpr = operands.q.block_shape[-2]
     CONFIG: gl.constexpr = wires.CONFIG
     dtype: gl.constexpr = operands.v.dtype
     ends = Ends(

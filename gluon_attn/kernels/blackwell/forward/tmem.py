@@ -34,9 +34,9 @@ SUM = gl.constexpr(2)
 def accumulator_layout(desc_layout, columns):
     """Of an accumulator [rows, columns], its rows sharded over CTAs as in `desc_layout`, that of the queries.
 
-    The descriptor is rank 4, (batch, head, row, column). More than one CTA: pairs, whose lead issues for both.
+    The last two dimensions of the descriptor are row and column. More than one CTA: pairs, whose lead issues for both.
     """
-    cga_layout = [list(basis[2:]) for basis in desc_layout.cga_layout]
+    cga_layout = [list(basis[-2:]) for basis in desc_layout.cga_layout]
     return TensorMemoryLayout(
         (ROWS_PER_CTA.value, columns), col_stride=1, cga_layout=cga_layout, two_ctas=len(cga_layout) > 0
     )

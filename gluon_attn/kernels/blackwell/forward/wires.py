@@ -59,9 +59,9 @@ class Wires:
 
 @jit
 def alloc_wires(q_desc, k_desc, o_desc, CONFIG: gl.constexpr):
-    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
-    ROWS: gl.constexpr = q_desc.block_shape[2]
-    D: gl.constexpr = q_desc.block_shape[3]
+    BLOCK_N: gl.constexpr = k_desc.block_shape[-2]
+    ROWS: gl.constexpr = q_desc.block_shape[-2]
+    D: gl.constexpr = q_desc.block_shape[-1]
     SCORES: gl.constexpr = accumulator_layout(q_desc.layout, BLOCK_N)
     OUTPUT: gl.constexpr = accumulator_layout(q_desc.layout, D)
     PAIR: gl.constexpr = SCORES.two_ctas

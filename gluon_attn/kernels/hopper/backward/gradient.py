@@ -262,16 +262,16 @@ def store_grads(dk, dv, ends, wires, operands, keys):
         tma.wait_stores_read()
     tile = first_tile(memory, operands.dk)
     for i in gl.static_range(len(dk)):
-        store_staged(dk[i] * operands.scale, operands.dk, from_column(coords, i * operands.dk.block_shape[3]), tile)
+        store_staged(dk[i] * operands.scale, operands.dk, from_column(coords, i * operands.dk.block_shape[-1]), tile)
         tma.wait_stores_read()
 
 
 @jit
 def gradient(wires, order, operands):
     """Computes and stores dK and dV of every key block, and dQ as far as it comes from that."""
-    KEYS: gl.constexpr = operands.k.block_shape[2]
-    D: gl.constexpr = operands.k.block_shape[3]
-    DV: gl.constexpr = operands.v.block_shape[3]
+    KEYS: gl.constexpr = operands.k.block_shape[-2]
+    D: gl.constexpr = operands.k.block_shape[-1]
+    DV: gl.constexpr = operands.v.block_shape[-1]
     PIECES: gl.constexpr = operands.PIECES
     keys_values = wires.keys_values.consumer()
     ends = Ends(wires.queries.consumer(), wires.douts.consumer(), wires.dqs.producer(), gl.to_tensor(0))

@@ -14,7 +14,7 @@ def in_pieces(coords, desc, PIECES):
     """Coordinates of the pieces of a tile."""
     pieces = (coords,)
     for i in gl.static_range(1, PIECES):
-        pieces += (from_column(coords, i * desc.block_shape[3]),)
+        pieces += (from_column(coords, i * desc.block_shape[-1]),)
     return pieces
 
 

@@ -53,7 +53,7 @@ def queries_of_block(block, head, cu_q_ptr, sequences, q_rows, BLOCK: gl.constex
     if number == sequences:
         q_first, q_len = rest_of(cu_q_ptr, q_rows, sequences)
     no_keys = gl.to_tensor(0)
-    sequence = Sequence(q_first, q_len, no_keys, no_keys, q_rows, no_keys, True)
+    sequence = Sequence(q_first, q_len, no_keys, no_keys, True)
     return RowBlock(number, head, (block - padded_block(q_first, number, BLOCK)) * BLOCK, sequence)
 
 

@@ -21,8 +21,8 @@ def finish_backward(
     PIECES: gl.constexpr,  # of how many blocks side by side is dQ: of one, or of as many as PARTS
 ):
     """One program for each row block of each head."""
-    BLOCK_M: gl.constexpr = out_desc.block_shape[2]
-    D: gl.constexpr = out_desc.block_shape[3] * PIECES
+    BLOCK_M: gl.constexpr = out_desc.block_shape[-2]
+    D: gl.constexpr = out_desc.block_shape[-1] * PIECES
     ELEMENTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     q_rows = out_desc.shape[2]
     no_keys = gl.to_tensor(0)

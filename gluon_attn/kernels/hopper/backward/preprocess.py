@@ -32,8 +32,8 @@ def prepare_backward(
     each, rounded up to blocks, and some more.
     """
     gdc_launch_dependents()  # the next kernel begins where this leaves room, and waits only before it needs this one's
-    BLOCK_M: gl.constexpr = out_desc.block_shape[2]
-    D: gl.constexpr = out_desc.block_shape[3]
+    BLOCK_M: gl.constexpr = out_desc.block_shape[-2]
+    D: gl.constexpr = out_desc.block_shape[-1]
     ROWS_AND_COLUMNS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, ROWS_AND_COLUMNS)
     loaded = SharedMemoryChannel.alloc((out_desc, do_desc), SLOTS=1, CONSUMERS=1)

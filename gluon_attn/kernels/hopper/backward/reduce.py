@@ -26,7 +26,7 @@ class Sums:
 @jit
 def store_or_add(dq, coords, operands, is_first, part):
     """Start it for a slot of dQ, that is all of a row block, or a part of it."""
-    ROWS: gl.constexpr = operands.dq.block_shape[2]
+    ROWS: gl.constexpr = operands.dq.block_shape[-2]
     coords = [coords[0], coords[1], coords[2] + part * ROWS, coords[3]]
     if is_first:
         tma.store(operands.dq, coords, dq.part(0))
@@ -84,7 +84,7 @@ def add_in_order(sums, added, number, operands, coords, PARTS: gl.constexpr):
 def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
     """Adds dQ of every step of the gradient role to its row block's sums."""
     PARTS: gl.constexpr = wires.CONFIG.dq_parts
-    ROWS: gl.constexpr = operands.dq.block_shape[2] * PARTS
+    ROWS: gl.constexpr = operands.dq.block_shape[-2] * PARTS
     gdc_wait()  # until the kernel before has set `added` to zero
     sums = Sums(wires.dqs.consumer(), operands.added, gl.to_tensor(0))
     work = first_work(order)

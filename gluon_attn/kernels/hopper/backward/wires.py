@@ -35,8 +35,8 @@ class Wires:
 
 @jit
 def alloc_wires(operands, CONFIG: gl.constexpr):
-    KEYS: gl.constexpr = operands.k.block_shape[2]
-    BLOCK_M: gl.constexpr = operands.q.block_shape[2]
+    KEYS: gl.constexpr = operands.k.block_shape[-2]
+    BLOCK_M: gl.constexpr = operands.q.block_shape[-2]
     DTYPE: gl.constexpr = operands.k.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], DTYPE)
     return Wires(

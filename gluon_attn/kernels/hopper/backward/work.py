@@ -60,7 +60,7 @@ def order_of(
     SCORE_MOD: gl.constexpr,
 ):
     """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D). records: of one, a pointer; or None."""
-    KEYS: gl.constexpr = k_desc.block_shape[2]
+    KEYS: gl.constexpr = k_desc.block_shape[-2]
     kv_heads = k_desc.shape[1]
     all_heads = k_desc.shape[0] * kv_heads
     key_blocks = (k_desc.shape[2] + KEYS - 1) // KEYS
@@ -80,7 +80,7 @@ def order_of(
         shared=shared,
         sharers=sharers,
         KEYS=KEYS,
-        BLOCK_M=q_desc.block_shape[2],
+        BLOCK_M=q_desc.block_shape[-2],
         MASK=MASK,
         ROTATED=ROTATED,
         SCORE_MOD=SCORE_MOD,
@@ -217,7 +217,7 @@ class PackedWork:
             batch=gl.load(record + 4),
             kv_head=before + place % heads,
             first=gl.load(record + 5) * order.KEYS,
-            sequence=Sequence(q_first, q_len, k_first, k_len, order.q_len, order.k_len, True),
+            sequence=Sequence(q_first, q_len, k_first, k_len, True),
             KEYS=order.KEYS,
             BLOCK_M=order.BLOCK_M,
             group=order.group,

@@ -38,8 +38,8 @@ def attention_forward(
     CONFIG: gl.constexpr,  # a HopperConfig
     PIECES: gl.constexpr,  # of how many blocks side by side are Q and K, and of how many V
 ):
-    BLOCK_M: gl.constexpr = CONFIG.softmax_roles * q_desc.block_shape[2]
-    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    BLOCK_M: gl.constexpr = CONFIG.softmax_roles * q_desc.block_shape[-2]
+    BLOCK_N: gl.constexpr = k_desc.block_shape[-2]
     wires = alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG, PIECES)
     aux = (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr)
     lengths = Lengths(q_desc.shape[2], k_desc.shape[2], BLOCK_M, BLOCK_N, MASK, SCORE_MOD, aux, (records_ptr,))

@@ -11,11 +11,11 @@ from .work import first_work
 @jit
 def load(wires, order, operands, heads_per_kv_head):
     """Fills queries, keys and values, in the order in which the softmax roles ask for them."""
-    BLOCK_N: gl.constexpr = operands.k.block_shape[2]
-    ROWS: gl.constexpr = operands.q.block_shape[2]
+    BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
+    ROWS: gl.constexpr = operands.q.block_shape[-2]
     QUERIES: gl.constexpr = wires.queries.PARTS  # pieces of every role's tile
     PIECES: gl.constexpr = wires.keys.PARTS
-    COLUMNS: gl.constexpr = operands.k.block_shape[3]
+    COLUMNS: gl.constexpr = operands.k.block_shape[-1]
     queries, keys, values = wires.queries.producer(), wires.keys.producer(), wires.loaded_values.producer()
 
     work = first_work(order)
@@ -54,7 +54,7 @@ def load_keys(slot, operands, row_block, kv_head, key):
     PIECES: gl.constexpr = slot.PARTS
     coords = (key_coords(row_block, kv_head, key),)
     for i in gl.static_range(1, PIECES):
-        coords += (from_column(key_coords(row_block, kv_head, key), i * operands.k.block_shape[3]),)
+        coords += (from_column(key_coords(row_block, kv_head, key), i * operands.k.block_shape[-1]),)
     tma.load(slot, (operands.k,) * PIECES, coords)
 
 
@@ -65,10 +65,10 @@ def load_values(slot, wires, operands, row_block, kv_head, key):
     if operands.v.dtype.primitive_bitwidth == 16 or wires.CONFIG.transpose_registers > 0:
         coords = (key_coords(row_block, kv_head, key),)
         for i in gl.static_range(1, PIECES):
-            coords += (from_column(key_coords(row_block, kv_head, key), i * operands.v.block_shape[3]),)
+            coords += (from_column(key_coords(row_block, kv_head, key), i * operands.v.block_shape[-1]),)
     else:
         gdc_wait()  # for the kernel that transposes, beside whose end Q and K are loaded; passes at once ever after
         coords = (transposed_value_coords(row_block, kv_head, key),)
         for i in gl.static_range(1, PIECES):
-            coords += (from_row(transposed_value_coords(row_block, kv_head, key), i * operands.v.block_shape[2]),)
+            coords += (from_row(transposed_value_coords(row_block, kv_head, key), i * operands.v.block_shape[-2]),)
     tma.load(slot, (operands.v,) * PIECES, coords)

@@ -223,7 +223,7 @@ def last_product(p, acc, blocks, rows):
 @constexpr_function
 def columns_of_values(desc, bits, config):
     """Of a piece of V, by its descriptor, which in 8 bits may be of V transposed."""
-    return desc.block_shape[3 if bits == 16 or config.transpose_registers > 0 else 2]
+    return desc.block_shape[-1 if bits == 16 or config.transpose_registers > 0 else -2]
 
 
 @jit
@@ -232,7 +232,7 @@ def as_blocks(pieces, desc):
     blocks = pieces[:0]
     for i in gl.static_range(len(pieces)):
         out = pieces[i].to(desc.dtype)
-        blocks += halves(out) if out.shape[1] > desc.block_shape[3] else (out,)
+        blocks += halves(out) if out.shape[1] > desc.block_shape[-1] else (out,)
     return blocks
 
 
@@ -240,9 +240,9 @@ def as_blocks(pieces, desc):
 def softmax(wires, order, operands, ROLE: gl.constexpr):
     """Computes and stores O and LSE of its share of every row block."""
     CONFIG: gl.constexpr = wires.CONFIG
-    BLOCK_N: gl.constexpr = operands.k.block_shape[2]
-    ROWS: gl.constexpr = operands.q.block_shape[2]
-    COLUMNS: gl.constexpr = operands.q.block_shape[3]
+    BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
+    ROWS: gl.constexpr = operands.q.block_shape[-2]
+    COLUMNS: gl.constexpr = operands.q.block_shape[-1]
     QK: gl.constexpr = wires.keys.PARTS  # pieces
     V: gl.constexpr = wires.values.PARTS
     ROLES: gl.constexpr = CONFIG.softmax_roles

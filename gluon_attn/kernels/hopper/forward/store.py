@@ -24,7 +24,7 @@ def store_output(out, wires, operands, rows, q_slot, share, ROLE: gl.constexpr):
         else:
             staged = wires.output.index(ROLE * PIECES + i)
         staged.reshape(out[i].shape).store(out[i])
-        tma.store_own(operands.o, from_column(coords, i * operands.o.block_shape[3]), staged)
+        tma.store_own(operands.o, from_column(coords, i * operands.o.block_shape[-1]), staged)
     if wires.CONFIG.stage_in_queries:
         tma.wait_stores_read()
         q_slot.release()

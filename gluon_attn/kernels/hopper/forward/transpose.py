@@ -9,8 +9,8 @@ from .work import first_work
 @jit
 def transpose(wires, order, operands):
     """Takes every block of V from `loaded_values` to `values`."""
-    BLOCK_N: gl.constexpr = operands.v.block_shape[2]
-    D: gl.constexpr = operands.v.block_shape[3]
+    BLOCK_N: gl.constexpr = operands.v.block_shape[-2]
+    D: gl.constexpr = operands.v.block_shape[-1]
     PIECES: gl.constexpr = wires.values.PARTS
     gl.static_assert(PIECES == 1, "in pieces, V is transposed by a kernel of its own: two tiles take registers for one")
     loaded_values, values = wires.loaded_values.consumer(), wires.values.producer()

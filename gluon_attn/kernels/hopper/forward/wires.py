@@ -49,8 +49,8 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr, PIECES: gl
     keys = SharedMemoryChannel.alloc((k_desc,) * QK, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
     if CONFIG.transpose_registers > 0:
         loaded_values = SharedMemoryChannel.alloc((v_desc,) * V, SLOTS=CONFIG.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
-        LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[2], v_desc.layout.cga_layout)
-        SHAPE: gl.constexpr = [CONFIG.kv_slots * V, v_desc.block_shape[3], v_desc.block_shape[2]]
+        LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[-2], v_desc.layout.cga_layout)
+        SHAPE: gl.constexpr = [CONFIG.kv_slots * V, v_desc.block_shape[-1], v_desc.block_shape[-2]]
         tiles = gl.allocate_shared_memory(v_desc.dtype, SHAPE, LAYOUT)
         values = SharedMemoryChannel.over(tiles, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES)
     else:

@@ -51,8 +51,8 @@ def transpose_values(
 ):
     """The kernel: one program for each block of keys of each head."""
     gdc_launch_dependents()  # attention begins where this leaves room, and waits only before it loads V
-    BLOCK_N: gl.constexpr = v_desc.block_shape[2]
-    D: gl.constexpr = v_desc.block_shape[3]
+    BLOCK_N: gl.constexpr = v_desc.block_shape[-2]
+    D: gl.constexpr = v_desc.block_shape[-1]
     loaded = SharedMemoryChannel.alloc(v_desc, SLOTS=1, CONSUMERS=1)
     out = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_shape, out_desc.layout)
     init_all((loaded,))
