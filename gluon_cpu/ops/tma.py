@@ -61,9 +61,24 @@ def inside_of(task: Task, desc: Descriptor, a: tuple[int, ...], b: tuple[int, ..
     return found
 
 
+def tell_of_base(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[int, ...]) -> None:
+    """A load with no element inside touches the descriptor's base, as an H100 has shown; a store does not."""
+    site = task.info.site
+    end = [x + e for x, e in zip(low, extent, strict=True)]
+    said = (
+        f"{task.who}: the box from {list(low)} to {end} is wholly outside of the tensor, and the descriptor of "
+        f"{desc.buffer.name} begins where there is no memory, at byte {desc.offset} of {desc.buffer.size}. A load that "
+        "has no element inside touches the descriptor's first one: on a card, an illegal memory access"
+    )
+    where = f"\n    at {site.where}\n      {site.source}"
+    task.cluster.machine.found(OutOfBounds(said + where, (site,)))
+
+
 def read_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[int, ...]) -> Any:
     """The raw elements of a box; what lies outside of the tensor is zero, or NaN if the descriptor says so."""
     box = desc.clip(low, extent)
+    if box is None and not desc.begins_in_memory:
+        tell_of_base(task, desc, low, extent)
     inside = None if box is None else inside_of(task, desc, *box)
     if box is not None and inside is not None:
         machine = task.cluster.machine
