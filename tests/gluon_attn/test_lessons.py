@@ -29,6 +29,7 @@ def test_a_lesson_that_there_is_not(number, capsys):
     assert "invalid" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_copy_to_work_on_runs(tmp_path, capsys):
     folder = tmp_path / "mine"
     lessons.main(["--copy", str(folder)])

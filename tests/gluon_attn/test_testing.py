@@ -116,6 +116,7 @@ def run_item(name: str) -> None:
 ITEMS = ("first", "fails", "hangs", "second", "crashes", "skips", "last")
 
 
+@pytest.mark.slow
 def test_a_hang_stops_nothing_else(monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # or nothing that is printed could get lost
     apart = Apart(

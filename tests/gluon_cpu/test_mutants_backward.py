@@ -12,6 +12,7 @@ CLAIM = {(change, "atomic_cas") for change in ("always succeeds", "acquire -> re
 LOAD = {(change, "atomic_load") for change in ("acquire -> relaxed", "gpu -> cta")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "first_asked"), [("", CLAIM), (", in order", LOAD)], ids=["any order", "in order"])
 def test_every_weakened_atomic_is_found(order, first_asked):
     runs = KERNELS[f"gradients, D=64, full{order}"].runs()

@@ -1,5 +1,7 @@
 """The pytest plugin."""
 
+import pytest
+
 from tests.gluon_cpu.project import run_command
 
 
@@ -38,6 +40,7 @@ def test_catching(gluon_machine, then):
 """
 
 
+@pytest.mark.slow
 def test_pytest_plugin_reports_a_finding_that_the_test_catches(tmp_path):
     (tmp_path / "test_catching.py").write_text(CATCHING, encoding="utf-8")
     done = run_command(

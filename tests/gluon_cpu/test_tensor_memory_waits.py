@@ -100,6 +100,7 @@ def test_the_compiler_waits_before_it_signals(how):
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ctas", [1, 2, 4])
 def test_the_compiler_waits_in_attention(num_ctas):
     text = lowered_text(lambda: launch_attention(num_ctas, mode="lowered"))

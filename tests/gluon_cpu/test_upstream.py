@@ -12,6 +12,7 @@ import torch
 
 import gluon_cpu
 from tests.gluon_cpu.upstream import IN_CHECKOUT, OnCpu, Said, kinds_for
+from tests.slow import param
 
 ROOT = Path(__file__).parents[2]
 
@@ -238,8 +239,8 @@ def test_only_some_of_a_checkout(tmp_path):
     [
         (None, [], "expected a checkout of Triton"),
         ("import nothing_of_this_name", [], "nothing_of_this_name"),
-        (START + RACE, ["--only", "nothing_of_this_name"], "no case is left"),
-        (START + RACE, ["--schedules", "0"], "--schedules: expected a number of at least 1, got '0'"),
+        param((START + RACE, ["--only", "nothing_of_this_name"], "no case is left")),
+        param((START + RACE, ["--schedules", "0"], "--schedules: expected a number of at least 1, got '0'")),
     ],
 )
 def test_mistakes_end_with_status_2(text, arguments, says, tmp_path):

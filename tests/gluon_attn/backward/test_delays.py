@@ -40,6 +40,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head_dim", [128, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 )

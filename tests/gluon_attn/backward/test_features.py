@@ -45,9 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
 QUICK = (
     "documents",
     "window",
-    "window, rows without keys",
     "chunks",
-    "soft cap",
     "ALiBi, D=128",
     "sinks, window and soft cap",
 )

@@ -216,7 +216,7 @@ def test_nothing_of_a_sequence_reaches_its_neighbours(head_dim):
             assert torch.equal(one[rows], other[rows])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", slow_if(bool, [False, True]))
 def test_no_schedule_finds_a_race(deterministic):
     given, dout, _ = packed(([130, 0, 70], [70, 5, 260], (1, 2)), 64, {"causal": True})
     options: dict[str, Any] = {"device": card(2), "deterministic": deterministic}

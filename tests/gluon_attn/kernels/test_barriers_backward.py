@@ -10,6 +10,7 @@ import torch
 from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import HOPPER
 from gluon_attn.kernels.common.mask import Mask
+from tests.slow import slow_if
 
 EVENTS = {
     "write": r"stmatrix\.|st\.shared\.v4",  # of dS, P, dQ, dK, dV
@@ -122,8 +123,8 @@ def ptx_of(head_dim: int, causal: bool, deterministic: bool, packed: bool = Fals
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", HOPPER)
+@pytest.mark.parametrize("causal", slow_if(bool, [False, True]))
+@pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, HOPPER))
 def test_the_warpgroups_meet_where_memory_goes_from_one_to_the_other(head_dim, causal, deterministic):
     assert wrong(ptx_of(head_dim, causal, deterministic), HOPPER[head_dim].exchanges_p) == []
 
@@ -135,7 +136,7 @@ def test_of_packed_sequences_likewise(head_dim):
         assert wrong(ptx_of(head_dim, causal, deterministic, packed=True), HOPPER[head_dim].exchanges_p) == []
 
 
-@pytest.mark.parametrize("head_dim", HOPPER)
+@pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, HOPPER))
 def test_each_of_these_barriers_is_needed(head_dim):
     """Without any one of them the test above would fail, but for those that the compiler adds near another:
     after the wait for the last product, and at D <= 128 between two releases."""

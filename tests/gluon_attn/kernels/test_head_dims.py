@@ -154,6 +154,7 @@ def test_gradients_in_pieces(lengths, options, sm_count, deterministic):
     gradients_checked((192, 128), (2, 1), lengths, device, deterministic=deterministic, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_products_of_the_gradients_overlap(causal):
     """A wait for each of S, dP, dV, dK and the three parts of dQ."""
@@ -204,11 +205,8 @@ def name_of(row: Row) -> str:
     return f"{dims}, {mask}, {8 * row.element_bytes} bits, {row.config.num_ctas} CTAs{ordered}"
 
 
-@pytest.mark.parametrize(
-    "row",
-    slow_if(lambda row: name_of(row) != "192/128, causal, 16 bits, 1 CTAs, longest first", OTHER_HEAD_DIMS),
-    ids=name_of,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", OTHER_HEAD_DIMS, ids=name_of)
 def test_no_product_is_serialised_and_nothing_spills(row):
     """S is a sum over pieces, O has an accumulator for each; no step pays for columns that are not there."""
     config, (head_dim, head_dim_v) = row.config, row.head_dims

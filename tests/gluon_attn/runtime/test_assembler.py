@@ -64,6 +64,7 @@ def seen_by_triton() -> tuple[str, str | None, str]:
     return getattr(knobs.nvidia, KNOB).path, os.environ.get(VARIABLE), nvidia_compiler.get_ptxas_version(90)
 
 
+@pytest.mark.slow
 def test_an_older_assembler_is_passed_over_for_our_kernels_and_no_others(request, monkeypatch, tmp_path):
     wanted = compile_kernel()
     tool = request.getfixturevalue("older")
