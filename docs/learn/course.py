@@ -31,8 +31,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def check(run: Callable[[], object], what: str, *, target: str = "sm_90a", schedules: int = 4) -> None:
-    """Run a kernel in several interleavings of its roles and engines. A finding ends the lesson."""
-    gluon_cpu.check(run, schedules=schedules, target=target, quiet=True)
+    """Run a kernel in several interleavings of its roles and engines. A finding is printed, and ends the lesson."""
+    try:
+        gluon_cpu.check(run, schedules=schedules, target=target, quiet=True)
+    except gluon_cpu.Finding as finding:
+        sys.exit(f"{what}: {type(finding).__name__}\n{finding}")
     print(f"{what}: right in {schedules} interleavings")
 
 
@@ -59,5 +62,5 @@ def exercise(run: Callable[[], object], *, target: str = "sm_90a", schedules: in
     try:
         gluon_cpu.check(run, schedules=schedules, target=target, quiet=True)
     except (gluon_cpu.Finding, AssertionError) as error:
-        sys.exit(f"{type(error).__name__}\n{error}")
+        sys.exit(f"{type(error).__name__}\n{str(error) or 'The output is not what it should be.'}")
     print(f"right in {schedules} interleavings")

@@ -212,6 +212,22 @@ def test_an_exercise_says_what_is_found(capsys):
         lessons.load("course").exercise(module.run)
 
 
+def test_a_lesson_that_was_changed_says_what_is_found():
+    module = lessons.load("02_copy")
+    with pytest.raises(SystemExit, match="parity 0: BarrierMisuse"):
+        lessons.load("course").check(lambda: module.checked("phase"), "parity 0")
+
+
+def test_an_exercise_with_wrong_numbers_says_so():
+    def wrong() -> None:
+        module = lessons.load("03_ring")
+        module.checked(module.by_channel)
+        raise AssertionError
+
+    with pytest.raises(SystemExit, match="AssertionError\nThe output is not"):
+        lessons.load("course").exercise(wrong)
+
+
 # The gallery
 
 every_bug = pytest.mark.parametrize("block", GALLERY.findings, ids=lambda block: block.name)
