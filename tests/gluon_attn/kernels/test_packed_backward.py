@@ -1,7 +1,6 @@
 """The list of key blocks of packed sequences, and how programs of the Hopper backward walk it: executed, against brute
 force."""
 
-import itertools
 from itertools import pairwise
 
 import pytest
@@ -138,15 +137,51 @@ def note_work(visits, places, records_ptr, q_desc, k_desc, heads_at_once, MASK: 
         work, step = work.next(), step + 1
 
 
-@pytest.mark.parametrize(("programs", "heads_at_once"), [(5, 1), (2, 3), (60, 2)])
-def test_programs_walk_the_list(programs, heads_at_once):
-    mask = Mask(causal=True)
-    memory, found = records("edges", mask)
-    q, k = (torch.zeros(1, heads, 64, 16, dtype=torch.bfloat16) for heads in (6, 3))
-    visits, places = torch.zeros(2, 3, 8, 32, dtype=torch.int32)
+def walk(memory: Tensor, programs: int, heads: int, rotated: bool, heads_at_once: int = 1) -> tuple[Tensor, Tensor]:
+    q, k = (torch.zeros(1, count, 64, 16, dtype=torch.bfloat16) for count in (2 * heads, heads))
+    visits, places = torch.zeros(2, heads, 8, 32, dtype=torch.int32)
     descriptors = descriptor(q, [1, 1, KEYS, 16]), descriptor(k, [1, 1, KEYS, 16])
     with gluon_cpu.machine():
-        note_work[(programs,)](visits, places, memory, *descriptors, heads_at_once, mask, True, num_warps=1)
+        note_work[(programs,)](
+            visits, places, memory, *descriptors, heads_at_once, Mask(causal=True), rotated, num_warps=1
+        )
+    return visits, places
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize("programs", [1, 5, 13, 60, 400])
+def test_programs_walk_the_list(programs, heads):
+    """Each key block once, of a head no later than of one in a later group."""
+    memory, found = records("edges", Mask(causal=True))
+    visits, places = walk(memory, programs, heads, rotated=True)
+    want = torch.zeros_like(visits)
+    for *_, sequence, index in found:
+        want[:, sequence, index] = 1
+    assert torch.equal(visits, want)
+    step = (places % 10000).masked_fill(want == 0, 0).flatten(1)
+    assert (step.amax(1)[1:] >= step.amax(1)[:-1]).all()
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_programs_have_equally_much_to_do(heads):
+    """Eight sequences of 16 key blocks, under a causal mask: where the first of a sequence costs the most."""
+    blocks = [(sequence, index) for index in range(16) for sequence in range(8)]
+    memory = torch.zeros(1 + len(blocks), RECORD.value, dtype=torch.int32)
+    memory[0, 0] = len(blocks)
+    memory[1:, 4:6] = torch.tensor(blocks, dtype=torch.int32)
+    visits, places = walk(memory.flatten(), 132, heads, rotated=True)
+    assert (visits[:, :, :16] == 1).all()
+    loads = torch.zeros(132, dtype=torch.int64)
+    cost = (16 - torch.arange(16)).expand(heads, 8, 16)
+    loads.index_add_(0, (places[:, :, :16] // 10000).flatten().long(), cost.flatten())
+    assert int(loads.max()) <= 1.15 * float(loads.float().mean())
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3])
+def test_in_a_fixed_order_a_program_has_one_key_block(heads_at_once):
+    """And those of the heads before in its group, or of the list, are of programs of a lower number."""
+    memory, found = records("edges", Mask(causal=True))
+    visits, places = walk(memory, 3 * len(found) + 5, 3, rotated=False, heads_at_once=heads_at_once)
     items = [
         (head, *record[4:])
         for before in range(0, 3, heads_at_once)
@@ -154,8 +189,4 @@ def test_programs_walk_the_list(programs, heads_at_once):
         for head in range(before, min(before + heads_at_once, 3))
     ]
     assert int(visits.sum()) == len(items)
-    rounds = itertools.cycle([range(programs), range(programs - 1, -1, -1)])
-    taken = [(program, number) for number in range(len(items) // programs + 1) for program in next(rounds)]
-    for (program, step), at in zip(taken, items, strict=False):
-        assert visits[at] == 1
-        assert divmod(int(places[at]), 10000) == (program, step)
+    assert [int(places[at]) for at in items] == [10000 * program for program in range(len(items))]

@@ -2,7 +2,7 @@
 
 from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
 
-from ...common.packed import RECORD
+from ...common.packed import RECORD, heads_at_once
 from ...common.queries import Keys
 from ...common.sequence import Sequence, whole_sequence
 from .shares import share_of
@@ -187,9 +187,10 @@ def skip_empty(item, way_back, order):
 class PackedWork:
     """The key block at hand, as `Work` has it. Immutable: `next()` returns the next.
 
-    Of heads_at_once heads the first records come first, then the second ones, and so on; then those of the next
-    heads_at_once. Programs take them there and back, as an ox ploughs; but one each if sums are in a fixed order. What
-    is not `place` is read again for each: the gradient role has no registers for it.
+    Of a group of heads the first records come first, then the second ones, and so on; then those of the next group.
+    Programs take those of a group there and back, and begin the next elsewhere, as in the forward's `PackedWork`. If
+    sums are in a fixed order, a group is heads_at_once heads, and programs take one each. What is not `place` is
+    computed again for each: the gradient role has no registers for it.
     """
 
     place: gl.tensor
@@ -201,15 +202,23 @@ class PackedWork:
         return gl.load(self.order.records[0])
 
     @jit
+    def at_once(self):
+        """Heads of a group, of which the last may have fewer."""
+        if self.order.ROTATED:
+            return heads_at_once(self.count(), self.order.kv_heads)
+        else:
+            return self.order.heads_at_once
+
+    @jit
     def is_left(self):
         return self.place < self.count() * self.order.kv_heads
 
     @jit
     def keys(self):
-        order = self.order
-        turns = order.heads_at_once * self.count()
-        before, place = self.place // turns * order.heads_at_once, self.place % turns
-        heads = gl.minimum(order.heads_at_once, order.kv_heads - before)
+        order, at_once = self.order, self.at_once()
+        turns = at_once * self.count()
+        before, place = self.place // turns * at_once, self.place % turns
+        heads = gl.minimum(at_once, order.kv_heads - before)
         record = order.records[0] + (1 + place // heads) * RECORD
         q_first, q_len = gl.load(record), gl.load(record + 1)
         k_first, k_len = gl.load(record + 2), gl.load(record + 3)
@@ -234,9 +243,20 @@ class PackedWork:
 
     @jit
     def next(self):
-        programs, program = gl.num_programs(0), gl.program_id(0)
-        way_back = self.place // programs % 2 == 1
-        return PackedWork(self.place + gl.where(way_back, 2 * program, 2 * (programs - 1 - program)) + 1, self.order)
+        programs = gl.num_programs(0)
+        if self.order.ROTATED:
+            count, at_once = self.count(), self.at_once()
+            turns = at_once * count
+            group, place = self.place // turns, self.place % turns
+            following = place + 2 * (programs - place % programs) - 1  # mirrored, a round on
+            heads = gl.minimum(at_once, self.order.kv_heads - group * at_once)
+            ends = following >= count * heads
+            group += gl.where(ends, 1, 0)
+            turn = (gl.program_id(0) + group // 2 * (programs // 4)) % programs
+            first = gl.where(group % 2 == 1, programs - 1 - turn, turn)
+            return PackedWork(group * turns + gl.where(ends, first, following), self.order)
+        else:
+            return PackedWork(self.place + programs, self.order)  # beyond the last
 
 
 @jit
