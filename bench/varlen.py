@@ -26,6 +26,8 @@ from gluon_attn.kernels.common.mask import Mask, visible_pairs
 PASSES = ("forward", "backward")
 TOKENS = 16384
 SETS = ("varlen",)
+# Of torch: cuDNN's and FlashAttention-2's words for a call or a card, Python's for an older `varlen_attn`.
+REFUSALS = ("not supported", "only supports", "no available kernel", "unexpected keyword argument")
 Call = Callable[[], Any]
 
 
@@ -117,9 +119,17 @@ def calls_of(shape: Shape, which: str, device: str = "cuda") -> tuple[dict[str, 
         try:
             forward()
             calls[name] = forward if which == "forward" else gradients_of(forward, tensors)
-        except (ImportError, NotImplementedError, RuntimeError, TypeError) as refusal:
-            missing[name] = str(refusal)
+        except (ImportError, RuntimeError, TypeError) as error:
+            if not is_refusal(error):
+                raise
+            missing[name] = str(error)
     return calls, missing
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether it says that something is not there, or does not take the call, and not that the call failed."""
+    said = str(error).lower()
+    return isinstance(error, ImportError | NotImplementedError) or any(words in said for words in REFUSALS)
 
 
 def measure(shape: Shape, which: str, rounds: int) -> dict[str, Any]:

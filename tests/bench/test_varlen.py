@@ -73,6 +73,37 @@ def test_what_is_called_computes_the_same(stand_ins):
     torch.testing.assert_close(calls["cudnn batched"]().transpose(1, 2).flatten(0, 1).float(), want, atol=0.02, rtol=0)
 
 
+def raising(error):
+    def call(*args, **kw):
+        raise error
+
+    return call
+
+
+REFUSALS = [
+    ImportError("cannot import name 'varlen_attn'"),
+    NotImplementedError("q: gradients on sm_100 are not there"),
+    RuntimeError("No available kernel. Aborting execution."),
+    RuntimeError("FlashAttention only supports Ampere GPUs or newer."),
+    TypeError("varlen_attn() got an unexpected keyword argument 'window_size'"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=str)
+def test_what_is_refused_is_missing(stand_ins, monkeypatch, error):
+    monkeypatch.setattr(varlen, "by_torch", raising(error))
+    calls, missing = varlen.calls_of(EQUAL, "forward")
+    assert missing == {"fa2 packed": str(error)}
+    assert set(calls) == {"ours packed", "ours batched", "cudnn batched"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), TypeError("q: expected")])
+def test_what_fails_is_not_taken_for_missing(stand_ins, monkeypatch, error):
+    monkeypatch.setattr(varlen, "by_torch", raising(error))
+    with pytest.raises(type(error), match=str(error)):
+        varlen.calls_of(EQUAL, "forward")
+
+
 def test_it_is_run_alone(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench", "--sets", "varlen", "sweep"])
     with pytest.raises(SystemExit):
