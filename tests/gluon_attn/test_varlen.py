@@ -15,11 +15,12 @@ from gluon_attn import ScoreMod, attention, check_cu_seqlens, reference_attentio
 from gluon_attn.cpu import CpuLaunch
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig
-from gluon_attn.forward.launch import LIST, RECORD, launches_of, list_build
+from gluon_attn.forward.launch import LIST, RECORD, compiled, launches_of, list_build
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config
+from gluon_attn.forward.table import TABLE, Row, blackwell_config, hopper_config, pick_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
+from gluon_attn.resources import resources
 from gluon_attn.runtime.compat import gl, jit
 from gluon_attn.runtime.kernel import Launch
 from tests.slow import slow_if
@@ -32,6 +33,17 @@ WIDE = blackwell_config(3, 192, exp_pieces=4, polynomial_columns=2, rescale_thre
 
 def attention_varlen(*args: Any, **kw: Any) -> Any:
     return gluon_attn.attention_varlen(*args, **kw)
+
+
+def first_of(arch: int, head_dim: int, element_bytes: int) -> Row:
+    """Of the table's rows for a causal mask and one CTA."""
+    return next(
+        row
+        for row in TABLE
+        if (row.padded_head_dim, row.element_bytes, row.config.num_ctas) == (head_dim, element_bytes, 1)
+        and row.causal
+        and arch in row.config.archs
+    )
 
 
 def starts(lengths: tuple[int, ...]) -> Tensor:
@@ -179,6 +191,15 @@ CASES: dict[str, tuple[ForwardConfig, dict[str, Any], dict[str, Any]]] = {
     "Hopper, e4m3, V transposed before": (
         hopper_config(2, 128, 2, 2, 216), {"dtype": torch.float8_e4m3fn, "used": USED}, {}
     ),
+    "Hopper, D=256": (
+        hopper_config(2, 64, 1, 2, 232, stage_in_queries=True), {"head_dim": 256, "used": USED}, {"causal": True}
+    ),
+    "Hopper, D=128, e4m3, V transposed before": (
+        hopper_config(2, 128, 2, 2, 216),
+        {"dtype": torch.float8_e4m3fn, "head_dim": 128, "used": USED},
+        {"causal": True},
+    ),
+    "Blackwell, D=128": (blackwell_config(2, 192), {"head_dim": 128, "used": USED}, {"causal": True}),
     "Blackwell": (WIDE, {"used": USED}, {"causal": True}),
     "Blackwell, 2 CTAs": (blackwell_config(3, 192, num_ctas=2), {}, {}),
     "Blackwell, e4m3, window": (blackwell_config(3, 192), {"dtype": torch.float8_e4m3fn}, {"window": (40, 0)}),
@@ -268,6 +289,29 @@ def test_all_sequences_may_be_empty_on_the_card():
     out = torch.full_like(q, 7.0)
     attention_varlen(q, q, q, cu, cu, 8, 8, out=out, device=H200)
     assert bool((out == 7.0).all())
+
+
+COMPILED = {
+    "Hopper": (90, 128, torch.bfloat16),
+    "Hopper, D=256": (90, 256, torch.bfloat16),
+    "Hopper, e4m3": (90, 128, torch.float8_e4m3fn),
+    "Blackwell": (100, 64, torch.bfloat16),
+    "Blackwell, e4m3": (100, 128, torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name != "Hopper", COMPILED))
+def test_it_compiles_and_its_loops_keep_their_registers(name):
+    arch, head_dim, dtype = COMPILED[name]
+    row = first_of(arch, head_dim, dtype.itemsize)
+    packed, batch = (
+        compiled(dtype, head_dim, row.mask, row.config, packed=packed, arch=arch) for packed in (True, False)
+    )
+    loops = resources(packed).loops
+    assert loops
+    assert sum(loop.spills for loop in loops) <= sum(loop.spills for loop in resources(batch).loops)
+    assert "tensor.5d" in packed.asm["ptx"], "see `View.packed`"
+    assert "tensor.5d" not in batch.asm["ptx"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
