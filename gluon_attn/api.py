@@ -41,6 +41,7 @@ from .score_mod import ScoreMod, compiled_part
 # What flash-attention and torch call it.
 RENAMED = {
     "softmax_scale": "scale",
+    "attn_bias": "bias, of four dimensions",
     "sm_scale": "scale",
     "is_causal": "causal (aligned to the bottom right, unlike torch's is_causal)",
     "enable_gqa": "nothing: fewer KV heads than query heads just work",
@@ -76,6 +77,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     mask_mod: MaskMod | None = None,
@@ -124,6 +126,10 @@ def attention(
             score. They have no gradient.
         sinks: (H,), contiguous, fp32, fp16 or bf16: of each query head a further score, without a value, that counts in
             the denominator alone and in LSE. It is not scaled.
+        bias: (B or 1, H or 1, Sq or 1, Sk), in either layout, of q's dtype or fp32: is added to scores that are scaled,
+            as torch's scaled_dot_product_attention adds a float `attn_mask`. Strides as of q: a row whose Sk is no
+            multiple of 8 (fp32: of 4) numbers is part of a longer one. -inf hides a key; so does a number below -1e37.
+            On Hopper, in 16 bits, one CTA. Not with softcap, alibi_slopes or score_mod.
         score_mod: a change of scores that you write, see `ScoreMod` and docs/masks_and_scores.md. A call has one of
             score_mod, softcap and alibi_slopes.
         chunk: a query sees the keys of its own chunk only: position p those from p // chunk * chunk on, `chunk` many.
@@ -178,12 +184,12 @@ def attention(
     q_ids, k_ids = both_segment_ids(segment_ids)
     extras = Extras(
         out, q_scale, k_scale, v_scale, sinks, alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids,
-        of_score_mod=read, of_mask_mod=read_by_mask,
+        bias=bias, of_score_mod=read, of_mask_mod=read_by_mask,
     )  # fmt: skip
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
-    if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
+    if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks, bias):
         q, k, v = autocast(q, k, v)
         check_differentiable(q, k, v, extras, options)
         out, lse = Attention.apply(q, k, v, sinks, extras, options, attend)
@@ -255,6 +261,11 @@ def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, option
     refuse_unusual(q=q, k=k, v=v)
     check_device(options.device, q)
     require_gradients(q, extras.out, options)
+    if extras.bias is not None:
+        raise NotImplementedError(
+            "bias: gradients of a call with a bias are not supported so far; call under torch.no_grad(), or .detach() "
+            "q, k, v and bias"
+        )
     for name, t in extras.named().items():
         if name != "sinks" and t is not None and t.requires_grad:
             refuse_gradient(name)
@@ -262,10 +273,11 @@ def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, option
         check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
 
 
-def wants_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
+def wants_gradient(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
     try:
-        if sinks is not None and sinks.requires_grad:
-            return True
+        for t in others:
+            if t is not None and t.requires_grad:
+                return True
         return q.requires_grad or k.requires_grad or v.requires_grad
     except AttributeError:  # no tensor, which is found later
         return False
@@ -319,6 +331,10 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         refuse_unusual(q=q, k=k, v=v, out=out)
         raise
     addresses = at_q | at_k | at_v
+    if extras.bias is not None:
+        refuse_unusual(bias=extras.bias)
+        check_readable("bias", extras.bias)
+        addresses |= extras.bias.data_ptr()
     suspect = (
         (at_q < LOWEST_ADDRESS or at_k < LOWEST_ADDRESS or at_v < LOWEST_ADDRESS)
         or (q.is_neg() or k.is_neg() or v.is_neg())
@@ -330,9 +346,9 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
     if suspect:
         check_memory(q, k, v, out)
     if out is not None:
-        check_no_overlap(out, q=q, k=k, v=v)
+        check_no_overlap(out, q=q, k=k, v=v, **({} if extras.bias is None else {"bias": extras.bias}))
     if addresses % TMA_ALIGNMENT_BYTES and q.numel() and k.numel():  # an empty tensor has no address
-        for name, t in {"q": q, "k": k, "v": v, "out": out}.items():
+        for name, t in {"q": q, "k": k, "v": v, "bias": extras.bias, "out": out}.items():
             if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES:
                 refuse_address(name, t)
     if torch.is_grad_enabled():
@@ -374,8 +390,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
     if q.device.type == "cpu":
         from .cpu import launches_on_cpu
 
-        return launches_on_cpu(plan, q, k, v, like_out, extras.seqused_k is not None)
-    return launches_on_card(plan, q, k, v, like_out, extras.seqused_k is not None)
+        return launches_on_cpu(plan, q, k, v, like_out, extras.seqused_k is not None, extras.bias)
+    return launches_on_card(plan, q, k, v, like_out, extras.seqused_k is not None, extras.bias)
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Plan | None:

@@ -47,6 +47,7 @@ class Extras(NamedTuple):
     seqused_k: Tensor | None = None
     q_segment_ids: Tensor | None = None
     k_segment_ids: Tensor | None = None
+    bias: Tensor | None = None
     of_score_mod: tuple[Tensor, ...] = ()
     of_mask_mod: tuple[Tensor, ...] = ()
 
@@ -129,6 +130,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
         out=extras.out,
         scales=extras.scales,
         lengths=lengths_of(extras, options),
+        bias=extras.bias,
     )
 
 

@@ -56,11 +56,13 @@ class CpuLaunch:
             )
 
 
-def launches_on_cpu(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False) -> Launches:
+def launches_on_cpu(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False, bias: Tensor | None = None
+) -> Launches:
     """A call on CPU tensors. They are looked at for their shapes and strides only; `out` may be on the meta device.
-    used: as for `launches_of`."""
+    used, bias: as for `launches_of`."""
     register_twins()
-    steps = [CpuLaunch(launch, plan.arch) for launch in launches_of(plan, q, k, v, out, used)]
+    steps = [CpuLaunch(launch, plan.arch) for launch in launches_of(plan, q, k, v, out, used, bias)]
     return Launches(steps, workspaces_of(plan))
 
 

@@ -26,6 +26,7 @@ FEATURES = {
     "softcap": Feature(name="`softcap=`"),
     "alibi_slopes": Feature(name="`alibi_slopes=`"),
     "sinks": Feature(name="`sinks=`"),
+    "bias": Feature(name="`bias=`", hopper=(True, False, False), blackwell=(False, False, False)),
     "score_mod": Feature(name="`score_mod=`"),
     "cu_seqlens_q": Feature(name="packed sequences: `attention_varlen`"),
     "unequal lengths": Feature(name="Sq ≠ Sk, any lengths"),
@@ -50,13 +51,16 @@ APART = {
     ("softcap", "alibi_slopes"): "write one score_mod that does both",
     ("softcap", "score_mod"): "write one score_mod that does both",
     ("alibi_slopes", "score_mod"): "write one score_mod that does both",
+    ("softcap", "bias"): "write one score_mod that does both",
+    ("alibi_slopes", "bias"): "add the slopes to the bias",
+    ("score_mod", "bias"): "have the score_mod read it",
     ("segment_ids", "mask_mod"): "write one mask_mod that does both",
     ("cu_seqlens_q", "segment_ids"): "give each document as a sequence",
+    ("cu_seqlens_q", "bias"): "call attention() for each sequence",
 }
 
 # Arguments that others have for what is not there at all.
 NOT_THERE = {
-    **dict.fromkeys(("attn_bias", "bias"), "a bias"),
     **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), "a mask given as a tensor"),
     **dict.fromkeys(("block_table", "page_table"), "a paged KV cache"),
     **dict.fromkeys(("cache_seqlens", "k_cache", "v_cache"), "a KV cache"),

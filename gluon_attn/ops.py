@@ -159,7 +159,7 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Optio
 
 def not_in_a_graph(extras: Extras, options: Options) -> dict[str, Any]:
     """Arguments that an operator does not take, by name."""
-    names = ("out", "q_scale", "k_scale", "v_scale")
+    names = ("out", "q_scale", "k_scale", "v_scale", "bias")
     refused = {"config": options.config} | {name: getattr(extras, name) for name in names}
     return refused | {"score_mod": options.score_mod, "mask_mod": options.mask_mod}
 

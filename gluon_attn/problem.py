@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .bias import Bias
 from .kernels.common.mask import Mask
 from .mask_mod import MaskFunction
 from .score_mod import ScoreFunction
@@ -27,6 +28,7 @@ PADDED_HEAD_DIMS = (64, 128, 192, 256)  # that kernels have
 TMA_ALIGNMENT_BYTES = 16
 # The kernel multiplies by scale · log2(e) in fp32, where that must be a normal number.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
+SMALLEST_SCALE_WITH_BIAS = 1e-30  # the kernel adds the bias divided by it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class Problem:
     sequences: int | None = None  # that are packed; None: a batch of equal lengths
     mask_function: MaskFunction | None = None  # what says besides which keys a query sees
     head_dim_v: int = 0  # 0: as Q's
+    bias: Bias | None = None  # that is added to scores
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
@@ -77,6 +80,7 @@ class Problem:
         out: Tensor | None = None,
         scales: Sequence[Tensor | None] = (None, None, None),
         lengths: Lengths | None = None,
+        bias: Tensor | None = None,
     ) -> "Problem":
         """The problem that these tensors pose, all of its shapes, dtypes, devices and strides checked.
 
@@ -117,6 +121,9 @@ class Problem:
             check_scale_tensor(name, one, q, (batch if sequences is None else sequences, in_bhsd(k, layout).shape[1]))
         if sinks is not None:
             check_of_heads("sinks", sinks, q, ((heads,),), (torch.float32, torch.float16, torch.bfloat16))
+        scale = checked_scale(scale, head_dim)
+        if bias is not None:
+            check_bias(bias, q, (batch, heads, q_len, in_bhsd(k, layout).shape[2]), scale)
         return Problem(
             dtype=q.dtype,
             batch=batch,
@@ -133,9 +140,10 @@ class Problem:
             score_mod=score_mod,
             mask_function=mask_function,
             sinks=None if sinks is None else sinks.dtype,
-            scale=checked_scale(scale, head_dim),
+            scale=scale,
             layout=layout,
             sequences=sequences,
+            bias=None if bias is None else bias_of(bias, (batch, heads, q_len)),
         )
 
     @property
@@ -419,6 +427,55 @@ def check_of_heads(
     if tuple(t.shape) not in shapes:
         raise ValueError(f"{name}: expected shape {expected}, a number for each query head, got {tuple(t.shape)}")
     check_read(name, t, q)
+
+
+def check_bias(bias: object, q: Tensor, shape: tuple[int, int, int, int], scale: float) -> None:
+    """That it can be added to scores of that shape, and that TMA can address it."""
+    batch, heads, q_len, kv_len = shape
+    expected = f"({batch} or 1, {heads} or 1, {q_len} or 1, {kv_len})"
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias: expected a torch.Tensor of shape {expected} or None, got {type_name(bias)}")
+    if bias.layout != torch.strided:
+        raise TypeError(f"bias: expected a dense tensor, got one of layout {bias.layout}; call .to_dense() on it")
+    if bias.dim() != 4:
+        raise ValueError(
+            f"bias: expected shape {expected}, got {tuple(bias.shape)}; view it with dimensions of size 1 where it is "
+            "the same for all"
+        )
+    if bias.shape[3] != kv_len or any(n not in (1, size) for n, size in zip(bias.shape, shape[:3], strict=False)):
+        raise ValueError(f"bias: expected shape {expected}, got {tuple(bias.shape)}; see its dimensions in that order")
+    if q.dtype in FP8_DTYPES:
+        raise NotImplementedError(
+            f"bias: not supported with q of {q.dtype}, only with float16 and bfloat16; leave it out, or convert q, k "
+            "and v"
+        )
+    if bias.dtype not in (q.dtype, torch.float32):
+        what = "a mask of bools has -inf where it hides a key" if bias.dtype == torch.bool else "convert it"
+        raise TypeError(f"bias: expected dtype {q.dtype} (as q) or torch.float32, got {bias.dtype}; {what}")
+    if bias.device != q.device:
+        raise ValueError(f"bias: expected device {q.device} (as q), got {bias.device}; move it with .to(q.device)")
+    step = TMA_ALIGNMENT_BYTES // bias.element_size()
+    pad = f"pad its rows, torch.nn.functional.pad(bias, (0, {-kv_len % step}))[..., :{kv_len}]"
+    if kv_len > 1 and bias.stride(3) != 1:
+        raise ValueError(
+            f"bias: expected stride 1 in the last dimension, got {bias.stride(3)}; "
+            + (f"{pad}: nothing is copied silently" if kv_len % step else "call .contiguous() on it")
+        )
+    for dim in range(3):
+        if bias.shape[dim] > 1 and kv_len and bias.stride(dim) % step:
+            raise ValueError(
+                f"bias: expected strides that are multiples of {step} elements, got {bias.stride(dim)} in dimension "
+                f"{dim}; {pad if kv_len % step else 'call .contiguous() on it'}: nothing is copied silently"
+            )
+    if scale < SMALLEST_SCALE_WITH_BIAS:
+        raise ValueError(
+            f"scale: expected at least {SMALLEST_SCALE_WITH_BIAS} with a bias, got {scale}; scale q, and give 1"
+        )
+
+
+def bias_of(bias: Tensor, shape: tuple[int, int, int]) -> Bias:
+    """shape: (B, H, Sq)."""
+    return Bias(dtype=bias.dtype, each_row=bias.shape[2] > 1, shared=tuple(bias.shape[:3]) != shape)
 
 
 def check_read(name: str, t: Tensor, q: Tensor) -> None:

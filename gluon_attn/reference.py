@@ -23,6 +23,7 @@ def reference_attention(
     sinks: Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -43,7 +44,8 @@ def reference_attention(
     Of all these together, a query sees what all of them let through.
     scale: default 1/sqrt(D).
     softcap: scores, scaled, become softcap · tanh(score / softcap). alibi_slopes: (H,) or (B, H): minus the slope times
-    |i + Sk - Sq - j|. sinks: (H,): for each row a further score that has no value.
+    |i + Sk - Sq - j|. bias: broadcast to (B, H, Sq, Sk), is added to them. sinks: (H,): for each row a further score
+    that has no value.
     q_scale, k_scale, v_scale: (B, Hkv), for fp8 inputs: what they are multiplied with, default 1; that is then done in
     fp32, and the rest too.
     cu_seqlens_q, cu_seqlens_k, seqused_k: of packed sequences, as `attention_varlen` has them: then q is (T, H, D), k
@@ -65,7 +67,7 @@ def reference_attention(
         q, k, v = (dequantise(t, by, kv_heads, layout) for t, by in ((q, q_scale), (k, k_scale), (v, v_scale)))
         changes: dict[str, Any] = {
             "causal": causal, "window": window, "chunk": chunk, "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "sinks": sinks, "segment_ids": segment_ids, "mask": mask,
+            "sinks": sinks, "segment_ids": segment_ids, "mask": mask, "bias": bias,
         }  # fmt: skip
         out, lse = reference_attention(q, k, v, scale=scale, layout=layout, **changes)
         return out.to(torch.bfloat16), lse
@@ -82,6 +84,8 @@ def reference_attention(
         q_index = torch.arange(q.shape[2], device=q.device)[:, None] + (k.shape[2] - q.shape[2])
         distance = (q_index - torch.arange(k.shape[2], device=q.device)).abs()
         scores = scores - alibi_slopes.to(statistics)[..., None, None] * distance
+    if bias is not None:
+        scores = scores + bias.to(statistics)
     scores = masked(scores, causal=causal, window=window, chunk=chunk)
     if segment_ids is not None:
         of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)

@@ -43,6 +43,7 @@ def supports(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     mask_mod: MaskMod | None = None,
@@ -82,13 +83,15 @@ def supports(
         q_ids, k_ids = both_segment_ids(segment_ids)
         extras = Extras(
             out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, q_ids, k_ids,
-            read, read_by_mask,
+            bias, read, read_by_mask,
         )  # fmt: skip
         if cu_seqlens_q is not None:
             longest = check_seqlens(max_seqlen_q, max_seqlen_k)
             options = options._replace(layout=PACKED, max_seqlens=longest)
         check_options(return_lse, deterministic, unsupported)
-        gradient = torch.is_grad_enabled() and wants_gradient(q, k, v, sinks) if needs_grad is None else needs_grad
+        gradient = (
+            torch.is_grad_enabled() and wants_gradient(q, k, v, sinks, bias) if needs_grad is None else needs_grad
+        )
         q, k, v = autocast(q, k, v, convert=torch.empty_like)  # memory for what attention() converts to, no numbers
         if is_compiling():
             card_in_graph(extras, options)

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from ..bias import Bias
 from ..runtime.descriptors import Bases
 
 REGISTERS_PER_SM = 65536
@@ -168,6 +169,11 @@ class HopperConfig(ForwardConfig):
         queries = self.softmax_roles * (self.query_slots * self.ROWS_PER_CTA * head_dim * element_bytes + results)
         columns = head_dim + (2 if self.transpose_registers else 1) * head_dim_v
         return queries + self.kv_slots * self.block_n * columns * element_bytes + BARRIER_BYTES
+
+    def bias_bytes(self, bias: Bias) -> int:
+        """Shared memory that a bias takes besides."""
+        tiles = self.softmax_roles if bias.each_row else 1
+        return self.kv_slots * tiles * bias.tile_bytes(self.rows_per_role, self.block_n)
 
     def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
         if name in ("q", "out"):

@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..bias import Bias, view_of_bias
 from ..documents import compiled_documents, documents_given, documents_launch, empty_documents
 from ..kernels.blackwell.forward import kernel as blackwell
 from ..kernels.common.mask import Mask
@@ -39,7 +40,11 @@ LENGTHS = (
 )
 NUMBERS = (Scalar("scale_log2", "fp32"), Scalar("blocks_per_item"))
 
-HOPPER = Kernel(hopper.attention_forward, *OPERANDS, *STATISTICS, *SCORES, RECORDS, *NUMBERS, Scalar("last_heads"))
+BIAS = Tma("bias_desc", "bias")  # None where there is none
+
+HOPPER = Kernel(
+    hopper.attention_forward, *OPERANDS, BIAS, *STATISTICS, *SCORES, RECORDS, *NUMBERS, Scalar("last_heads")
+)
 BLACKWELL = Kernel(blackwell.attention_forward, *OPERANDS, *STATISTICS, *SCORES, RECORDS, *NUMBERS, Scalar("l2_heads"))
 TRANSPOSE = Kernel(transpose_values, Tma("v_desc", "v"), Tma("out_desc", "transposed_v"), *LENGTHS[1:])
 LIST = Kernel(
@@ -63,11 +68,12 @@ def build_of(
     sinks: torch.dtype | None = None,
     packed: bool = False,
     padded_head_dim_v: int | None = None,
+    bias: Bias | None = None,
 ) -> Build:
     """The kernel of attention for these compile-time choices.
 
     dtype: of q, k and v. sinks: their dtype, if there are any. packed: of packed sequences. padded_head_dim_v: None: as
-    Q's.
+    Q's. bias: that is added to scores.
     """
     before = config.transposes_before(dtype.itemsize)
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
@@ -86,6 +92,10 @@ def build_of(
     pointers = types_of(score_mod, sinks, mask)
     absent |= dict.fromkeys(p.name for p in SCORES if p.name not in pointers)
     absent |= {} if packed else {RECORDS.name: None}
+    if bias is not None:
+        blocks[BIAS.tensor] = bias.block(config.operand("q")[0], config.block_n)
+    elif on_hopper:
+        absent |= {BIAS.name: None}
     return Build(
         kernel=kernel_of(config),
         blocks=blocks,
@@ -149,6 +159,7 @@ def compiled(
     sinks: torch.dtype | None = None,
     packed: bool = False,
     padded_head_dim_v: int | None = None,
+    bias: Bias | None = None,
     arch: int | None = None,
     device_index: int | None = None,
 ) -> CompiledKernel:
@@ -157,7 +168,7 @@ def compiled(
     arch: 90, 100 or 103, for sm_90a and so on; None: the first that the config is for.
     device_index: the card to launch it on, as a compiled kernel is loaded on one. None: to look at only.
     """
-    return build_of(dtype, padded_head_dim, mask, config, score_mod, sinks, packed, padded_head_dim_v).compile(
+    return build_of(dtype, padded_head_dim, mask, config, score_mod, sinks, packed, padded_head_dim_v, bias).compile(
         config.archs[0] if arch is None else arch
     )
 
@@ -175,16 +186,20 @@ def compiled_transpose(
     return transpose_build(dtype, padded_head_dim, packed, used).compile(90)
 
 
-def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False) -> list[Launch]:
+def launches_of(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False, bias: Tensor | None = None
+) -> list[Launch]:
     """The launches of a call, in order: that of attention is the last.
 
     The tensors are looked at for their shapes and strides only; any may be on the meta device. used: of packed
-    sequences, some keys count.
+    sequences, some keys count. bias: the problem's.
     """
     problem, config = plan.problem, plan.config
     packed = problem.sequences is not None
     view = View.packed if packed else View.of
     views = {name: view(in_bhsd(t, problem.layout)) for name, t in {"q": q, "k": k, "v": v, "out": out}.items()}
+    if bias is not None:
+        views[BIAS.tensor] = view_of_bias(bias)
     numbers: dict[str, float] = {"scale_log2": plan.scale_log2, "blocks_per_item": plan.blocks_per_item}
     numbers["l2_heads" if isinstance(config, BlackwellConfig) else "last_heads"] = plan.heads_longest_first
     build = build_of(
@@ -196,6 +211,7 @@ def launches_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: 
         problem.sinks,
         packed,
         problem.padded_head_dim_v,
+        problem.bias,
     )
     before, given = [], {}
     if packed:
@@ -245,12 +261,14 @@ def empty_transposed(v: Tensor, plan: Plan) -> Tensor:
     return torch.empty((batch, heads, head_dim, keys), dtype=v.dtype, device=v.device)
 
 
-def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False) -> Launches:
+def launches_on_card(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, used: bool = False, bias: Tensor | None = None
+) -> Launches:
     """A call on q's card. The tensors are looked at for their shapes, strides and device only; `out` may be on the meta
-    device. used: as for `launches_of`."""
+    device. used, bias: as for `launches_of`."""
     problem, index = plan.problem, q.device.index
     packed = problem.sequences is not None
-    launches = launches_of(plan, q, k, v, out, used)
+    launches = launches_of(plan, q, k, v, out, used, bias)
     attention = compiled(
         problem.dtype,
         problem.padded_head_dim,
@@ -260,6 +278,7 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u
         sinks=problem.sinks,
         packed=packed,
         padded_head_dim_v=problem.padded_head_dim_v,
+        bias=problem.bias,
         arch=plan.arch,
         device_index=index,
     )
@@ -278,5 +297,5 @@ def launches_on_card(plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u
 
 
 NOT_GIVEN = dict.fromkeys(
-    p.tensor for p in (*STATISTICS, *SCORES, *LENGTHS, RECORDS)
+    (BIAS.tensor, *(p.tensor for p in (*STATISTICS, *SCORES, *LENGTHS, RECORDS)))
 )  # what a call gives for tensors that it has not

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..bias import Bias
 from ..device import Device
 from ..kernels.common.mask import Mask
 from ..problem import FP8_DTYPES, Problem, needs_no_maximum
@@ -249,7 +250,21 @@ def blackwell_rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def configs_with_bias() -> Iterator[HopperConfig]:
+    """Where a bias of each row leaves no room for the table's config, the first of these that fits: with as many keys
+    to a block, roles and slots as have room. They wait for their measurement."""
+    for query_slots, stages in ((2, False), (1, True), (1, False)):
+        yield hopper_config(
+            2, 128, query_slots, 2, 232, turns=True, early_exp=2, integer_max=True, stage_in_queries=stages
+        )
+    yield hopper_config(2, 64, 2, 3, 232, early_exp=1)
+    for roles, stages in itertools.product((2, 1), (True, False)):
+        yield hopper_config(roles, 64, 1, 2, 232, stage_in_queries=stages)
+
+
 HOPPER = tuple(hopper_rows())
+WITH_BIAS = tuple(configs_with_bias())
+MOST_ROLES_WITH_BIAS = 2  # of each row: a role with others' rows now and then would have to choose its tile
 BLACKWELL = blackwell_rows()
 TABLE = HOPPER + BLACKWELL
 OTHER_HEAD_DIMS = tuple(rows_of_other_head_dims())
@@ -263,10 +278,14 @@ def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -
     """
     require_supported(problem, device)
     require_ctas(num_ctas, device)
+    if problem.bias is not None and num_ctas not in (None, 1):
+        raise ValueError(f"num_ctas: expected 1 or None with a bias, got {num_ctas}; leave it out")
     typical = problem.typical
     for row in TABLE + OTHER_HEAD_DIMS:
         needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes, row.padded_head_dim_v)
         if row.fits(typical, device, num_ctas) and needed <= device.smem_bytes:
+            if problem.bias is not None:
+                return for_bias(row.config, problem, device)
             return for_scores(row.config, problem.score_mod, row.head_dims, problem.dtype)
     raise ValueError(
         f"config: no row of the tuning table fits head_dim {head_dims_of(problem)}, num_ctas {num_ctas} and the "
@@ -310,8 +329,25 @@ def for_scores(
     return replace(config, max_in_load=False)
 
 
+def for_bias(config: ForwardConfig, problem: Problem, device: Device) -> ForwardConfig:
+    """The config for scores that a bias is added to: this one, or else the first that has room for it."""
+    wide = problem.padded_head_dim_v > 128  # too many registers for scores of 128 keys
+    for one in (config, *(c for c in WITH_BIAS if c.block_n == 64 or not wide)):
+        try:
+            require_fits(one, problem, device)
+        except ValueError:
+            continue
+        return one
+    raise ValueError(
+        f"config: none has room for a bias of {problem.bias} at head_dim {head_dims_of(problem)} in the "
+        f"{device.smem_bytes} bytes of shared memory of {device.name}; give a ForwardConfig as config"
+    )
+
+
 def require_supported(problem: Problem, device: Device) -> None:
     """NotImplementedError for a problem that the kernel of the device's architecture does not compute."""
+    if device.arch != 90 and problem.bias is not None:
+        raise NotImplementedError(f"bias: not supported on {device.name} so far, only on a Hopper card; leave it out")
     if device.arch != 90 and problem.padded_head_dim != problem.padded_head_dim_v:
         raise NotImplementedError(
             f"v: head_dim {problem.head_dim_v} with q of {problem.head_dim} is not supported on a Blackwell card so "
@@ -363,10 +399,26 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
         )
     require_fits_scores(config, problem)
     needed = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize, problem.padded_head_dim_v)
+    if problem.bias is not None and isinstance(config, HopperConfig):
+        require_fits_bias(config, problem.bias)
+        needed += config.bias_bytes(problem.bias)
     if needed > device.smem_bytes:
         raise ValueError(
             f"config: expected a config that fits the {device.smem_bytes} bytes of shared memory of {device.name}, "
             f"got one that needs {needed} at head_dim {head_dims_of(problem)}; lower kv_slots, query_slots or block_n"
+        )
+
+
+def require_fits_bias(config: HopperConfig, bias: Bias) -> None:
+    """ValueError for more CTAs than one, whose K is the same and whose rows are not; and for many roles."""
+    if config.num_ctas > 1:
+        raise ValueError(
+            f"config: expected one CTA with a bias, got {config.num_ctas}; give num_ctas=1, or leave it out"
+        )
+    if bias.each_row and config.softmax_roles > MOST_ROLES_WITH_BIAS:
+        raise ValueError(
+            f"config: expected at most {MOST_ROLES_WITH_BIAS} softmax_roles with a bias of each row, got "
+            f"{config.softmax_roles}"
         )
 
 

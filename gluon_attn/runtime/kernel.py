@@ -24,7 +24,7 @@ WORKSPACE_ALIGNMENT = 256  # bytes; TMA asks for 16, and lines of the L2 cache h
 
 @dataclass(frozen=True)
 class Tma:
-    """A parameter that is a TMA descriptor of the tensor called `tensor`."""
+    """A parameter that is a TMA descriptor of the tensor called `tensor`. Not in each `Build` is it there."""
 
     name: str
     tensor: str
@@ -69,8 +69,9 @@ class Kernel:
             )
 
     def types(self, blocks: Mapping[str, Block], pointers: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Triton's type of each parameter. blocks: of each TMA parameter's tensor. pointers: as `Build` has them."""
-        types = {p.name: blocks[p.tensor].type_name for p in self.tma}
+        """Triton's type of each parameter, but for descriptors without a block, which are not there. blocks: of each
+        TMA parameter's tensor. pointers: as `Build` has them."""
+        types = {p.name: blocks[p.tensor].type_name for p in self.tma if p.tensor in blocks}
         types |= {p.name: f"*{(pointers or {}).get(p.name, p.type)}" for p in self.pointers}
         return types | {p.name: p.type for p in self.scalars}
 
@@ -79,10 +80,10 @@ class Kernel:
 class Build:
     """A kernel and all that its machine code depends on but the architecture.
 
-    blocks: of each TMA parameter's tensor. constants: the compile-time parameters; and None for a pointer that is not
-    there in this kernel at all. starts_early: it may begin before the kernel launched before it ends.
-    num_warps: that it is launched with; those of further roles come on top. pointers: Triton's types of what pointers
-    point to where it is not what the kernel says, by parameter.
+    blocks: of each TMA parameter's tensor. constants: the compile-time parameters; and None for a descriptor or a
+    pointer that is not there in this kernel at all. starts_early: it may begin before the kernel launched before it
+    ends. num_warps: that it is launched with; those of further roles come on top. pointers: Triton's types of what
+    pointers point to where it is not what the kernel says, by parameter.
     """
 
     kernel: Kernel
@@ -92,6 +93,11 @@ class Build:
     starts_early: bool = False
     num_warps: int = 4
     pointers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def described(self) -> tuple[Tma, ...]:
+        """Those of the kernel's TMA parameters that are there."""
+        return tuple(p for p in self.kernel.tma if p.name not in self.constants)
 
     def compile(self, arch: int) -> CompiledKernel:
         """arch: 90, 100 or 103, for sm_90a and so on. Needs no card."""
@@ -136,7 +142,7 @@ class Launch:
         parameter. A pointer to a tensor that is None is None: whoever launches knows what stands for null."""
         kernel, build = self.build.kernel, self.build
         named: dict[str, Any] = {}
-        for p, name in zip(kernel.tma, self.tensor_names(kernel.tma), strict=True):
+        for p, name in zip(build.described, self.tensor_names(build.described), strict=True):
             named[p.name] = self.views[p.tensor].descriptor(tensors[name], build.blocks[p.tensor])
         named |= {
             p.name: tensors[name] for p, name in zip(kernel.pointers, self.tensor_names(kernel.pointers), strict=True)
@@ -165,9 +171,10 @@ class CardLaunch:
         kernel = build.kernel
         self.launcher = Launcher(compiled, launch.programs, device_index)
         self.device_index = device_index
-        self.tensors = getter(launch.tensor_names((*kernel.tma, *kernel.pointers)))
-        self.described = len(kernel.tma)
-        self.describe = descriptions([launch.views[p.tensor] for p in kernel.tma], compiled)
+        self.tensors = getter(launch.tensor_names((*build.described, *kernel.pointers)))
+        self.described = len(build.described)
+        there = [launch.views[p.tensor] if p in build.described else None for p in kernel.tma]
+        self.describe = descriptions(there, compiled)
         # A launch takes a place for each compile-time parameter, and no value.
         numbers = tuple(launch.scalars[p.name] for p in kernel.scalars)
         listed = len(kernel.tma) + len(kernel.pointers) + len(kernel.scalars)
@@ -226,18 +233,20 @@ def getter(names: Sequence[str]) -> Callable[[Tensors], tuple[Any, ...]]:
     return lambda tensors: tuple(tensors[name] for name in names)
 
 
-def descriptions(views: Sequence[View], compiled: CompiledKernel) -> Callable[..., tuple[Any, ...]]:
-    """What a kernel is passed for all its descriptor parameters, by the addresses of the tensors.
+def descriptions(views: Sequence[View | None], compiled: CompiledKernel) -> Callable[..., tuple[Any, ...]]:
+    """What a kernel is passed for all its descriptor parameters, by the addresses of the tensors. A parameter that is
+    not there, of which the view is None, takes a place and no value.
 
     In a loop all of them come back to the same ones, and one look-up finds everything; elsewhere single ones do, and
     only the others are encoded anew.
     """
     metas = compiled.metadata.tensordesc_meta
-    each = [lru_cache(maxsize=64)(partial(view.arguments, meta=meta)) for view, meta in zip(views, metas, strict=True)]
+    there = [view for view in views if view is not None]
+    each = [lru_cache(maxsize=64)(partial(view.arguments, meta=meta)) for view, meta in zip(there, metas, strict=True)]
 
     @lru_cache(maxsize=64)
     def of_all(*addresses: int) -> tuple[Any, ...]:
-        arguments = (of(address) for of, address in zip(each, addresses, strict=True))
-        return tuple(chain.from_iterable(arguments))
+        arguments = iter([of(address) for of, address in zip(each, addresses, strict=True)])
+        return tuple(chain.from_iterable((None,) if view is None else next(arguments) for view in views))
 
     return of_all

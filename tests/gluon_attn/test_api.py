@@ -234,7 +234,6 @@ def test_meta_tensors_are_refused_with_what_to_do(device):
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "bias": torch.zeros(1),
     "attn_mask": torch.zeros(1),
     "dropout_p": 0.1,
     "block_table": torch.zeros(1),

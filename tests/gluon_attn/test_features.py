@@ -60,6 +60,7 @@ WITH: dict[str, Callable[[dict[str, Any], torch.dtype], dict[str, Any]]] = {
     "softcap": lambda call, _: call | {"softcap": 30.0},
     "alibi_slopes": lambda call, _: call | {"alibi_slopes": torch.zeros(4)},
     "sinks": lambda call, _: call | {"sinks": torch.zeros(4)},
+    "bias": lambda call, _: call | {"bias": torch.zeros(1, 1, 1, call["k"].shape[-2])},
     "score_mod": lambda call, _: call | {"score_mod": ScoreMod(twice, twice_backward)},
     "unequal lengths": lambda call, dtype: call | tensors(dtype, keys=40),
     "grouped heads": lambda call, dtype: call | tensors(dtype, kv_heads=2),
@@ -117,8 +118,8 @@ def test_it_is_there_or_refused(name, device):
             assert all(answer.partition(":")[0] in named for answer in answers if answer), (kind, answers)
 
 
-TOGETHER = ("causal", "window", "chunk", "segment_ids", "mask_mod", "softcap", "alibi_slopes", "sinks", "score_mod",
-            "deterministic", "cu_seqlens_q")  # fmt: skip
+TOGETHER = ("causal", "window", "chunk", "segment_ids", "mask_mod", "softcap", "alibi_slopes", "sinks", "bias",
+            "score_mod", "deterministic", "cu_seqlens_q")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,6 +136,8 @@ def test_all_pairs_go_together_but_those_apart(device, kind):
             )
         elif device == "blackwell" and kind == "gradients":
             assert all(answer and answer.startswith("device: ") for answer in answers)
+        elif missing := [name for name in pair if not getattr(FEATURES[name], device)[KINDS.index(kind)]]:
+            assert all(answer and answer.startswith(f"{missing[0]}: ") for answer in answers)
         else:
             assert answers == {None}, pair
 

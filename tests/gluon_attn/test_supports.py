@@ -40,6 +40,12 @@ def freed() -> Tensor:
     return q
 
 
+def freed_bias() -> Tensor:
+    bias = torch.zeros(1, 4, 24, 24)
+    bias.untyped_storage().resize_(0)
+    return bias
+
+
 Q8 = q_of(dtype=E4M3)
 ALIAS = q_of()
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
@@ -58,6 +64,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "Blackwell": lambda: call(device=BLACKWELL, num_ctas=4),
     "a shift of 16 bytes": lambda: call(shifted(8)),
     "requires grad": lambda: call(q_of().requires_grad_()),
+    "a bias": lambda: call(bias=torch.zeros(1, 4, 24, 24)),
     "a parameter": lambda: call(torch.nn.Parameter(q_of())),
 }
 BAD: dict[str, Callable[[], dict[str, Any]]] = {
@@ -102,6 +109,9 @@ BAD: dict[str, Callable[[], dict[str, Any]]] = {
     "a negative window": lambda: call(window=(-8, 0)),
     "slopes in 16 bits": lambda: call(alibi_slopes=torch.zeros(2).half()),
     "a cap of 0": lambda: call(softcap=0.0),
+    "a bias of a misplaced row": lambda: call(bias=torch.zeros(4 * 24 * 24 + 1)[1:].view(1, 4, 24, 24)),
+    "a bias on Blackwell": lambda: call(bias=torch.zeros(1, 4, 24, 24), device=BLACKWELL),
+    "a bias that is freed": lambda: call(bias=freed_bias()),
     "two changes of scores": lambda: call(softcap=2.0, alibi_slopes=torch.zeros(2)),
     "a mask": lambda: call(attn_mask=torch.ones(24, 24)),
     "another's name": lambda: call(is_causal=True),

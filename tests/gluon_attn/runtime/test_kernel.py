@@ -112,6 +112,25 @@ def test_what_is_compiled(monkeypatch):
     assert options == {"arch": 90, "num_warps": 4, "num_ctas": 2, "starts_early": True}
 
 
+def test_a_descriptor_that_is_not_there(monkeypatch):
+    """It has no block, no view and no tensor, and takes a place in every launch."""
+    asked: list[Any] = []
+    monkeypatch.setattr(kernel_module, "compile_gluon", lambda *args, **options: asked.append(args))
+    one = build(blocks={"b": BLOCKS["b"]}, constants={"SIZE": 3, "OTHER": "x", "a_desc": None})
+    one.compile(90)
+    _, types, constants = asked[0]
+    assert list(types) == ["b_desc", "sum_ptr", "flags_ptr", "count", "factor"]
+    assert constants["a_desc"] is None
+    given = {"b": tensors()["b"], "sum": torch.zeros(3), "flags": None}
+    of_b = launch().views["b"]
+    arguments = launch(build=one, views={"b": of_b}).arguments(given)
+    assert arguments["a_desc"] is None
+    assert isinstance(arguments["b_desc"], TensorDescriptor)
+    monkeypatch.setattr(View, "arguments", lambda view, address, meta: (address, meta))
+    compiled: Any = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=["of b"]))
+    assert kernel_module.descriptions([None, of_b], compiled)(7) == (None, 7, "of b")
+
+
 def tensors() -> dict[str, Any]:
     return {
         "a": torch.zeros(1, 2, 64, 128, dtype=torch.bfloat16),

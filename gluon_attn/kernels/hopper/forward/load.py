@@ -5,6 +5,7 @@ from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
 from ...common.sequence import key_coords, query_coords, transposed_value_coords
 from ..pieces import from_column, from_row
+from .wires import tiles_of_bias
 from .work import first_work
 
 
@@ -14,7 +15,7 @@ def load(wires, order, operands, heads_per_kv_head):
     BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
     ROWS: gl.constexpr = operands.q.block_shape[-2]
     QUERIES: gl.constexpr = wires.queries.PARTS  # pieces of every role's tile
-    PIECES: gl.constexpr = wires.keys.PARTS
+    PIECES: gl.constexpr = wires.QK
     COLUMNS: gl.constexpr = operands.k.block_shape[-1]
     queries, keys, values = wires.queries.producer(), wires.keys.producer(), wires.loaded_values.producer()
 
@@ -35,11 +36,11 @@ def load(wires, order, operands, heads_per_kv_head):
         key_range = rows.keys()
         key = key_range.block(0) * BLOCK_N
         k, keys = keys.acquire()
-        load_keys(k, operands, row_block, kv_head, key)
+        load_keys(k, wires, operands, row_block, kv_head, key)
         for step in range(1, key_range.steps()):
             following = key_range.block(step) * BLOCK_N
             k, keys = keys.acquire()
-            load_keys(k, operands, row_block, kv_head, following)
+            load_keys(k, wires, operands, row_block, kv_head, following)
             v, values = values.acquire()
             load_values(v, wires, operands, row_block, kv_head, key)
             key = following
@@ -49,13 +50,29 @@ def load(wires, order, operands, heads_per_kv_head):
 
 
 @jit
-def load_keys(slot, operands, row_block, kv_head, key):
-    """Fill a slot with the block of K from `key` on."""
-    PIECES: gl.constexpr = slot.PARTS
+def bias_coords(desc, row_block, row, key):
+    """Of the tile of a bias that is added to the scores of queries from `row` on and keys from `key` on."""
+    if desc.block_shape[2] == 1:
+        row = gl.to_tensor(0)
+    # A dimension of size 1 is the same for all.
+    batch, head = gl.minimum(row_block.batch, desc.shape[0] - 1), gl.minimum(row_block.head, desc.shape[1] - 1)
+    return [batch, head, row, key]
+
+
+@jit
+def load_keys(slot, wires, operands, row_block, kv_head, key):
+    """Fill a slot with the block of K from `key` on, and with the bias of its scores."""
+    PIECES: gl.constexpr = wires.QK
+    descs = (operands.k,) * PIECES
     coords = (key_coords(row_block, kv_head, key),)
     for i in gl.static_range(1, PIECES):
         coords += (from_column(key_coords(row_block, kv_head, key), i * operands.k.block_shape[-1]),)
-    tma.load(slot, (operands.k,) * PIECES, coords)
+    if wires.bias[0] is not None:
+        descs += tiles_of_bias(wires.bias, wires.CONFIG.softmax_roles)
+        for role in gl.static_range(slot.PARTS - PIECES):
+            row = row_block.first_row + role * operands.q.block_shape[-2]
+            coords += (bias_coords(wires.bias[0], row_block, row, key),)
+    tma.load(slot, descs, coords)
 
 
 @jit

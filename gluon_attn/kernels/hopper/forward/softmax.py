@@ -5,7 +5,7 @@ from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit, wa
 
 from ...common.operands import probability_dtype, unshift
 from ...common.row_stats import first_maximum
-from ...common.score_mod import is_by_distance
+from ...common.score_mod import LOG2_E, is_by_distance
 from ...common.sequence import store_lse
 from ...common.thread_view import halves
 from ..layouts import accumulator_layout, left_operand_layout, scores_layout
@@ -36,12 +36,39 @@ def is_added_by_product(function, dtype):
 
 @jit
 def start_of_scores(rows, block, scale, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """What S = Q Kᵀ starts with: [ROWS, BLOCK_N] fp32; None: 0."""
+    """What S = Q Kᵀ starts with, without a bias: [ROWS, BLOCK_N] fp32; None: 0."""
     if is_added_by_product(rows.SCORE_MOD, dtype):
         SHAPE: gl.constexpr = [rows.ROWS, rows.BLOCK_N]
         return rows.added(block, scale.before, SHAPE, LAYOUT)
     else:
         return None
+
+
+@jit
+def bias_of_scores(k, rows, scale_log2, LAYOUT: gl.constexpr, BIAS: gl.constexpr):
+    """What S = Q Kᵀ starts with instead: part BIAS of the slot of K, in units of raw scores. [ROWS, BLOCK_N] fp32."""
+    factor = LOG2_E / scale_log2
+    if k.part(BIAS).shape[2] == 1:
+        row = k.view([rows.BLOCK_N], part=BIAS).load(gl.SliceLayout(0, LAYOUT)).to(gl.float32) * factor
+        return row[None, :].broadcast_to([rows.ROWS, rows.BLOCK_N])
+    else:
+        return k.view([rows.ROWS, rows.BLOCK_N], part=BIAS).load(LAYOUT).to(gl.float32) * factor
+
+
+@constexpr_function
+def part_of_bias(channel_parts, pieces, role):
+    """Which part of a slot of K is the bias of a role: None if there is none, the one row if there is one for all."""
+    tiles = channel_parts - pieces
+    return None if tiles == 0 else pieces + (role if tiles > 1 else 0)
+
+
+@jit
+def release_keys(k, BIAS: gl.constexpr):
+    """A slot of K, of which products have read all but a bias."""
+    if BIAS is None:
+        k.release()
+    else:
+        k.release_accessed()
 
 
 @jit
@@ -117,7 +144,7 @@ class State:
 
 
 @jit
-def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
+def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr, BIAS: gl.constexpr):
     """(P [ROWS, BLOCK_N], packed; its row statistics; the ScoreScale; what the output is multiplied with; next ends)
     of the first block walked.
 
@@ -125,14 +152,18 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
     one kernel serves every length: for that it may need a mask where no other block does.
     """
     k, keys = blocks.keys.acquire()
+    if BIAS is None:
+        start = None
+    else:
+        start = bias_of_scores(k, rows, operands.scale_log2, SCORES, BIAS)
     turn = blocks.turn.take()
-    scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES)
+    scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES, start)
     turn.pass_on()
     # Beside the product: in fp8, scales are loaded; and a slope, so that this product does not start with it.
     scale = operands.score_scale(rows)
     v_scale = operands.output_scale(rows.block)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    k.release()
+    release_keys(k, BIAS)
     scores = rows.modified(scores, block, scale.before)
     # 8-bit kernels always mask: without, up to 7 % slower from 1024 keys on: docs/lab_log.md#8-bit-masks.
     if rows.MASK.differs_by_row or q[0].dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
@@ -147,7 +178,17 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr):
 
 
 @jit
-def next_block(state, q, rows, block, scale, CONFIG: gl.constexpr, MASKED: gl.constexpr, AS_INTEGERS: gl.constexpr):
+def next_block(
+    state,
+    q,
+    rows,
+    block,
+    scale,
+    CONFIG: gl.constexpr,
+    BIAS: gl.constexpr,
+    MASKED: gl.constexpr,
+    AS_INTEGERS: gl.constexpr,
+):
     """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
     that product, the rest beside those of the other roles. Returns the next State."""
     p, acc, stats, blocks = state.p, state.acc, state.stats, state.blocks
@@ -156,8 +197,12 @@ def next_block(state, q, rows, block, scale, CONFIG: gl.constexpr, MASKED: gl.co
     SCORES: gl.constexpr = scores_layout(OUT, rows.BLOCK_N)
     NO_MAXIMUM: gl.constexpr = needs_no_maximum(rows.SCORE_MOD, DTYPE)
     HALF: gl.constexpr = CONFIG.half_by_polynomial and not MASKED  # no exponential of -inf
-    start = start_of_scores(rows, block, scale, DTYPE, SCORES)  # before the waits, while there is time
-    k, keys = blocks.keys.acquire()
+    if BIAS is None:
+        start = start_of_scores(rows, block, scale, DTYPE, SCORES)  # before the waits, while there is time
+        k, keys = blocks.keys.acquire()
+    else:
+        k, keys = blocks.keys.acquire()
+        start = bias_of_scores(k, rows, scale.log2, SCORES, BIAS)  # before the wait for a turn
     turn = blocks.turn.take()
     scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES, start)
     v, values = blocks.values.acquire()
@@ -165,7 +210,7 @@ def next_block(state, q, rows, block, scale, CONFIG: gl.constexpr, MASKED: gl.co
     acc = multiply_pv(left, v, acc, rows.BLOCK_N)
 
     scores = warpgroup_mma_wait(len(acc), deps=[scores])  # QKᵀ was issued first and is done; PV goes on
-    k.release()
+    release_keys(k, BIAS)
     turn.pass_on()
     scores = modified(scores, rows, block, scale, DTYPE)
     if MASKED:
@@ -200,13 +245,14 @@ def walk(
     end,
     scale,
     CONFIG: gl.constexpr,
+    BIAS: gl.constexpr,
     MASKED: gl.constexpr,
     AS_INTEGERS: gl.constexpr = False,
 ):
     """Steps `first` to `end` - 1 of the rows' key range."""
     keys = rows.keys()
     for step in range(first, end):
-        state = next_block(state, q, rows, keys.block(step), scale, CONFIG, MASKED, AS_INTEGERS)
+        state = next_block(state, q, rows, keys.block(step), scale, CONFIG, BIAS, MASKED, AS_INTEGERS)
     return state
 
 
@@ -243,13 +289,14 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
     BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
     ROWS: gl.constexpr = operands.q.block_shape[-2]
     COLUMNS: gl.constexpr = operands.q.block_shape[-1]
-    QK: gl.constexpr = wires.keys.PARTS  # pieces
+    QK: gl.constexpr = wires.QK  # pieces
     V: gl.constexpr = wires.values.PARTS
     ROLES: gl.constexpr = CONFIG.softmax_roles
     BITS: gl.constexpr = operands.q.dtype.primitive_bitwidth
     D: gl.constexpr = columns_of_values(operands.v, BITS, CONFIG)
     SCORES: gl.constexpr = accumulator_layout(operands.q.layout, BLOCK_N, BITS)
     OUT: gl.constexpr = accumulator_layout(operands.q.layout, D, BITS)
+    BIAS: gl.constexpr = part_of_bias(wires.keys.PARTS, QK, ROLE)
     queries = wires.queries.consumer()
     turn = turn_of(wires.turns, ROLE, CONFIG.turns)
     blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn)
@@ -267,7 +314,7 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
             for _ in range(rows.keys().end, all_rows.keys().end):
                 blocks = blocks.skip()
 
-        p, stats, scale, v_scale, blocks = first_block(q, blocks, rows, last, operands, SCORES)
+        p, stats, scale, v_scale, blocks = first_block(q, blocks, rows, last, operands, SCORES, BIAS)
         AS_INTEGERS: gl.constexpr = CONFIG.integer_max and not needs_no_maximum(rows.SCORE_MOD, operands.q.dtype)
         as_integers = AS_INTEGERS  # if not, only the loop with floats is compiled
         if AS_INTEGERS:
@@ -275,14 +322,14 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
         state = State(blocks, p, stats, zeros_in_pieces(V, [ROWS, D], OUT))
         keys = rows.keys()
         if rows.MASK.hides_late_keys:  # otherwise no block but the first one needs a mask before the unmasked ones
-            state = walk(state, q, rows, 1, keys.masked_steps(), scale, CONFIG, MASKED=True)
+            state = walk(state, q, rows, 1, keys.masked_steps(), scale, CONFIG, BIAS, MASKED=True)
         unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
         if as_integers:
-            state = walk(state, q, rows, unmasked, end, scale, CONFIG, MASKED=False, AS_INTEGERS=True)
+            state = walk(state, q, rows, unmasked, end, scale, CONFIG, BIAS, MASKED=False, AS_INTEGERS=True)
         else:
-            state = walk(state, q, rows, unmasked, end, scale, CONFIG, MASKED=False)
+            state = walk(state, q, rows, unmasked, end, scale, CONFIG, BIAS, MASKED=False)
         if rows.MASK.hides_early_keys:
-            state = walk(state, q, rows, gl.maximum(end, 1), keys.steps(), scale, CONFIG, MASKED=True)
+            state = walk(state, q, rows, gl.maximum(end, 1), keys.steps(), scale, CONFIG, BIAS, MASKED=True)
         if not CONFIG.stage_in_queries:
             q_slot.release()
         sink, UNSHIFT = operands.sink(rows.block), unshift(operands.q.dtype)

@@ -20,7 +20,7 @@ def store_output(out, wires, operands, rows, q_slot, share, ROLE: gl.constexpr):
     coords = query_coords(rows.block, rows.first)
     for i in gl.static_range(PIECES):
         if wires.CONFIG.stage_in_queries:
-            staged = q_slot.part(share * wires.keys.PARTS + i)
+            staged = q_slot.part(share * wires.QK + i)
         else:
             staged = wires.output.index(ROLE * PIECES + i)
         staged.reshape(out[i].shape).store(out[i])

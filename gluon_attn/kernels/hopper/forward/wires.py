@@ -14,7 +14,8 @@ class Wires:
              last use of the tile. Sharded: each CTA of a cluster loads its own rows. A tile may be in pieces: as many
              parts of the slot (see pieces.py). So may those of K and of V.
     keys:    load -> every softmax role; KV_SLOTS slots of [BLOCK_N, D]; freed by each role when QKᵀ is done. With two
-             CTAs one load fills both (multicast), and the slot is free when both CTAs have freed it.
+             CTAs one load fills both (multicast), and the slot is free when both CTAs have freed it. With a bias a slot
+             has that too, after the pieces of K: a tile [ROWS, BLOCK_N] for each softmax role, or a row for all.
     values:  as keys, but of V, in fp8 of [D, BLOCK_N]; freed by each role when PV is done.
     loaded_values: the same channel, unless a role transposes V. Then it is as keys, load -> transpose; and values are
              transpose -> every softmax role, in each CTA its own.
@@ -32,6 +33,8 @@ class Wires:
     turns: SignalChannel
     output: gl.shared_memory_descriptor
     CONFIG: gl.constexpr  # a HopperConfig
+    QK: gl.constexpr  # pieces of a tile of Q, or of K
+    bias: gl.tuple  # of one: the descriptor of a bias; or None
 
     @jit
     def channels(self):
@@ -40,13 +43,26 @@ class Wires:
 
 
 @jit
-def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr, PIECES: gl.constexpr):
+def tiles_of_bias(bias, ROLES: gl.constexpr):
+    """Descriptors of the tiles of a bias in a slot. bias: of one, its descriptor, or None."""
+    if bias[0] is None:
+        return bias[:0]
+    elif bias[0].block_shape[2] == 1:
+        return bias
+    else:
+        return bias * ROLES
+
+
+@jit
+def alloc_wires(q_desc, k_desc, v_desc, o_desc, bias, CONFIG: gl.constexpr, PIECES: gl.constexpr):
+    """bias: of one, its descriptor, or None."""
     ROLES: gl.constexpr = CONFIG.softmax_roles
     SHARED: gl.constexpr = gl.num_ctas() > 1
     QK: gl.constexpr = PIECES[0]
     V: gl.constexpr = PIECES[1]
     queries = SharedMemoryChannel.alloc((q_desc,) * (ROLES * QK), SLOTS=CONFIG.query_slots, CONSUMERS=ROLES)
-    keys = SharedMemoryChannel.alloc((k_desc,) * QK, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
+    of_keys = (k_desc,) * QK + tiles_of_bias(bias, ROLES)
+    keys = SharedMemoryChannel.alloc(of_keys, SLOTS=CONFIG.kv_slots, CONSUMERS=ROLES, MULTICAST=SHARED)
     if CONFIG.transpose_registers > 0:
         loaded_values = SharedMemoryChannel.alloc((v_desc,) * V, SLOTS=CONFIG.kv_slots, CONSUMERS=1, MULTICAST=SHARED)
         LAYOUT: gl.constexpr = key_major_layout(v_desc.block_shape[-2], v_desc.layout.cga_layout)
@@ -69,6 +85,8 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr, PIECES: gl
         turns=turns,
         output=output,
         CONFIG=CONFIG,
+        QK=QK,
+        bias=bias,
     )
 
 

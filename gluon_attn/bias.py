@@ -1,0 +1,38 @@
+"""A bias that is added to scores: what kernels are compiled with of it, and how TMA sees it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .runtime.descriptors import Block, View
+
+STRIDE_MULTIPLE = 16  # elements: of any dtype, a multiple of the 16 bytes that TMA counts strides in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bias:
+    """A tensor (B or 1, H or 1, Sq or 1, Sk) that is added to scaled scores.
+
+    each_row: every query has its own row. shared: several batches, heads or queries have one number in common, whose
+    gradient is a sum.
+    """
+
+    dtype: torch.dtype
+    each_row: bool
+    shared: bool
+
+    def block(self, rows: int, keys: int) -> Block:
+        """What one TMA copy moves, for a tile of scores of that many queries and keys."""
+        return Block.of(self.dtype, rows if self.each_row else 1, keys)
+
+    def tile_bytes(self, rows: int, keys: int) -> int:
+        """Shared memory of such a block."""
+        return (rows if self.each_row else 1) * keys * self.dtype.itemsize
+
+
+def view_of_bias(t: Tensor) -> View:
+    """As TMA sees it. A dimension of size 1 may come with any stride, which is never used."""
+    rounded = -(-t.shape[-1] // STRIDE_MULTIPLE) * STRIDE_MULTIPLE
+    strides = (stride if size > 1 else rounded for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
+    return View(tuple(t.shape), (*strides, 1))
