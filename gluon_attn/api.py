@@ -15,7 +15,7 @@ from .forward.configs import ForwardConfig
 from .forward.launch import launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_config, require_ctas, require_fits, require_supported
-from .gradients import Attention, require_gradients
+from .gradients import Attention, require_gradient_of_bias, require_gradients
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
 from .ops import attention_op, is_seen_by_a_mode
@@ -192,7 +192,7 @@ def attention(
     if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks, bias):
         q, k, v = autocast(q, k, v)
         check_differentiable(q, k, v, extras, options)
-        out, lse = Attention.apply(q, k, v, sinks, extras, options, attend)
+        out, lse = Attention.apply(q, k, v, sinks, bias, extras, options, attend)
         return (out, lse) if return_lse else out
     return attend(q, k, v, extras, options, return_lse)
 
@@ -261,13 +261,13 @@ def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, option
     refuse_unusual(q=q, k=k, v=v)
     check_device(options.device, q)
     require_gradients(q, extras.out, options)
-    if extras.bias is not None:
-        raise NotImplementedError(
-            "bias: gradients of a call with a bias are not supported so far; call under torch.no_grad(), or .detach() "
-            "q, k, v and bias"
-        )
+    if isinstance(extras.bias, Tensor) and extras.bias.requires_grad:
+        deterministic = options.deterministic
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
     for name, t in extras.named().items():
-        if name != "sinks" and t is not None and t.requires_grad:
+        if name not in ("sinks", "bias") and t is not None and t.requires_grad:
             refuse_gradient(name)
     for name, one in zip(SCALES, extras.scales, strict=True):
         check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
@@ -376,7 +376,7 @@ def check_scales(scales: Sequence[Tensor | None]) -> None:
 
 def refuse_gradient(name: str) -> NoReturn:
     raise NotImplementedError(
-        f"{name}: expected a tensor that does not require grad, as only q, k, v and sinks have gradients, got "
+        f"{name}: expected a tensor that does not require grad, as only q, k, v, sinks and a bias have gradients, got "
         "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
     )
 

@@ -22,6 +22,16 @@ class Bias:
     each_row: bool
     shared: bool
 
+    @property
+    def sums_gradient(self) -> bool:
+        """Whether blocks of scores add to its gradient, in fp32; else each stores its part, in this dtype."""
+        return self.shared or not self.each_row
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """That kernels write it in."""
+        return torch.float32 if self.sums_gradient else self.dtype
+
     def block(self, rows: int, keys: int) -> Block:
         """What one TMA copy moves, for a tile of scores of that many queries and keys."""
         return Block.of(self.dtype, rows if self.each_row else 1, keys)

@@ -141,6 +141,7 @@ def arguments_of(extras: Extras, options: Options) -> set[str]:
         "score_mod": options.score_mod,
         "mask_mod": options.mask_mod,
         "cu_seqlens_q": options.max_seqlens,
+        "bias": extras.bias,
         "alibi_slopes": extras.alibi_slopes,
         "segment_ids": extras.k_segment_ids if extras.q_segment_ids is None else extras.q_segment_ids,
     }

@@ -66,8 +66,10 @@ def launches_on_cpu(
     return Launches(steps, workspaces_of(plan))
 
 
-def backward_on_cpu(plan: BackwardPlan, tensors: Tensors, used: bool = False) -> Launches:
-    """As `launches_on_cpu`, of the gradients. tensors, used: as for `backward_launches_of`."""
+def backward_on_cpu(
+    plan: BackwardPlan, tensors: Tensors, used: bool = False, bias: Tensor | None = None, of_bias: bool = False
+) -> Launches:
+    """As `launches_on_cpu`, of the gradients. All but the plan: as for `backward_launches_of`."""
     register_twins()
-    steps = [CpuLaunch(launch, plan.arch) for launch in backward_launches_of(plan, tensors, used)]
+    steps = [CpuLaunch(launch, plan.arch) for launch in backward_launches_of(plan, tensors, used, bias, of_bias)]
     return Launches(steps, allocated_apart(plan))

@@ -12,7 +12,7 @@ from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
-from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, in_bhsd
+from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, bias_of, in_bhsd
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
@@ -38,6 +38,7 @@ def attention_backward(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     mask_mod: MaskMod | None = None,
@@ -46,7 +47,8 @@ def attention_backward(
     deterministic: bool | None = None,
     device: Device | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v and sinks, given those of O and of LSE. What `attention` calls in a backward pass.
+    """The gradients of q, k, v, sinks and a bias, given those of O and of LSE. What `attention` calls in a backward
+    pass.
 
     Args:
         dout: of O, in O's shape and dtype, with any strides: if TMA cannot take them, it is copied. None: zero.
@@ -58,8 +60,9 @@ def attention_backward(
             `torch.use_deterministic_algorithms` says. It takes one int32 more for each block of rows.
 
     Returns:
-        dQ, dK, dV, and dsinks if there are sinks: in the shapes, dtypes and, where dense, strides of what they are of.
-        Sums are fp32. A row that sees no key has dQ = 0, a key that no row sees dK = dV = 0.
+        dQ, dK, dV, dsinks if there are sinks, and dbias if there is a bias that requires grad: in the shapes, dtypes
+        and, where dense, strides of what they are of; dbias is contiguous. Sums are fp32. A row that sees no key has
+        dQ = 0, a key that no row sees dK = dV = 0.
 
     Raises:
         NotImplementedError: gradients that are not supported, by what stands against it.
@@ -73,10 +76,11 @@ def attention_backward(
     )
     q_ids, k_ids = both_segment_ids(segment_ids)
     extras = Extras(
-        sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids, of_score_mod=read,
+        sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids, bias=bias, of_score_mod=read,
         of_mask_mod=read_by_mask,
     )  # fmt: skip
-    return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options))
+    of_bias = bias is not None and bias.requires_grad
+    return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options), of_bias)
 
 
 def differentiate(
@@ -90,8 +94,10 @@ def differentiate(
     extras: Extras,
     options: Options,
     key: Key,
+    of_bias: bool = False,
 ) -> tuple[Tensor, ...]:
-    """`attention_backward` of a call. key: of that call, by `key_of`."""
+    """`attention_backward` of a call. key: of that call, by `key_of`. of_bias: whether the gradient of its bias is
+    asked for."""
     deterministic = options.deterministic
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -102,18 +108,24 @@ def differentiate(
     like = torch.empty_like if extras.seqused_k is None else torch.zeros_like
     grads = {"dq": torch.empty_like(q), "dk": like(k), "dv": like(v)}
     key = (
-        key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse)
+        key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse),
+        of_bias,
     )  # fmt: skip
     try:
         launch = _launches[key]
     except KeyError:
         check_outputs(q, v, options.layout, out=out, dout=dout, lse=lse, dlse=dlse)
-        launch = prepare({"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}, extras, options, deterministic)
+        if of_bias:
+            require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
+        shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}
+        launch = prepare(shapes, extras, options, deterministic, of_bias)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
     if extras.sinks is not None:
         grads["dsinks"] = torch.empty_like(extras.sinks)
+    if of_bias:
+        grads["dbias"] = empty_dbias(q, extras.bias, options.layout)
     if launch is None:
         grads = {name: grad.zero_() for name, grad in grads.items()}
         if extras.sinks is not None and dlse is not None:  # LSE of a row without keys is its sink
@@ -123,7 +135,15 @@ def differentiate(
     else:
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}
         launch({**NOT_THERE, **extras.given(), **given, **grads})
+    if extras.bias is not None and of_bias:
+        grads["dbias"] = grads["dbias"].to(extras.bias.dtype)
     return tuple(grads.values())
+
+
+def empty_dbias(q: Tensor, bias: Any, layout: str) -> Tensor:
+    """Memory for its gradient, of zeros: of blocks that no query sees nobody stores it."""
+    dtype = bias_of(bias, in_bhsd(q, layout).shape[:3]).gradient_dtype
+    return torch.zeros(bias.shape, dtype=dtype, device=q.device)
 
 
 def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -> None:
@@ -149,7 +169,9 @@ def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -
             )
 
 
-def prepare(tensors: dict[str, Tensor], extras: Extras, options: Options, deterministic: bool) -> Launches | None:
+def prepare(
+    tensors: dict[str, Tensor], extras: Extras, options: Options, deterministic: bool, of_bias: bool = False
+) -> Launches | None:
     """The launches for tensors of these shapes and strides; None if there is nothing to compute."""
     q, k, v, device = tensors["q"], tensors["k"], tensors["v"], options.device
     require_gradients(q, None, options)
@@ -162,8 +184,8 @@ def prepare(tensors: dict[str, Tensor], extras: Extras, options: Options, determ
     if q.device.type == "cpu":
         from .cpu import backward_on_cpu
 
-        return backward_on_cpu(plan, tensors, extras.seqused_k is not None)
-    return backward_on_card(plan, tensors, extras.seqused_k is not None)
+        return backward_on_cpu(plan, tensors, extras.seqused_k is not None, extras.bias, of_bias)
+    return backward_on_card(plan, tensors, extras.seqused_k is not None, extras.bias, of_bias)
 
 
 def readable_by_tma(t: Tensor) -> Tensor:
@@ -203,18 +225,39 @@ def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
         )
 
 
+def require_gradient_of_bias(q: Tensor, bias: Any, layout: str, deterministic: bool) -> None:
+    """NotImplementedError for a sum in a fixed order. What is no bias is refused elsewhere."""
+    if not deterministic or not isinstance(bias, Tensor) or bias.dim() != 4 or q.dim() != 4:
+        return
+    shape = in_bhsd(q, layout).shape[:3]
+    if bias_of(bias, shape).shared:
+        raise NotImplementedError(
+            f"bias: expected shape {(*shape, bias.shape[3])}, as its gradient is asked for and deterministic, got "
+            f"{tuple(bias.shape)}, whose gradient is summed in any order; .expand() it, so that torch sums, or give "
+            "deterministic=False"
+        )
+
+
 # Of Extras, what the backward pass needs besides what functions read.
 SAVED = (
-    "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_segment_ids", "k_segment_ids",
+    "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_segment_ids", "k_segment_ids", "bias",
 )  # fmt: skip
 
 
 class Attention(torch.autograd.Function):
-    """(O, LSE) with gradients, of q, k, v, sinks, what else a call has, and the function that computes them."""
+    """(O, LSE) with gradients, of q, k, v, sinks, a bias, what else a call has, and the function that computes them."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, extras: Extras, options: Options, attend: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        extras: Extras,
+        options: Options,
+        attend: Any,
     ) -> Any:
         out, lse = attend(q, k, v, extras, options, True)
         read = (*extras.of_score_mod, *extras.of_mask_mod)
@@ -227,15 +270,18 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         if dout is None and dlse is None:
-            return (None,) * 7
+            return (None,) * 8
         q, k, v, out, lse, *others = ctx.saved_tensors
         kept, read = dict(zip(SAVED, others, strict=False)), tuple(others[len(SAVED) :])
         by_scores, by_mask = read[: ctx.read_by_scores], read[ctx.read_by_scores :]
         extras = Extras(**kept, of_score_mod=by_scores, of_mask_mod=by_mask)
-        arguments = (dout, dlse, q, k, v, out, lse, extras, *ctx.call)
+        of_bias = ctx.needs_input_grad[4]
+        arguments = (dout, dlse, q, k, v, out, lse, extras, *ctx.call, of_bias)
         # A graph of the backward pass is made if its caller gives create_graph=True.
         grads = Gradients.apply(*arguments) if torch.is_grad_enabled() else differentiate(*arguments)
-        return *grads, *(None,) * (7 - len(grads))
+        dq, dk, dv, *others = grads
+        dsinks = None if extras.sinks is None else others.pop(0)
+        return dq, dk, dv, dsinks, others.pop(0) if of_bias else None, None, None, None
 
 
 class Gradients(torch.autograd.Function):

@@ -473,9 +473,9 @@ def check_bias(bias: object, q: Tensor, shape: tuple[int, int, int, int], scale:
         )
 
 
-def bias_of(bias: Tensor, shape: tuple[int, int, int]) -> Bias:
+def bias_of(bias: Tensor, shape: Sequence[int]) -> Bias:
     """shape: (B, H, Sq)."""
-    return Bias(dtype=bias.dtype, each_row=bias.shape[2] > 1, shared=tuple(bias.shape[:3]) != shape)
+    return Bias(dtype=bias.dtype, each_row=bias.shape[2] > 1, shared=tuple(bias.shape[:3]) != tuple(shape))
 
 
 def check_read(name: str, t: Tensor, q: Tensor) -> None:

@@ -101,7 +101,7 @@ def attention_varlen(
     if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
         q, k, v = autocast(q, k, v)
         check_differentiable(q, k, v, extras, options)
-        out, lse = Attention.apply(q, k, v, sinks, extras, options, attend)
+        out, lse = Attention.apply(q, k, v, sinks, None, extras, options, attend)
         return (out, lse) if return_lse else out
     return attend(q, k, v, extras, options, return_lse)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..bias import Bias
 from ..forward.configs import BARRIER_BYTES, REGISTERS_PER_ROLE
 
 
@@ -76,3 +77,7 @@ class HopperBackward:
         scores = (self.ds_slots + self.exchanges_p) * self.keys * self.block_m
         dqs = self.dq_slots * 4 * self.block_m * head_dim // self.dq_parts
         return 2 * (queries + values + scores) + statistics + dqs + BARRIER_BYTES
+
+    def bias_bytes(self, bias: Bias) -> int:
+        """Shared memory that a bias takes besides."""
+        return self.query_slots * bias.tile_bytes(self.block_m, self.keys)

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
+from ..bias import Bias, view_of_bias
 from ..documents import compiled_documents, documents_given, documents_launch, documents_shape
-from ..forward.launch import AUX, LENGTHS, RECORDS, absent_lengths, types_of
+from ..forward.launch import AUX, BIAS, LENGTHS, RECORDS, absent_lengths, types_of
 from ..kernels.common.mask import Mask
 from ..kernels.common.packed import RECORD
 from ..kernels.hopper.backward.kernel import attention_backward
@@ -67,9 +69,11 @@ MAIN = Kernel(
     Tma("lse_desc", "lse_log2"),
     Tma("delta_desc", "delta"),
     Tma("dq_desc", "dq_sums"),
+    BIAS,
     Pointer("added_ptr", "added", "i32"),
     Pointer("handed_in_ptr", "handed_in"),
     Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
+    Pointer("dbias_ptr", "dbias"),
     *AUX,
     RECORDS,
     Scalar("scale_log2", "fp32"),
@@ -101,8 +105,10 @@ SINKS = Kernel(
     Scalar("rows"),
 )
 
-# What a call gives for what there may not be: workspaces that it does not need, and what a ScoreFunction reads.
-NOT_THERE = dict.fromkeys(("handed_in", "has_handed_in", *(p.tensor for p in (*AUX, *LENGTHS, RECORDS))))
+# What a call gives for what there may not be: workspaces that it does not need, a bias, and what a ScoreFunction reads.
+NOT_THERE = dict.fromkeys(
+    ("handed_in", "has_handed_in", "bias", "dbias", *(p.tensor for p in (*AUX, *LENGTHS, RECORDS)))
+)
 
 SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
 
@@ -118,12 +124,20 @@ def builds_of(
     packed: bool = False,
     used: bool = False,
     padded_head_dim_v: int | None = None,
+    bias: Bias | None = None,
+    of_bias: bool = False,
 ) -> tuple[Build, ...]:
     """The kernel before, the main one and the one after, for these compile-time choices. dtype: float16 or bfloat16.
     shared: programs share key blocks. packed: of packed sequences, for which one more comes before all; used: of each,
-    some keys count. padded_head_dim_v: None: as Q's."""
+    some keys count. padded_head_dim_v: None: as Q's. bias: that is added to scores; of_bias: compute its gradient
+    too."""
     absent = {} if shared else {"has_handed_in_ptr": None}
     pointers = types_of(score_mod, None, mask)
+    no_bias = {} if bias is not None else {"bias_desc": None}
+    if bias is not None and of_bias:
+        pointers |= {"dbias_ptr": TENSOR_TYPES[bias.gradient_dtype]}
+    else:
+        no_bias |= {"dbias_ptr": None}
     pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     columns = padded_head_dim // pieces
     rows, rows_v = (Block.of(dtype, config.block_m, d, packed=packed) for d in (columns, head_dim_v))
@@ -133,6 +147,8 @@ def builds_of(
     blocks = dict.fromkeys(("q", "dq"), rows) | dict.fromkeys(("dout", "out"), rows_v)
     blocks |= dict.fromkeys(("k", "dk"), keys) | dict.fromkeys(("v", "dv"), keys_v)
     blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
+    if bias is not None:
+        blocks[BIAS.tensor] = bias.block(config.block_m, config.keys)
     lists = (Build(kernel=LIST, blocks={}, constants=absent_lengths(True, used, LIST) | {"KEYS": config.keys}),)
     return (
         *(lists if packed else ()),
@@ -146,7 +162,8 @@ def builds_of(
             kernel=MAIN,
             blocks=blocks,
             constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, "DETERMINISTIC": deterministic}
-            | {"PIECES": pieces}
+            | {"PIECES": pieces, "SUMS_DBIAS": bias is not None and of_bias and bias.sums_gradient}
+            | no_bias
             | (absent and absent | {"handed_in_ptr": None})
             | dict.fromkeys(p.name for p in AUX if p.name not in pointers)
             | ({} if packed else {RECORDS.name: None}),
@@ -191,13 +208,16 @@ def compiled_backward(
     packed: bool = False,
     used: bool = False,
     padded_head_dim_v: int | None = None,
+    bias: Bias | None = None,
+    of_bias: bool = False,
     arch: int = 90,
     device_index: int | None = None,
 ) -> tuple[CompiledKernel, ...]:
     """The three kernels; of packed sequences, four. device_index: the card to launch them on; None: to look at only."""
     builds = builds_of(
-        dtype, padded_head_dim, mask, config, deterministic, shared, score_mod, packed, used, padded_head_dim_v
-    )
+        dtype, padded_head_dim, mask, config, deterministic, shared, score_mod, packed, used, padded_head_dim_v, bias,
+        of_bias,
+    )  # fmt: skip
     return tuple(build.compile(arch) for build in builds)
 
 
@@ -226,14 +246,19 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     return found
 
 
-def backward_launches_of(plan: BackwardPlan, tensors: Tensors, used: bool = False) -> list[Launch]:
+def backward_launches_of(
+    plan: BackwardPlan, tensors: Tensors, used: bool = False, bias: Tensor | None = None, of_bias: bool = False
+) -> list[Launch]:
     """The launches of a call, in order. tensors: q, k, v, out, dout, dq, dk, dv; looked at for shapes and strides only,
-    any may be on the meta device. used: of packed sequences, some keys count."""
+    any may be on the meta device. used: of packed sequences, some keys count. bias: the problem's; of_bias: compute its
+    gradient too."""
     problem, config = plan.problem, plan.config
     packed = problem.sequences is not None
     view = View.packed if packed else View.of
     views = {name: view(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
     views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
+    if bias is not None:
+        views[BIAS.tensor] = view_of_bias(bias)
     head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
     *lists, before, main, after = builds_of(
         problem.dtype,
@@ -246,6 +271,8 @@ def backward_launches_of(plan: BackwardPlan, tensors: Tensors, used: bool = Fals
         packed,
         used,
         head_dim_v,
+        problem.bias,
+        of_bias,
     )
     count = {"sequences": problem.sequences or 0}
     prepared, given = [], {}
@@ -287,8 +314,10 @@ def allocated_apart(plan: BackwardPlan) -> Callable[[Tensors], Tensors]:
     return allocate
 
 
-def backward_on_card(plan: BackwardPlan, tensors: Tensors, used: bool = False) -> Launches:
-    """A call on q's card. tensors, used: as for `backward_launches_of`."""
+def backward_on_card(
+    plan: BackwardPlan, tensors: Tensors, used: bool = False, bias: Tensor | None = None, of_bias: bool = False
+) -> Launches:
+    """A call on q's card. All but the plan: as for `backward_launches_of`."""
     problem, index = plan.problem, tensors["q"].device.index
     head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
     kernels = compiled_backward(
@@ -302,6 +331,8 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors, used: bool = False) -
         packed=problem.sequences is not None,
         used=used,
         padded_head_dim_v=head_dim_v,
+        bias=problem.bias,
+        of_bias=of_bias,
         arch=plan.arch,
         device_index=index,
     )
@@ -309,6 +340,6 @@ def backward_on_card(plan: BackwardPlan, tensors: Tensors, used: bool = False) -
         kernels = (compiled_documents(of_keys=True, arch=plan.arch, device_index=index), *kernels)
     if problem.sinks is not None:
         kernels = (*kernels, compiled_sinks(problem.sinks, device_index=index))
-    launches = backward_launches_of(plan, tensors, used)
+    launches = backward_launches_of(plan, tensors, used, bias, of_bias)
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
     return Launches(steps, allocated_at_once(workspaces(plan)))

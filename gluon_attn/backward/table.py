@@ -1,5 +1,8 @@
 """Which configuration of the backward serves which problem."""
 
+from dataclasses import replace
+
+from ..device import Device
 from ..problem import PADDED_HEAD_DIMS, Problem
 from .configs import HopperBackward
 
@@ -29,7 +32,17 @@ def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return both, both
 
 
+# With a bias of each row, at D=64 with row blocks of half the size: a tile of it takes memory, and registers.
+WITH_BIAS = {64: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2)}
+
+
 def pick_config(problem: Problem) -> HopperBackward:
-    """By the padded head dims."""
+    """By the padded head dims; with a bias, with fewer slots for Q if it leaves no room."""
     d, d_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
-    return HOPPER[d] if d == d_v else UNLIKE[d, d_v]
+    config = HOPPER[d] if d == d_v else UNLIKE[d, d_v]
+    if problem.bias is None:
+        return config
+    if problem.bias.each_row and d == d_v:
+        config = WITH_BIAS.get(d, config)
+    room = Device.hopper().smem_bytes - config.smem_bytes(d, d_v)
+    return config if config.bias_bytes(problem.bias) <= room else replace(config, query_slots=1)

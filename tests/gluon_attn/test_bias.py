@@ -75,10 +75,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "an address": (
         torch.zeros(2 * 24 * 24 + 1)[1:].view(1, 2, 24, 24), {}, ValueError, r"^bias: expected a base address",
     ),
-    "gradients of its own": (
-        torch.zeros(1, 2, 24, 24).requires_grad_(), {}, NotImplementedError, r"^bias: gradients .* not supported",
+    "a sum of gradients in a fixed order": (
+        torch.zeros(1, 1, 24, 24).requires_grad_(), {"deterministic": True}, NotImplementedError,
+        r"^bias: expected shape \(1, 2, 24, 24\), as its gradient is asked for and deterministic, got .*expand",
     ),
-    "a soft cap": (torch.zeros(1, 2, 24, 24), {"softcap": 2.0}, NotImplementedError, r"^bias: not supported together with softcap"),
+    "a soft cap": (torch.zeros(1, 2, 24, 24), {"softcap": 2.0}, NotImplementedError, r"^bias: .* with softcap"),
     "two CTAs": (torch.zeros(1, 2, 24, 24), {"num_ctas": 2}, ValueError, r"^num_ctas: expected 1 or None with a bias"),
     "a config of two CTAs": (
         torch.zeros(1, 2, 24, 24), {"config": hopper_config(2, 64, 2, 2, 232, num_ctas=2)}, ValueError,

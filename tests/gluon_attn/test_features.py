@@ -79,7 +79,7 @@ WITH: dict[str, Callable[[dict[str, Any], torch.dtype], dict[str, Any]]] = {
     "num_ctas 4": lambda call, _: call | {"num_ctas": 4},
     "cu_seqlens_q": lambda call, _: packed(call),
 }
-NAMED = {name: (name,) for name in ("out", "q_scale")} | {
+NAMED = {name: (name,) for name in ("out", "q_scale", "bias")} | {
     "head dim 256": ("q",),
     "v's head dim": ("v",),
     "num_ctas 4": ("num_ctas",),

@@ -1,4 +1,4 @@
-"""Gradients under windows and chunks, of changed scores and of sinks, against autograd in float64."""
+"""Gradients under windows and chunks, of changed scores, of sinks and of a bias, against autograd in float64."""
 
 from typing import Any
 
@@ -40,9 +40,29 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
     "documents and a window": ({"documents": 120, "window": (70, 0)}, (260, 260), 64),
     "sinks": ({"causal": True, "sinks": SINKS}, (200, 230), 64),
     "sinks, rows without keys": ({"causal": True, "sinks": SINKS}, (270, 130), 128),
+    "bias": ({"causal": True, "bias": (2, 4, True)}, (200, 230), 64),
+    "bias, D=128": ({"bias": (2, 4, True)}, (200, 230), 128),
+    "bias, one for the batch": ({"bias": (1, 4, True)}, (200, 230), 64),
+    "bias, one for the batch, D=128": ({"causal": True, "bias": (1, 4, True)}, (200, 230), 128),
+    "bias, one for the heads, D=256": ({"causal": True, "bias": (2, 1, True)}, (130, 150), 256),
+    "bias, a row": ({"causal": True, "bias": (2, 1, False)}, (230, 200), 64),
+    "bias, a row, D=128": ({"bias": (1, 4, False)}, (200, 230), 128),
+    "bias, a row, D=256": ({"bias": (1, 1, False)}, (130, 150), 256),
+    "bias in fp32": ({"causal": True, "bias": (2, 4, True), "bias_dtype": torch.float32}, (200, 230), 64),
+    "bias in fp32, one for all, D=128": (
+        {"causal": True, "bias": (1, 1, True), "bias_dtype": torch.float32},
+        (200, 230),
+        128,
+    ),
+    "bias, window and sinks": ({"window": (70, 20), "bias": (2, 4, True), "sinks": SINKS}, (260, 260), 64),
+    "bias and documents": ({"causal": True, "documents": 90, "bias": (1, 4, True)}, (300, 300), 64),
     "sinks, window and soft cap": ({"window": (70, 0), "sinks": SINKS, "softcap": 2.0}, (260, 260), 64),
 }
 QUICK = (
+    "bias",
+    "bias, one for the batch, D=128",
+    "bias, one for the heads, D=256",
+    "bias, a row",
     "documents",
     "window",
     "chunks",
@@ -80,8 +100,12 @@ def check(
     where: str = "cpu",
 ) -> None:
     """where: "cpu", to execute the kernels there, or "cuda". Of options, documents: how long they are; those of the
-    second batch begin elsewhere."""
+    second batch begin elsewhere. bias: of how many batches and heads, and whether each query has its own row."""
     options = dict(options)
+    if "bias" in options:
+        batches, heads, each_row = options["bias"]
+        rows = normal(batches, heads, lengths[0] if each_row else 1, lengths[1] + -lengths[1] % 8, seed=9)
+        options["bias"] = rows.to(options.pop("bias_dtype", rows.dtype))[..., : lengths[1]]
     if "documents" in options:
         size, starts = options.pop("documents"), torch.tensor([[0], [17]])
         options["segment_ids"] = tuple(((torch.arange(n) + starts) // size).int().to(where) for n in lengths)
@@ -89,20 +113,23 @@ def check(
     dout, dlse = normal(*q.shape, seed=7), normal(*q.shape[:3], dtype=torch.float32, seed=8)
     q, k, v, dout, dlse = (t.to(where) for t in (q, k, v, dout, dlse))
     options = {name: x.to(where) if isinstance(x, Tensor) else x for name, x in options.items()}
-    sinks = [options["sinks"]] if "sinks" in options else []
+    names = [name for name in ("sinks", "bias") if name in options]
+    others = [options[name] for name in names]
 
     def by(function: Any, **more: Any) -> Any:
-        def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
-            given = options | more | ({"sinks": sinks[0]} if sinks else {})
+        def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
+            given = options | more | dict(zip(names, others, strict=True))
+            if "bias" in names and deterministic:  # torch adds up what is of several batches, heads or rows
+                given["bias"] = given["bias"].expand(*q.shape[:3], k.shape[2])
             return function(q, k, v, **given)
 
         return call
 
     ours = by(attention, device=HOPPER if where == "cpu" else None, return_lse=True, deterministic=deterministic)
-    got = gradients(ours, [q, k, v, *sinks], dout, dlse)
-    exact = gradients(by(reference_attention), [t.double() for t in (q, k, v, *sinks)], dout, dlse)
-    plain = gradients(by(reference_attention), [q, k, v, *sinks], dout, dlse)
-    for name, one, want, other in zip(("q", "k", "v", "sinks"), got, exact, plain, strict=False):
+    got = gradients(ours, [q, k, v, *others], dout, dlse)
+    exact = gradients(by(reference_attention), [t.double() for t in (q, k, v, *others)], dout, dlse)
+    plain = gradients(by(reference_attention), [q, k, v, *others], dout, dlse)
+    for name, one, want, other in zip(("q", "k", "v", *names), got, exact, plain, strict=True):
         assert one.isfinite().all(), name
         error, budget = (one.double() - want).norm(), (other.double() - want).norm()
         floor = 1e-3 if name == "sinks" else 1e-4  # delta is of O and dO in 16 bits
@@ -117,7 +144,10 @@ def test_against_float64(name):
     check(*CASES[name])
 
 
-@pytest.mark.parametrize("name", slow_if(lambda name: name != "window", ["window", "chunks", "window to both sides"]))
+IN_ORDER = ["window", "chunks", "window to both sides", "bias", "bias, one for the batch"]
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in ("window", "bias, one for the batch"), IN_ORDER))
 def test_in_a_fixed_order(name):
     check(*CASES[name], deterministic=True)
 

@@ -25,7 +25,7 @@ from gluon_attn.runtime.compat import (
     warpgroup_mma_wait,
 )
 
-from ...common.score_mod import is_by_distance, score_scale_of
+from ...common.score_mod import LOG2_E, is_by_distance, score_scale_of
 from ...common.sequence import key_coords
 from ..inline_asm import wait_apart
 from ..pieces import from_column, multiply_transposed, pieces_of, zeros_in_pieces
@@ -76,6 +76,58 @@ def of_columns(slot, SCORES: gl.constexpr):
     LAST: gl.constexpr = slot.PARTS - 1
     BLOCK_M: gl.constexpr = slot.part(LAST).shape[3]
     return slot.view([BLOCK_M], part=LAST).load(gl.SliceLayout(0, SCORES))[None, :]
+
+
+@jit
+def bias_of_scores(slot, scale_log2, PART: gl.constexpr, SHAPE: gl.constexpr, SCORES: gl.constexpr):
+    """What S = K Qᵀ starts with: the bias, part PART of the slot of Q, in units of raw scores. [KEYS, BLOCK_M] fp32."""
+    factor = LOG2_E / scale_log2
+    KEYS: gl.constexpr = SHAPE[0]
+    if slot.part(PART).shape[2] == 1:
+        row = slot.view([KEYS], part=PART).load(gl.SliceLayout(1, SCORES)).to(gl.float32) * factor
+        return row[:, None].broadcast_to(SHAPE)
+    else:
+        tile = slot.view([SHAPE[1], KEYS], part=PART).permute((1, 0))
+        return tile.load(SCORES).to(gl.float32) * factor
+
+
+@jit
+def store_dbias_piece(ds, tile, keys, row, SUMS: gl.constexpr):
+    """The same for eight of every 32 queries [KEYS, BLOCK_M / 32, 8], the first of which is `row`, with its place at
+    `tile`."""
+    LAYOUT: gl.constexpr = ds.type.layout
+    k_len = keys.sequence.k_len
+    key = keys.first + gl.arange(0, ds.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    group = gl.arange(0, ds.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    query = 32 * group + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    inside = (key < k_len) & (row + query < keys.sequence.q_len)
+    in_this = k_len + (row >> 31)  # the same, but not for the compiler, which would hold all places before the loop
+    place = tile + (query * in_this + key)
+    if SUMS:
+        gl.atomic_add(place, ds, mask=inside, sem="relaxed")
+    else:
+        gl.store(place, ds.to(tile.dtype.element_ty), mask=inside)
+
+
+@jit
+def store_dbias(ds, keys, row, head, operands):
+    """Store dS [KEYS, BLOCK_M] of a query head as the gradient of the bias, or add it to the sums of that."""
+    bias, dbias = operands.bias
+    k_len = keys.sequence.k_len
+    batch, of_head = gl.minimum(keys.batch, bias.shape[0] - 1), gl.minimum(head, bias.shape[1] - 1)
+    first = (batch * bias.shape[1] + of_head).to(gl.int64)
+    if bias.block_shape[2] == 1:
+        key = keys.first + gl.arange(0, ds.shape[0], gl.SliceLayout(1, ds.type.layout))
+        gl.atomic_add(dbias + first * k_len + key, gl.sum(ds, axis=1), mask=key < k_len, sem="relaxed")
+    else:
+        # A quarter at a time, for whose places there are registers: eight of every 32 queries.
+        view = ds.reshape([ds.shape[0], ds.shape[1] // 32, 2, 2, 8]).permute((0, 1, 4, 2, 3))
+        even, odd = gl.split(view)
+        pieces = gl.split(even) + gl.split(odd)
+        for i in gl.static_range(4):
+            first_row = row + 8 * (i // 2) + 16 * (i % 2)
+            tile = dbias + (first * keys.sequence.q_len + first_row) * k_len
+            store_dbias_piece(pieces[i], tile, keys, first_row, operands.SUMS_DBIAS)
 
 
 @jit
@@ -153,9 +205,10 @@ def waited(pieces, PENDING: gl.constexpr):
 
 
 @jit
-def next_block(state, k, v, keys, row, head, wires, scale, MASKED: gl.constexpr):
+def next_block(state, k, v, keys, row, head, wires, operands, scale, MASKED: gl.constexpr):
     """One step: what the queries of a row block, from `row` on, add to dK and dV, and what these keys add to dQ of
-    the row block. head: of the queries, counted for a function alone. Returns the next State.
+    the row block. head: of the queries, counted for a function, or the gradient of a bias, alone. Returns the next
+    State.
 
     The statistics are read after the waits: held across them, they would cost registers that D=64 does not have.
     """
@@ -168,7 +221,11 @@ def next_block(state, k, v, keys, row, head, wires, scale, MASKED: gl.constexpr)
         douts = douts.in_step_with(ends.queries)
     q_slot, queries = ends.queries.acquire()
     q = pieces_of(q_slot, [BLOCK_M, k[0].shape[1]], 0, len(k))
-    s = multiply_transposed(k, q, SCORES)  # [KEYS, BLOCK_M]
+    if operands.bias[0] is None:
+        start = None
+    else:
+        start = bias_of_scores(q_slot, scale.log2, len(k), [keys.KEYS, BLOCK_M], SCORES)
+    s = multiply_transposed(k, q, SCORES, start)  # [KEYS, BLOCK_M]
     do_slot, douts = douts.acquire()
     do = do_slot.view([BLOCK_M, v.shape[1]], part=0)
     dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
@@ -182,7 +239,10 @@ def next_block(state, k, v, keys, row, head, wires, scale, MASKED: gl.constexpr)
     p = gl.exp2(masked * scale.log2 - lse)
     dp = wait_apart(dp, 0)
     ds = p * (dp - of_columns(do_slot, SCORES))
-    ds = keys.derived(ds, s, modified, row, head, scale.before).to(DTYPE)
+    ds = keys.derived(ds, s, modified, row, head, scale.before)
+    if operands.bias[1] is not None:
+        store_dbias(ds, keys, row, head, operands)
+    ds = ds.to(DTYPE)
     ds_tile = wires.ds.index(ends.ds_slot)
     ds_tile.store(ds)
     rows = Rows(q_slot, do_slot, q, do)
@@ -210,20 +270,23 @@ def all_in_step(tiles, step):
 
 
 @jit
-def walk(state, k, v, keys, first, steps, after, wires, scale, MASKED: gl.constexpr):
+def walk(state, k, v, keys, first, steps, after, wires, operands, scale, MASKED: gl.constexpr):
     """Steps without a mask of all heads, or those with one of one head, that come before or after. Only for a mask it
-    counts which row block it is; and for a function, of scores or of masks, by the number `first` of the first of these
-    steps."""
+    counts which row block it is; and for a function, of scores or of masks, or for the gradient of a bias, by the
+    number `first` of the first of these steps."""
     walked = keys.queries()
+    COUNTED: gl.constexpr = keys.SCORE_MOD is not None or operands.bias[1] is not None
     for step in range(steps):
-        if keys.SCORE_MOD is None and (keys.MASK.function is None or not MASKED):
+        if not COUNTED and (keys.MASK.function is None or not MASKED):
             head, row = keys.kv_head, walked.masked_block(step, after) * keys.BLOCK_M
         else:
             member, block = walked.visit(first + step)
             head, row = keys.head(member), block * keys.BLOCK_M
         if is_by_distance(keys.SCORE_MOD):  # the slope is the head's
             scale = score_scale_of(scale.log2, keys.SCORE_MOD, head, keys.batch, keys.aux)
-        state = next_block(state, all_in_step(k, step), in_step(v, step), keys, row, head, wires, scale, MASKED)
+        state = next_block(
+            state, all_in_step(k, step), in_step(v, step), keys, row, head, wires, operands, scale, MASKED
+        )
     return state
 
 
@@ -291,16 +354,16 @@ def gradient(wires, order, operands):
             for after in range(2):
                 masked = gl.where(after == 0, walked.masked_steps_before(), walked.masked_steps())
                 for _ in range(order.group):
-                    state = walk(state, k, v, keys, first, masked, after, wires, scale, MASKED=True)
+                    state = walk(state, k, v, keys, first, masked, after, wires, operands, scale, MASKED=True)
                     first += masked
                 unmasked = gl.where(after == 0, walked.unmasked_steps(), 0)
-                state = walk(state, k, v, keys, first, unmasked, after, wires, scale, MASKED=False)
+                state = walk(state, k, v, keys, first, unmasked, after, wires, operands, scale, MASKED=False)
                 first += unmasked
         else:
-            state = walk(state, k, v, keys, first, walked.unmasked_steps(), 1, wires, scale, MASKED=False)
+            state = walk(state, k, v, keys, first, walked.unmasked_steps(), 1, wires, operands, scale, MASKED=False)
             first += walked.unmasked_steps()
             for _ in range(order.group):
-                state = walk(state, k, v, keys, first, walked.masked_steps(), 1, wires, scale, MASKED=True)
+                state = walk(state, k, v, keys, first, walked.masked_steps(), 1, wires, operands, scale, MASKED=True)
                 first += walked.masked_steps()
         kv_slot.release()
         ends = state.ends

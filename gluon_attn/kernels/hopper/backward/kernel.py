@@ -22,9 +22,12 @@ def attention_backward(
     lse_desc,  # (B, H, 1, R) fp32, blocks [1, 1, 1, BLOCK_M]; R: Sq rounded up to blocks
     delta_desc,  # as lse_desc
     dq_desc,  # (B, H, R * D / 32, 32) fp32, blocks [1, 1, BLOCK_M * D / 32, 32]
+    # (B or 1, H or 1, Sq or 1, Sk): the bias of scores, blocks [1, 1, BLOCK_M or 1, KEYS]; or None.
+    bias_desc,
     added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ, or at least one
     handed_in_ptr,  # (sharers, 2, KEYS, D) fp32: dK and dV of key blocks that another program ends; None: shared is 0
     has_handed_in_ptr,  # (sharers) int32, or more: 1 once they are there; None: shared is 0
+    dbias_ptr,  # as bias_desc, contiguous: its gradient; or None. If SUMS_DBIAS fp32, 0 before, to be added to.
     aux0_ptr,  # what SCORE_MOD reads; None where it reads less
     aux1_ptr,
     aux2_ptr,
@@ -42,6 +45,7 @@ def attention_backward(
     CONFIG: gl.constexpr,  # a HopperBackward
     DETERMINISTIC: gl.constexpr,  # add up dQ in the order of the keys
     PIECES: gl.constexpr,  # of how many blocks side by side are Q, K and dK
+    SUMS_DBIAS: gl.constexpr,  # several batches, heads or queries have one number of the bias in common
 ):
     gdc_launch_dependents()
     operands = Operands(
@@ -56,9 +60,11 @@ def attention_backward(
         dq=dq_desc,
         added=added_ptr,
         handed_in=(handed_in_ptr, has_handed_in_ptr),
+        bias=(bias_desc, dbias_ptr),
         scale_log2=scale_log2,
         scale=scale,
         PIECES=PIECES,
+        SUMS_DBIAS=SUMS_DBIAS,
     )
     wires = alloc_wires(operands, CONFIG)
     order = order_of(

@@ -5,7 +5,7 @@ from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
 from ...common.sequence import RowBlock, key_coords, query_coords
 from ..pieces import from_column
-from .operands import in_workspaces, stats_coords
+from .operands import bias_coords, in_workspaces, stats_coords
 from .work import first_work
 
 
@@ -36,8 +36,12 @@ def load(wires, order, operands):
             batch, line_block = in_workspaces(keys, block)
             tile = query_coords(row_block, row_block.first_row)
             line = stats_coords(batch, row_block.head, line_block, keys.BLOCK_M)
+            lines = (line,)
+            if operands.bias[0] is not None:
+                first_row = row_block.first_row
+                lines = (bias_coords(operands.bias[0], batch, row_block.head, first_row, keys.first), line)
             query, queries = queries.acquire()
-            tma.load(query, operands.of_queries(), in_pieces(tile, operands.q, operands.PIECES) + (line,))
+            tma.load(query, operands.of_queries(), in_pieces(tile, operands.q, operands.PIECES) + lines)
             dout, douts = douts.acquire()
             tma.load(dout, operands.of_douts(), (tile, line))
         work = work.next()

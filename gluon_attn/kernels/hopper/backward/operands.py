@@ -23,9 +23,13 @@ class Operands:
     dq: tma_descriptor  # (B, H, R * D / 32, 32) fp32, tiles of one row block each, see `in_register_order`
     added: gl.tensor  # (B, H, blocks) int32: see `reduce`
     handed_in: gl.tuple  # of two: dK and dV that programs hand in, and who has, see shares.py; or None, None
+    bias: (
+        gl.tuple
+    )  # of two: the bias of scores behind its TMA descriptor, and a pointer to its gradient; None: not there
     scale_log2: gl.tensor  # softmax scale times log2(e)
     scale: gl.tensor
     PIECES: gl.constexpr  # of how many tiles side by side are Q and K
+    SUMS_DBIAS: gl.constexpr  # the gradient of the bias is a sum
 
     @jit
     def of_keys_values(self):
@@ -33,7 +37,10 @@ class Operands:
 
     @jit
     def of_queries(self):
-        return (self.q,) * self.PIECES + (self.lse,)
+        if self.bias[0] is None:
+            return (self.q,) * self.PIECES + (self.lse,)
+        else:
+            return (self.q,) * self.PIECES + (self.bias[0], self.lse)
 
     @jit
     def of_douts(self):
@@ -47,6 +54,14 @@ def in_workspaces(keys, block):
         return 0, padded_block(keys.sequence.q_first, keys.batch, keys.BLOCK_M) + block
     else:
         return keys.batch, block
+
+
+@jit
+def bias_coords(desc, batch, head, row, key):
+    """Of the tile of a bias for queries from `row` on and keys from `key` on. A dimension of size 1 is for all."""
+    if desc.block_shape[2] == 1:
+        row = gl.to_tensor(0)
+    return [gl.minimum(batch, desc.shape[0] - 1), gl.minimum(head, desc.shape[1] - 1), row, key]
 
 
 @jit

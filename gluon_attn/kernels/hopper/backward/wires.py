@@ -9,8 +9,8 @@ class Wires:
     """Each channel's contract: who fills it -> who reads it, its slots, who frees them.
 
     keys_values: load -> gradient; one slot of K and V [KEYS, D] each; freed when all rows have been walked.
-    queries: load -> gradient; QUERY_SLOTS slots of Q [BLOCK_M, D] and LSE [BLOCK_M]; freed when what they add to dK is
-             done.
+    queries: load -> gradient; QUERY_SLOTS slots of Q [BLOCK_M, D] and LSE [BLOCK_M], and with a bias between the two
+             its tile [BLOCK_M, KEYS], or its row [KEYS]; freed when what they add to dK is done.
     douts:   load -> gradient; DOUT_SLOTS slots of dO [BLOCK_M, D] and delta [BLOCK_M]; freed with Q, or at D=256 when
              what they add to dV is done.
     dqs:     gradient -> reduce; DQ_SLOTS slots of a row block's dQ, or of a part of its columns; freed when TMA has

@@ -1,0 +1,115 @@
+"""The gradient of a bias: when it is computed, in which memory and order, and what the kernels need for it."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gluon_attn import attention
+from gluon_attn.backward.launch import builds_of, compiled_backward
+from gluon_attn.backward.table import padded_head_dims, pick_config
+from gluon_attn.bias import Bias
+from gluon_attn.device import Device
+from gluon_attn.gradients import attention_backward
+from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.problem import PADDED_HEAD_DIMS
+from gluon_attn.resources import resources
+from tests.gluon_attn.problems import problem
+from tests.slow import slow_if
+
+HOPPER = Device.hopper()
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = [Bias(dtype=dtype, each_row=each_row, shared=True) for dtype in (BF16, FP32) for each_row in (True, False)]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def given() -> dict[str, Any]:
+    """O, LSE and what they are of, and a bias that is one for both batches."""
+    q, k, v, dout = (normal(2, 2, 72, 64, seed=i) for i in range(4))
+    bias = normal(1, 2, 72, 72, seed=4)
+    out, lse = attention(q, k, v, bias=bias, return_lse=True, device=HOPPER)
+    return {"dout": dout, "dlse": None, "q": q, "k": k, "v": v, "out": out, "lse": lse, "bias": bias}
+
+
+def test_it_is_computed_where_it_is_asked_for_alone():
+    call = given()
+    without = attention_backward(**call, device=HOPPER)
+    assert len(without) == 3
+    call["bias"].requires_grad_()
+    *others, dbias = attention_backward(**call, device=HOPPER)
+    assert (dbias.shape, dbias.dtype) == (call["bias"].shape, BF16)
+    assert all(torch.equal(one, other) for one, other in zip(others[1:], without[1:], strict=True))
+    (build,) = (b for b in builds_of(BF16, 64, Mask(), pick_config(problem(head_dim=64)), False, False)[1:2])
+    assert (build.constants["bias_desc"], build.constants["dbias_ptr"]) == (None, None)
+
+
+def test_of_a_bias_alone():
+    call = given()
+    bias = call["bias"].requires_grad_()
+    out = attention(call["q"], call["k"], call["v"], bias=bias, device=HOPPER)
+    (alone,) = torch.autograd.grad(out, bias, call["dout"])
+    *_, direct = attention_backward(**call, device=HOPPER)
+    torch.testing.assert_close(alone, direct)
+
+
+def test_a_fixed_order_of_sums_is_refused():
+    call = given()
+    call["bias"].requires_grad_()
+    wanted = r"^bias: expected shape \(2, 2, 72, 72\), as its gradient is asked for and deterministic, got \(1, 2, "
+    with pytest.raises(NotImplementedError, match=wanted):
+        attention_backward(**call, device=HOPPER, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(NotImplementedError, match=wanted):
+            attention(call["q"], call["k"], call["v"], bias=call["bias"], device=HOPPER)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_expanded_it_has_a_fixed_order():
+    call = given()
+    call["bias"] = call["bias"].expand(2, 2, 72, 72).requires_grad_()
+    one, other = (attention_backward(**call, device=HOPPER, deterministic=True) for _ in range(2))
+    assert all(map(torch.equal, one, other))
+    assert one[3].shape == (2, 2, 72, 72)
+
+
+def test_no_keys():
+    q, no_keys = normal(1, 2, 24, 64), normal(1, 2, 0, 64)
+    bias = torch.zeros(1, 1, 24, 0, dtype=BF16, requires_grad=True)
+    out = attention(q, no_keys, no_keys, bias=bias, device=HOPPER)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.shape == bias.shape
+
+
+def test_there_is_room():
+    for head_dim, head_dim_v, bias in itertools.product(PADDED_HEAD_DIMS, PADDED_HEAD_DIMS, KINDS):
+        dims = padded_head_dims(head_dim, head_dim_v)
+        config = pick_config(problem(head_dim=head_dim, head_dim_v=head_dim_v, bias=bias))
+        assert config.smem_bytes(*dims) + config.bias_bytes(bias) <= HOPPER.smem_bytes
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "bias"),
+    slow_if(
+        lambda case: case != ((64, 64), KINDS[0]),
+        [(dims, bias) for dims in ((64, 64), (128, 128), (256, 256), (192, 128)) for bias in KINDS],
+    ),
+    ids=str,
+)
+def test_it_takes_no_more_memory_than_it_says(head_dims, bias):
+    config = pick_config(problem(head_dim=head_dims[0], head_dim_v=head_dims[1], bias=bias))
+    kernels = compiled_backward(
+        BF16, head_dims[0], Mask(causal=True), config, bias=bias, of_bias=True, padded_head_dim_v=head_dims[1]
+    )
+    found = resources(kernels[1])
+    assert found.smem_bytes <= config.smem_bytes(*head_dims) + config.bias_bytes(bias)
+    waits = {loop.waits for loop in found.loops}
+    assert len(waits) == 1, "the assembler has serialised the products of a loop"
