@@ -114,6 +114,21 @@ def alibi_of_flex(shape: Shape, device: str) -> Callable[..., Any]:
 ALIBI = Case(
     name="alibi", options=lambda shape, device: {"alibi_slopes": slopes(shape, device)}, score_mod=alibi_of_flex
 )
+
+
+def bias_of(shape: Shape, device: str) -> Tensor:
+    """One for all batches and heads: of each head its own would be larger than all else together."""
+    generator = torch.Generator(device).manual_seed(SEED)
+    size = (1, 1, shape.length, shape.length)
+    return torch.randn(size, generator=generator, dtype=torch.bfloat16, device=device)
+
+
+def bias_of_flex(shape: Shape, device: str) -> Callable[..., Any]:
+    bias = bias_of(shape, device)[0, 0]
+    return lambda score, b, h, i, j: score + bias[i, j]
+
+
+BIAS = Case(name="bias", options=lambda shape, device: {"bias": bias_of(shape, device)}, score_mod=bias_of_flex)
 SINKS = Case(name="sinks", options=lambda shape, device: {"sinks": torch.randn(shape.heads, device=device)})
 
 
@@ -156,6 +171,7 @@ SETS: dict[str, tuple[Case, ...]] = {
         ALIBI,
         DOCUMENTS,
         window_by_function(1024),
+        BIAS,
     ),
 }
 
