@@ -68,7 +68,7 @@ class Agent(AtomicOps, Tcgen05Ops, WgmmaOps, ClusterOps, MiscOps):
         self.tick()
 
     def describe(self) -> str:
-        return f"the roles that {self.role} started"
+        return "the other roles to end"
 
     def step(self) -> None:
         machine = self.cluster.machine

@@ -261,13 +261,23 @@ class BarrierOps(AgentBase):
             if self.clk[ORDER, slot] < time:
                 b.found(
                     f"{b.place} is invalidated by {self.who}\n{at(info)}\n  with no order after its use "
-                    f"by {who}\n{at(other)}\n  Missing order: wait for that use, for example through a "
-                    "barrier of the whole cluster, before mbarrier.invalidate.", (info.site, other.site),
+                    f"by {who}\n{at(other)}\n  Missing order: {self.before_inval(who)}.", (info.site, other.site),
                 )  # fmt: skip
         b.alive = False
         b.ended_by = info
         if b.cta.checks:
             b.cta.shadow.end_barrier(m, self.access(info))
+
+    def before_inval(self, user: str) -> str:
+        engine, _, role = user.partition(" for ")
+        if role:
+            return (
+                f"before mbarrier.invalidate somebody must wait for the phase that this {engine} completes: "
+                "perhaps a role has too few rounds"
+            )
+        if self.cluster.num_ctas > 1:
+            return "wait for that use, for example through a barrier of the whole cluster, before mbarrier.invalidate"
+        return "wait for that use before mbarrier.invalidate, for example until the roles have ended"
 
     def arrive(self, info: Any, m: int, count: int, tx: int = 0) -> None:
         """Arrive (and expect `tx` bytes), wherever the routing of the operation leads."""

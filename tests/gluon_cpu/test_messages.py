@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gluon_cpu
-from tests.compat import gl, jit, mbarrier
+from tests.compat import TensorDescriptor, gl, jit, mbarrier, tma
 from tests.gluon_cpu import findings_more
 from tests.gluon_cpu.findings_cases import CASES
 from tests.gluon_cpu.support import new_barrier, poisoned
@@ -63,6 +63,157 @@ def test_a_deadlock_says_who_arrived_and_where():
         gluon_cpu.launch(three_roles, (1,), ints(1), COUNT=5)
     assert str(found.value).count(f" at {HERE}:") >= 3
     assert "x2" in str(found.value)  # the arrival with a count of two
+
+
+@jit
+def leader(done, turn, OFTEN: gl.constexpr, EARLY: gl.constexpr):
+    for i in range(OFTEN):
+        if EARLY or i + 1 < OFTEN:
+            mbarrier.arrive(turn)
+        mbarrier.wait(done, i & 1)
+    if not EARLY:
+        mbarrier.arrive(turn)
+
+
+@jit
+def arrives(done, OFTEN: gl.constexpr):
+    for i in range(OFTEN):
+        mbarrier.arrive(done)
+        mbarrier.wait(done, i & 1)
+
+
+@jit
+def follows(done, turn, OFTEN: gl.constexpr):
+    for i in range(OFTEN):
+        mbarrier.wait(turn, i & 1)
+        mbarrier.arrive(done)
+        mbarrier.wait(done, i & 1)
+
+
+@jit
+def stands_by(ended):
+    mbarrier.wait(ended, 0)
+
+
+@jit
+def ends(done, turn, ended, OFTEN: gl.constexpr, EARLY: gl.constexpr):
+    leader(done, turn, OFTEN, EARLY)
+    mbarrier.arrive(ended)
+
+
+@jit
+def in_a_circle(out_ptr, OFTEN: gl.constexpr, EARLY: gl.constexpr):
+    """The leader waits for two arrivals; EARLY: it gives the turn before, without which one of them cannot come."""
+    done, turn, ended = new_barrier(2), new_barrier(1), new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize(
+        [
+            (ends, (done, turn, ended, OFTEN, EARLY)),
+            (arrives, (done, OFTEN)),
+            (follows, (done, turn, OFTEN)),
+            (stands_by, (ended,)),
+        ],
+        [1, 1, 1],
+    )
+    gl.store(out_ptr, 1)
+
+
+HELD_UP = {  # after how many phases, the last of which never ends
+    1: "but not all. follows, stands_by have not arrived, and wait for something else:",
+    2: "but not all. follows has not arrived, and waits for something else:",  # the other one did not in phase 0
+}
+
+
+@pytest.mark.parametrize("often", HELD_UP)
+def test_a_deadlock_names_who_is_held_up_elsewhere(often):
+    def run(early: bool) -> None:
+        gluon_cpu.launch(in_a_circle, (1,), ints(1), OFTEN=often, EARLY=early)
+
+    with pytest.raises(gluon_cpu.TooFewArrivals) as found:
+        run(early=False)
+    assert HELD_UP[often] in str(found.value), found.value
+    assert gluon_cpu.check(lambda: run(early=True), schedules=6, quiet=True).ok
+
+
+def test_a_deadlock_with_nobody_held_up_elsewhere_blames_the_count():
+    with pytest.raises(gluon_cpu.TooFewArrivals, match="but not all: the init count is too high"):
+        gluon_cpu.launch(three_roles, (1,), ints(1), COUNT=5)
+
+
+@jit
+def first_role_ends(out_ptr):
+    done, never = new_barrier(1), new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize([(worker, (done, 1)), (stands_by, (never,))], [1])
+    gl.store(out_ptr, 1)
+
+
+def test_a_role_that_has_ended_waits_for_the_others():
+    with pytest.raises(gluon_cpu.Deadlock, match=r"\n  worker: waits for the other roles to end\n"):
+        gluon_cpu.launch(first_role_ends, (1,), ints(1))
+
+
+@jit
+def goes_round(x_desc, loaded, tile, LOADS: gl.constexpr):
+    for _ in range(LOADS):
+        mbarrier.expect(loaded, tile.nbytes_per_cta)
+        tma.async_load(x_desc, [0, 0], loaded, tile)
+
+
+@jit
+def waits_for(loaded, WAITS: gl.constexpr):
+    for i in range(WAITS):
+        mbarrier.wait(loaded, i & 1)
+
+
+@jit
+def a_load_more(x_desc, WAITS: gl.constexpr):
+    tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
+    loaded = new_barrier(1)
+    gl.barrier()
+    gl.warp_specialize([(waits_for, (loaded, WAITS)), (goes_round, (x_desc, loaded, tile, 1))], [1], [24])
+    mbarrier.invalidate(loaded)
+
+
+@jit
+def ends_it(done):
+    mbarrier.wait(done, 0)
+    mbarrier.invalidate(done)
+
+
+@jit
+def looks_too(done):
+    mbarrier.wait(done, 0)
+
+
+@jit
+def ended_by_a_role(out_ptr, WITHIN: gl.constexpr):
+    done = new_barrier(1)
+    gl.barrier()
+    mbarrier.arrive(done)
+    if WITHIN:
+        gl.warp_specialize([(ends_it, (done,)), (looks_too, (done,))], [1])
+    else:
+        gl.warp_specialize([(looks_too, (done,)), (looks_too, (done,))], [1])
+        mbarrier.invalidate(done)
+    gl.store(out_ptr, 1)
+
+
+def test_what_must_come_before_an_invalidation_depends_on_who_uses_the_barrier():
+    """A load: a wait for its phase, as a barrier of roles does not hold the copy engine. A role: that it has ended."""
+    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float32)
+    desc = TensorDescriptor.from_tensor(torch.zeros(32, 32), [32, 32], layout)
+    cure = r"somebody must wait for the phase that this TMA load completes: perhaps a role has too few rounds"
+    with pytest.raises(gluon_cpu.BarrierMisuse, match=cure):
+        gluon_cpu.launch(a_load_more, (1,), desc, WAITS=0, schedule=gluon_cpu.Schedule("early", 0))
+    assert gluon_cpu.check(lambda: gluon_cpu.launch(a_load_more, (1,), desc, WAITS=1), schedules=6, quiet=True).ok
+
+    def by_role(within: bool) -> None:
+        gluon_cpu.launch(ended_by_a_role, (1,), ints(1), WITHIN=within)
+
+    with pytest.raises(gluon_cpu.BarrierMisuse, match=r"mbarrier\.invalidate, for example until the roles have ended"):
+        gluon_cpu.check(lambda: by_role(True), schedules=6, quiet=True)
+    assert gluon_cpu.check(lambda: by_role(False), schedules=6, quiet=True).ok
 
 
 def test_one_schedule_one_line_to_replay():
