@@ -303,19 +303,36 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
     return {"problem": problem.name, "unit": problem.unit, "results": results, "refused": refused}
 
 
+# Which row's time a step begins from, where it is not the row of a lesson above: the two differ in one thing.
+AGAINST = {
+    "a ring of 6, channels": "a ring of 3, channels",
+    "the same, from registers": "two consumers, turns",
+    "two CTAs": "two consumers, turns",
+    "persistent, by head": "a program for each item, by head",
+    "persistent, snake": "persistent, by head",
+}
+
+
 def tables(report: dict[str, Any]) -> Iterator[str]:
-    """Markdown. *Step*: how many times as fast as the row of a lesson above it."""
+    """Markdown. *Step*: how many times as fast as the row of a lesson above it, or as that of AGAINST."""
     made = report["provenance"]
     yield f"On an {made['card'].removeprefix('NVIDIA ')}, {made['date']}, Triton {made['triton']}."
     for point in report["points"]:
         yield f"\n**{point['problem']}**\n\n| lesson | | µs | {point['unit']} | step |\n| --- | --- | --- | --- | --- |"
-        before: float | None = None
+        times = {result["name"]: result["microseconds"] for result in point["results"]}
+        above, others = "", []
         for result in point["results"]:
-            lesson = "–" if result["lesson"] is None else result["lesson"]
-            step = "–" if before is None or result["lesson"] is None else f"{before / result['microseconds']:.2f}"
-            yield f"| {lesson} | {result['name']} | {result['microseconds']:.0f} | {result['rate']:.0f} | {step} |"
+            name = result["name"]
+            lesson, step = "–" if result["lesson"] is None else result["lesson"], "–"
+            start = AGAINST.get(name, above)
             if result["lesson"] is not None:
-                before = result["microseconds"]
+                if start in times:
+                    step = f"{times[start] / times[name]:.2f}"
+                    others += [f"- *{name}*: from *{start}*"] if start != above else []
+                above = name
+            yield f"| {lesson} | {name} | {times[name]:.0f} | {result['rate']:.0f} | {step} |"
+        if others:
+            yield "\nSteps that do not begin at the row above:\n\n" + "\n".join(others)
         for name, why in point["refused"].items():
             yield f"\nNot timed: {name} {why}."
 

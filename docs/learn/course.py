@@ -30,12 +30,16 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}\n{str(error) or 'The output is not what it should be.'}"
+
+
 def check(run: Callable[[], object], what: str, *, target: str = "sm_90a", schedules: int = 4) -> None:
     """Run a kernel in several interleavings of its roles and engines. A finding is printed, and ends the lesson."""
     try:
         gluon_cpu.check(run, schedules=schedules, target=target, quiet=True)
-    except gluon_cpu.Finding as finding:
-        sys.exit(f"{what}: {type(finding).__name__}\n{finding}")
+    except (gluon_cpu.Finding, AssertionError) as error:
+        sys.exit(f"{what}: {told(error)}")
     print(f"{what}: right in {schedules} interleavings")
 
 
@@ -62,5 +66,5 @@ def exercise(run: Callable[[], object], *, target: str = "sm_90a", schedules: in
     try:
         gluon_cpu.check(run, schedules=schedules, target=target, quiet=True)
     except (gluon_cpu.Finding, AssertionError) as error:
-        sys.exit(f"{type(error).__name__}\n{str(error) or 'The output is not what it should be.'}")
+        sys.exit(told(error))
     print(f"right in {schedules} interleavings")

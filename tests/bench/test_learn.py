@@ -89,6 +89,22 @@ def test_tables(tmp_path, monkeypatch, capsys):
     assert "Not timed: other differs by 1." in shown
 
 
+def test_a_step_begins_at_the_row_that_differs_in_one_thing(monkeypatch):
+    """Not at one that was not timed; a caption names it where it is not the row above."""
+    monkeypatch.setattr(learn, "AGAINST", {"turns": "unfused", "one consumer": "not timed"})
+    shown = "\n".join(learn.tables(REPORT))
+    assert "| 4 | one consumer | 450 | 181 | – |" in shown
+    assert "| 5 | turns | 225 | 361 | 4.00 |" in shown
+    assert "\n\nSteps that do not begin at the row above:\n\n- *turns*: from *unfused*\n\n" in shown
+
+
+def test_steps_begin_at_rows_of_the_same_problem(timed):
+    with gluon_cpu.machine():
+        named = [{call.name for call in make(SMALL).calls} for make in learn.PROBLEMS]
+    for name, start in learn.AGAINST.items():
+        assert [name in names and start in names for names in named].count(True) == 1, name
+
+
 def card(monkeypatch, capability: tuple[int, int] | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -218,6 +218,37 @@ def test_a_lesson_that_was_changed_says_what_is_found():
         lessons.load("course").check(lambda: module.checked("phase"), "parity 0")
 
 
+def test_a_lesson_with_wrong_numbers_says_so():
+    def wrong() -> None:
+        module = lessons.load("03_ring")
+        module.checked(module.by_channel)
+        raise AssertionError
+
+    with pytest.raises(SystemExit, match="a ring: AssertionError\nThe output is not"):
+        lessons.load("course").check(wrong, "a ring")
+
+
+HINTS = {  # exercise: (answers made before, what the next report says)
+    "exercise_03": (
+        1,
+        "somebody must wait for the phase that this TMA load completes: perhaps a role has too few rounds",
+    ),
+    "exercise_05": (0, "double 1 has not arrived, and waits for something else"),
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_the_report_of_an_exercise_points_at_its_fault(name, tmp_path):
+    made, hint = HINTS[name]
+    text = source(name)
+    for old, new in changes(name)[:made]:
+        text = text.replace(old, new)
+    module = module_of(name, text, tmp_path)
+    with pytest.raises(gluon_cpu.Finding) as found:
+        gluon_cpu.check(module.run, schedules=6, quiet=True)
+    assert hint in str(found.value), found.value
+
+
 def test_an_exercise_with_wrong_numbers_says_so():
     def wrong() -> None:
         module = lessons.load("03_ring")
