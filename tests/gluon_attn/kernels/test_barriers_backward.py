@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from gluon_attn.backward.launch import compiled_backward
-from gluon_attn.backward.table import HOPPER
+from gluon_attn.backward.table import HOPPER, pick_config
+from gluon_attn.bias import Bias
 from gluon_attn.kernels.common.mask import Mask
+from tests.gluon_attn.problems import problem
 from tests.slow import slow_if
 
 EVENTS = {
@@ -134,6 +136,16 @@ def test_the_warpgroups_meet_where_memory_goes_from_one_to_the_other(head_dim, c
 def test_of_packed_sequences_likewise(head_dim):
     for causal, deterministic in ((False, True), (True, False)):
         assert wrong(ptx_of(head_dim, causal, deterministic, packed=True), HOPPER[head_dim].exchanges_p) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HOPPER)
+def test_with_a_bias_and_its_gradient_likewise(head_dim):
+    for each_row in (True, False):
+        bias = Bias(dtype=torch.bfloat16, each_row=each_row, shared=True)
+        config = pick_config(problem(head_dim=head_dim, bias=bias))
+        kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=True), config, bias=bias, of_bias=True)
+        assert wrong(str(kernels[-2].asm["ptx"]), config.exchanges_p) == []
 
 
 @pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, HOPPER))

@@ -58,8 +58,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, device: Device = FEW, *
     error, budget = (out.double() - want).abs().max(), (plain.double() - want).abs().max()
     assert error <= 2 * budget + 1e-3, f"O is off by {error:.3e}, plain torch by {budget:.3e}"
     torch.testing.assert_close(lse.double()[seen], want_lse[seen], atol=1e-4, rtol=1e-5)
-    without, _ = reference_attention(q.double(), k.double(), v.double(), **options)
-    assert (without - want).abs().max() > 20 * error, "the bias makes no difference"
+    _, without = reference_attention(q.double(), k.double(), v.double(), **options)
+    assert (without - want_lse)[seen].abs().max() > 0.1, "the bias makes no difference"
     return out, lse
 
 
