@@ -34,7 +34,7 @@ from bench.provenance import SEED, provenance
 from bench.report import markdown
 from bench.timing import time_interleaved
 from gluon_attn import hf, torch_sdpa
-from tests.gpu.training import WINDOW, Shape, averaged, disagreement, losses_of
+from gluon_attn.training import WINDOW, Shape, averaged, disagreement, losses_of
 
 Call = Callable[[], object]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .api import attention
 from .backward.configs import HopperBackward
 from .backward.launch import NOT_THERE, allocated_apart, backward_on_card
 from .backward.plan import BackwardPlan
@@ -35,6 +36,7 @@ __all__ = [
     "normal",
     "normal_qkv",
     "poison_free_memory",
+    "repeat",
 ]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -44,10 +46,12 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Normal numbers on the card, the same ones for the same seed."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+def normal(
+    *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: torch.device | str = "cuda"
+) -> Tensor:
+    """Normal numbers, the same ones for the same seed on devices of one type."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
 def normal_qkv(
@@ -62,8 +66,9 @@ def normal_qkv(
     dtype: torch.dtype = torch.bfloat16,
     layout: str = "bhsd",
     seed: int = 0,
+    device: torch.device | str = "cuda",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of normal numbers on the card.
+    """q, k and v of normal numbers.
 
     q is (batch, heads, q_len, head_dim), or with layout "bshd" (batch, q_len, heads, head_dim); k and v likewise.
     kv_heads, kv_len and head_dim_v, which is v's, are those of q unless they are given.
@@ -73,7 +78,7 @@ def normal_qkv(
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     sizes = ((heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, head_dim_v))
     shapes = [(batch, h, s, d) if layout == "bhsd" else (batch, s, h, d) for h, s, d in sizes]
-    q, k, v = (normal(*shape, dtype=dtype, seed=3 * seed + i) for i, shape in enumerate(shapes))
+    q, k, v = (normal(*shape, dtype=dtype, seed=3 * seed + i, device=device) for i, shape in enumerate(shapes))
     return q, k, v
 
 
@@ -394,3 +399,27 @@ def plain_fp8(
     p = (scores - largest_scores.masked_fill(largest_scores == float("-inf"), 0.0)).exp() * 2.0**8
     out = p.to(torch.float8_e4m3fn).float() @ v / p.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return (out if layout == "bhsd" else out.transpose(1, 2)).to(torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Again and again
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def repeat(launches: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """attention(q, k, v, **options) is right, and gives the same bits each time; raises AssertionError if not.
+
+    Launches are enqueued back to back, 8 at a time, with one wait at the end."""
+    out, lse = attention(q, k, v, **options, return_lse=True)
+    check(q, k, v, out, lse, causal=options.get("causal", False))
+    different = torch.zeros((), dtype=torch.int64, device=q.device)
+    outs = [torch.empty_like(out) for _ in range(8)]
+    for _ in range(launches // len(outs)):
+        for given in outs:
+            given.fill_(float("nan"))
+        lses = [attention(q, k, v, **options, return_lse=True, out=given)[1] for given in outs]
+        for given, lse_again in zip(outs, lses, strict=True):
+            same = (given == out).all() & (lse_again == lse).all()
+            different += ~same
+    wrong = int(different)
+    assert wrong == 0, f"{wrong} of {launches} launches differ from the first: {options}"

@@ -16,18 +16,19 @@ import torch
 import triton
 
 from bench.provenance import output_of, provenance
+from gluon_attn.apart import Apart, Outcome
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import TABLE, Row
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
 from gluon_attn.runtime.assembler import assembler_version
 from gluon_attn.runtime.compiler import check_triton_version
-from tests.gpu.checks import Apart, Outcome
+from gluon_attn.sanitizer import FINDING, HAND_OVERS, SANITIZER, run_hand_over
+from gluon_attn.testing import repeat
 
 from . import cases, device_at_hand, speed
 from .runner import Notes, Step
 
-SANITIZER = {"TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"}
 PROCESSES = max(1, min(8, (os.cpu_count() or 2) - 1))
 # What is raised where a packed Triton lacks its assembler or its disassembler.
 UNAVAILABLE = (OSError, RuntimeError, subprocess.SubprocessError)
@@ -62,9 +63,7 @@ def card(notes: Notes) -> None:
     """torch, the driver and Triton's launches work at all: a sum, and a kernel of two roles with one channel."""
     device_at_hand.require_card()
     assert float(torch.ones(1000, device="cuda").sum()) == 1000
-    from tests.gpu.test_consan import run_hand_over
-
-    run_hand_over(True)
+    run_hand_over("a role that waits")
     notes.say(f"{device_at_hand.device()}")
 
 
@@ -162,11 +161,9 @@ def smallest(num_ctas: int, notes: Notes) -> None:
 def sanitizer_finds(notes: Notes) -> None:
     """The sanitizer is silent about a role that waits, and finds the race of one that does not."""
     device_at_hand.require_card()
-    from tests.gpu.test_consan import FINDING
-
-    apart = Apart(function="tests.gpu.test_consan:run", item_seconds=200, processes=1, restarts=0)
-    for name, verdict in (("a role that waits", "passed"), ("a role that does not wait", "failed")):
-        outcome = apart.run_group([name])[name]
+    apart = Apart(function="gluon_attn.sanitizer:run_hand_over", item_seconds=200, processes=1, restarts=0)
+    for name, waits in HAND_OVERS.items():
+        verdict, outcome = "passed" if waits else "failed", apart.run_group([name])[name]
         assert outcome.verdict == verdict, f"{name}: expected {verdict}, got {outcome.verdict}: {outcome.text[-2000:]}"
         assert verdict == "passed" or FINDING in outcome.text, f"{name}: not found: {outcome.text[-2000:]}"
     notes.say("the planted race was found")
@@ -207,8 +204,6 @@ def repeated(num_ctas: int, notes: Notes) -> None:
     """Bit by bit the same, launch after launch, into poisoned outputs."""
     device_at_hand.require_card()
     device_at_hand.require_ctas(num_ctas)
-    from tests.gpu.test_repeats import repeat
-
     for head_dim, causal in itertools.product((64, 128), (False, True)):
         case = cases.Case(name="", num_ctas=num_ctas, causal=causal, head_dim=head_dim, heads=16, kv_heads=4)
         case = dataclasses.replace(case, batch=3, q_len=1111, kv_len=1111)

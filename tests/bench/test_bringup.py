@@ -1,7 +1,6 @@
 """The bring-up kit: its runner with steps that fail, hang and crash; its report; a first pass without a card."""
 
 import dataclasses
-import inspect
 import json
 import os
 import subprocess
@@ -153,18 +152,6 @@ def test_the_steps_come_in_rising_order_of_risk():
         assert set(step.needs) <= set(names[:i]), step.name
         sanitized = step.env.get("TRITON_INSTRUMENTATION_MODE") == "consan"
         assert sanitized == step.name.startswith("ConSan")
-
-
-def test_what_the_steps_borrow_from_the_tests_on_a_card_is_there():
-    """Imported only where there is a card."""
-    from tests.gpu.test_consan import FINDING, RUNS, run, run_hand_over
-    from tests.gpu.test_repeats import repeat
-
-    assert FINDING
-    assert {"a role that waits", "a role that does not wait"} <= set(RUNS)
-    inspect.signature(run).bind("a role that waits")
-    inspect.signature(run_hand_over).bind(True)
-    inspect.signature(repeat).bind(1000, *"qkv", causal=True, num_ctas=1)
 
 
 def test_every_lever_is_tried_on_and_off():

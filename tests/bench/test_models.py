@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 
 from bench.timing import Timing
 from gluon_attn.device import Device
-from tests.gpu.training import WINDOW, Shape
+from gluon_attn.training import WINDOW, Shape
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install transformers", exc_type=ModuleNotFoundError

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gluon_attn import attention
 from gluon_attn.device import Device
-from tests.gpu.training import WINDOW, Attend, Model, Shape, disagreement, table, text, train
+from gluon_attn.training import WINDOW, Attend, Model, Shape, disagreement, table, text, train
 
 TINY = Shape(layers=1, heads=2, kv_heads=1, vocabulary=32, batch=1, length=80)
 STEPS = 2 * WINDOW

@@ -16,10 +16,10 @@ import torch
 import triton.knobs
 
 import gluon_cpu
+from gluon_attn.apart import Apart, Outcome
 from gluon_cpu.hooks import stand_in_driver
 from tests.gpu import agreement
 from tests.gpu.agreement import EXPLAINED, ROWS, Explained, compare, numbers_of, said_by_gluon_cpu, same_numbers, stored
-from tests.gpu.checks import Apart, Outcome
 from tests.slow import slow_if
 
 BUG, RIGHT = "a role that does not wait: bug", "a role that does not wait: right"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
+from gluon_attn.apart import Apart, Outcome
 from tests.gluon_cpu import findings_copies
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu import test_semantics_barriers as barriers
@@ -30,7 +31,6 @@ from tests.gluon_cpu import test_semantics_tma as copies
 from tests.gluon_cpu import test_semantics_wgmma as products
 from tests.gluon_cpu.findings_cases import CASES, FENCED, ints, out_boxes, product
 from tests.gluon_cpu.support import descriptor, normal, poisoned, small_integers
-from tests.gpu.checks import Apart, Outcome
 
 STORED = Path(__file__).with_name("agreement_gluon_cpu.json")
 

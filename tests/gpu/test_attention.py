@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gluon_attn import ForwardConfig, HopperConfig, attention
+from gluon_attn.apart import Apart
 from gluon_attn.device import Device
 from gluon_attn.forward.table import HOPPER, hopper_config, pick_config
 from gluon_attn.problem import Problem, output_dtype
@@ -24,7 +25,7 @@ from gluon_attn.testing import (
     normal_qkv,
     poison_free_memory,
 )
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -341,4 +342,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

@@ -10,62 +10,25 @@ import itertools
 import pytest
 import torch
 
-from channels import SignalChannel, cluster_fence
-from channels.compat import gl, jit
 from gluon_attn import attention
+from gluon_attn.apart import Apart
 from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import HOPPER as BACKWARD
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
 from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.sanitizer import FINDING, HAND_OVERS, SANITIZER, run_hand_over
 from gluon_attn.testing import backward_call, check, check_gradients, normal, normal_qkv
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(900)
-
-FINDING = "Buffer being accessed has outstanding"
 
 # Of the backward's table: padded head dim, causal, dQ in a fixed order.
 GRADIENT_CASES = list(itertools.product(BACKWARD, (False, True), (False, True)))
 CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)}
 # (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
-
-
-@jit
-def fill(tile, ready):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    tile.store(gl.full([128], 1.0, gl.float32, layout))
-    ready.producer(0).release()
-
-
-@jit
-def read(tile, ready, out_ptr, WAIT: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    if WAIT:
-        ready.consumer(0).acquire()
-    gl.store(out_ptr + gl.arange(0, 128, layout), tile.load(layout))
-
-
-@jit
-def hand_over(out_ptr, WAIT: gl.constexpr):
-    """One role fills a tile in shared memory and signals; the other reads it, after the signal or (a race) before."""
-    tile = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = SignalChannel.alloc(LANES=1)
-    ready.init()
-    cluster_fence()
-    gl.warp_specialize([(fill, (tile, ready)), (read, (tile, ready, out_ptr, WAIT))], [4], [64])
-    cluster_fence()
-    ready.close()
-
-
-def run_hand_over(wait: bool) -> None:
-    out = torch.full((128,), float("nan"), device="cuda")
-    hand_over[(1,)](out, WAIT=wait, num_warps=4)
-    torch.cuda.synchronize()
-    if wait:
-        assert bool((out == 1).all())
 
 
 def run_attention(row: Row) -> None:
@@ -120,8 +83,7 @@ RUNS = {
     },
     "more row blocks than programs, 2 CTAs": (run_persistent, (2,)),
     "more row blocks than programs, 1 CTA": (run_persistent, (1,)),
-    "a role that waits": (run_hand_over, (True,)),
-    "a role that does not wait": (run_hand_over, (False,)),
+    **{name: (run_hand_over, (name,)) for name in HAND_OVERS},
 }
 
 
@@ -134,7 +96,7 @@ APART = Apart(
     function="tests.gpu.test_consan:run",
     item_seconds=240,
     processes=4,
-    env={"TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"},
+    env=SANITIZER,
 )
 
 
@@ -145,7 +107,7 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "a role that does not wait"])
 def test_no_findings(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))
 
 
 @pytest.mark.parametrize("name", ["a role that does not wait"])

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from gluon_attn import attention
+from gluon_attn.apart import Apart
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import gradient_errors, normal, normal_qkv
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 from tests.gpu.delays import DELAYS, delay
 
 pytestmark = pytest.mark.timeout(900)
@@ -59,4 +60,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", ROLES)
 def test_right_with_delays(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

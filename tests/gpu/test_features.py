@@ -2,8 +2,9 @@
 
 import pytest
 
+from gluon_attn.apart import Apart
 from tests.gluon_attn.backward.test_features import CASES, check
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -26,4 +27,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", CASES)
 def test_features(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

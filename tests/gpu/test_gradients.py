@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from gluon_attn import attention
+from gluon_attn.apart import Apart
 from gluon_attn.backward.table import HOPPER
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import backward_call, check_gradients, normal, normal_qkv, poison_free_memory
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -337,4 +338,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

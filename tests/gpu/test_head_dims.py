@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from gluon_attn import attention
+from gluon_attn.apart import Apart
 from gluon_attn.problem import empty_output
 from gluon_attn.testing import FP8, check, check_gradients, normal, normal_qkv, poison_free_memory
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -59,4 +60,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", CASES)
 def test_head_dims(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

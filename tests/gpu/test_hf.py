@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.checks import Apart, outcomes_of
+from gluon_attn.apart import Apart
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -148,4 +149,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", CASES)
 def test_llama(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

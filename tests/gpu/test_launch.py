@@ -16,12 +16,13 @@ from torch import Tensor
 
 import gluon_attn.forward.launch as attention_launch
 from gluon_attn import ForwardConfig, attention
+from gluon_attn.apart import Apart, Skipped
 from gluon_attn.device import Device
 from gluon_attn.forward.table import pick_config
 from gluon_attn.gradients import attention_backward
 from gluon_attn.problem import Problem
 from gluon_attn.testing import Surrounded, check, check_gradients, config_for_reuse, normal, normal_qkv
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -308,7 +309,7 @@ def capture_of_a_first_call() -> None:
 @launch_test
 def a_device_that_is_not_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two cards")
+        raise Skipped("needs two cards")
     for current, used in ((0, 1), (1, 0)):
         with torch.cuda.device(current):
             for kind in KINDS:
@@ -497,4 +498,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launch(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

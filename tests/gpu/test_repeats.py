@@ -2,36 +2,17 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from gluon_attn import attention
-from gluon_attn.testing import check, normal_qkv
-from tests.gpu.checks import Apart, outcomes_of
+from gluon_attn.apart import Apart
+from gluon_attn.testing import normal_qkv, repeat
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
 REPEATS: dict[str, Callable[[], None]] = {}
-
-
-def repeat(launches: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """Each result equals the first, bit by bit; enqueued back to back, 8 at a time, with one wait at the end."""
-    out, lse = attention(q, k, v, **options, return_lse=True)
-    check(q, k, v, out, lse, causal=options.get("causal", False))
-    different = torch.zeros((), dtype=torch.int64, device="cuda")
-    outs = [torch.empty_like(out) for _ in range(8)]
-    for _ in range(launches // len(outs)):
-        for given in outs:
-            given.fill_(float("nan"))
-        lses = [attention(q, k, v, **options, return_lse=True, out=given)[1] for given in outs]
-        for given, lse_again in zip(outs, lses, strict=True):
-            same = (given == out).all() & (lse_again == lse).all()
-            different += ~same
-    wrong = int(different)
-    assert wrong == 0, f"{wrong} of {launches} launches differ from the first: {options}"
 
 
 def repeat_test(num_ctas: int, head_dim: int) -> Callable[[], None]:
@@ -71,4 +52,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", REPEATS)
 def test_repeated_launches(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from gluon_attn import ForwardConfig, attention
+from gluon_attn.apart import Apart
 from gluon_attn.forward.table import hopper_config
 from tests.gluon_attn.special_values import check_special, special_tensors
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -51,4 +52,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_in_plain_pytorch(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

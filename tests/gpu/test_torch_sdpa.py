@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from gluon_attn import attention, torch_sdpa
+from gluon_attn.apart import Apart
 from gluon_attn.testing import check, check_gradients
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -324,4 +325,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", CASES)
 def test_sdpa(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gluon_attn import attention
-from tests.gpu.checks import Apart, outcomes_of
-from tests.gpu.training import Shape, disagreement, table, train
+from gluon_attn.apart import Apart
+from gluon_attn.training import Shape, disagreement, table, train
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -55,4 +56,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", ["D=64", "D=128"])
 def test_training_learns_as_with_torch(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from gluon_attn import attention, attention_varlen, reference_attention
 from gluon_attn import call as call_module
+from gluon_attn.apart import Apart
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import Problem
 from tests.gluon_attn.test_varlen import Pack, pack, same_bits, starts
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -188,4 +189,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", ITEMS)
 def test_varlen(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

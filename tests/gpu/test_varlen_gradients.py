@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from gluon_attn import call
+from gluon_attn.apart import Apart
 from gluon_attn.varlen import attention_varlen, attention_varlen_backward
 from tests.gluon_attn.backward.test_varlen import CASES, SLOPES, check, packed, same_as_each, starts
-from tests.gpu.checks import Apart, outcomes_of
+from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -133,4 +134,4 @@ def outcome(request):
 
 @pytest.mark.parametrize("name", TESTS)
 def test_varlen_gradients(name, outcome):
-    outcome(name).settle()
+    settle(outcome(name))

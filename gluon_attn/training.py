@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+__all__ = ["WINDOW", "Attend", "Model", "Shape", "averaged", "disagreement", "losses_of", "table", "text", "train"]
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal, of (B, H, S, D), fewer KV heads than query heads
 
 WINDOW = 20  # steps over which losses are averaged
