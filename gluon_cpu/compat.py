@@ -1,7 +1,5 @@
 """The names of Triton that the machine uses and that are experimental, private or moving: imported here only."""
 
-import atexit
-
 from triton._C.libtriton import gluon_ir, ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
 from triton.compiler.code_generator import CodeGenerator
@@ -9,7 +7,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon import GluonASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language import _semantic
+from triton.experimental.gluon.language import _semantic as semantic
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, TensorMemoryScalesLayout
 from triton.runtime import driver
@@ -33,9 +31,5 @@ __all__ = [
     "native_specialize_impl",
     "nvidia",
     "passes",
+    "semantic",
 ]
-
-# Some kernels, those with a reduction among them, leave functions of this module alive until after the bindings that it
-# names are gone, which the bindings then report as leaks, in thirty lines. Without its names nothing holds them. A
-# process that ends has no further use for them; handlers registered later have run before this one.
-atexit.register(vars(_semantic).clear)

@@ -153,6 +153,7 @@ def build_ttgir(source: Any, arch: int, options: Any) -> Any:
     from .compat import ir
     from .hooks import frontend_hooks
 
+    let_go_at_exit()
     backend = backend_for(arch)
     context = ir.context()
     ir.load_dialects(context)
@@ -164,6 +165,19 @@ def build_ttgir(source: Any, arch: int, options: Any) -> Any:
         )
     metadata: dict[str, Any] = {}
     return backend.gluon_to_ttgir(module, metadata, options, arch)
+
+
+@functools.cache
+def let_go_at_exit() -> None:
+    """Nothing of the compiler's own is alive when the bindings go.
+
+    Some kernels, those with a reduction among them, leave functions of this module alive until after the bindings that
+    it names are gone, which the bindings then report as leaks, in thirty lines. Without its names nothing holds them. A
+    process that ends has no further use for them; handlers registered later have run before this one.
+    """
+    from .compat import semantic
+
+    atexit.register(vars(semantic).clear)
 
 
 def errors_printed(action: Callable[[], object]) -> str:
