@@ -21,7 +21,7 @@ from bench.candidates import CANDIDATES, label
 from bench.points import DTYPES, SETS, Point
 from gluon_attn import HopperConfig
 from gluon_attn.device import Device
-from gluon_attn.forward.table import HOPPER, Row, pick_config
+from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS, Row, pick_config
 from gluon_attn.problem import Problem
 from tests.gluon_attn.problems import problem
 from tests.slow import slow_if
@@ -96,6 +96,13 @@ def test_rows_say_where_they_were_measured():
         assert result.parent == RESULTS, name
         assert result.is_file(), f"{name}: {result} is missing"
         assert result.stat().st_size > 0, name
+
+
+def test_rows_of_other_head_dims_are_not_measured_and_have_no_choice_by_length():
+    kinds = [(row.head_dims, row.causal, row.element_bytes, row.config.num_ctas) for row in OTHER_HEAD_DIMS]
+    assert len(set(kinds)) == len(kinds) > 100
+    for row in OTHER_HEAD_DIMS:
+        assert (row.result_file, row.min_kv_len, row.min_reuse, row.one_round) == (None, 1, 1, False)
 
 
 # Rows that serve no point of their file, and why they are there.
