@@ -10,7 +10,7 @@ from .cta import Cta
 from .deadlock import deadlock
 from .global_memory import GlobalBuffer, GlobalMemory
 from .ops.wgmma import PendingUse
-from .poison import PoisonUse
+from .poison import JUDGE, PoisonUse
 from .schedule import Picker, Schedule
 from .shadow import Access, Acquired
 from .verdicts import Verdicts
@@ -78,6 +78,7 @@ class Machine:
     def run(self, arguments: tuple[Any, ...]) -> None:
         order = self.picker.order(self.programs)
         waiting = self.waiting = deque(order)
+        judge = JUDGE.set(lambda use: self.found(self.poison_use(use)))
         try:
             while waiting or self.live:
                 while waiting and len(self.live) < self.resident:
@@ -86,14 +87,12 @@ class Machine:
         except findings.Finding as finding:
             self.seal(finding)
             raise
-        except PoisonUse as poison:
-            misuse = self.poison_use(poison)
-            self.seal(misuse)
-            raise misuse from None
         except PendingUse as use:
             misuse = self.pending_use(use)
             self.seal(misuse)
             raise misuse from None
+        finally:
+            JUDGE.reset(judge)
 
     def found(self, finding: findings.Finding) -> None:
         """Raise a finding, unless it is one to go on after: see `Verdicts`."""

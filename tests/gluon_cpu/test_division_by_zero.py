@@ -1,9 +1,13 @@
 """An integer division by zero is no finding by itself, but where its result decides something."""
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
 
 import gluon_cpu
+from gluon_cpu import Accept
 from tests.compat import gl, jit, mbarrier, tma
 from tests.gluon_cpu.support import PLAIN, ROW, descriptor, new_barrier, normal, poisoned, same
 
@@ -63,6 +67,10 @@ def elements(x_ptr, y_ptr, out_ptr, HOW: gl.constexpr):
         gl.device_assert(q < 1000)
     elif HOW == "added":
         gl.atomic_add(out_ptr + i, q)
+
+
+ELEMENTS, FIRST = inspect.getsourcelines(elements.fn)
+DIVISION = FIRST + next(i for i, line in enumerate(ELEMENTS) if "q = x // y" in line)
 
 
 def values() -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,3 +142,54 @@ def test_a_scalar_that_is_chosen_away():
     out = torch.zeros(8)
     gluon_cpu.launch(decisions, (1,), descriptor(normal(64, 32), [32, 32]), out, 7, 0, "nothing")
     assert out[0] == 1
+
+
+PASSED: dict[str, dict[str, Any]] = {
+    "skip": {"skip": ["DivisionByZero"]},
+    "accept, the function of the use": {
+        "accept": [Accept(kind="DivisionByZero", place="elements", reason="it is known")]
+    },
+    "accept, the line of the division": {
+        "accept": [Accept(kind="DivisionByZero", place=f"test_division_by_zero.py:{DIVISION}", reason="it is known")]
+    },
+}
+
+
+@MODES
+@pytest.mark.parametrize("passed", PASSED)
+@pytest.mark.parametrize("how", ["stored", "compared", "summed", "asserted", "added"])
+def test_who_lets_it_pass_goes_on_with_0(how, passed, mode):
+    (x, y), out = values(), torch.zeros(128, dtype=torch.int32)
+
+    def run() -> None:
+        elements[(1,)](x, y, out, how)
+
+    checked = gluon_cpu.check(run, schedules=1, mode=mode, **PASSED[passed])
+    assert ("it is known" in str(checked)) == (passed != "skip")
+    quotient = torch.where(y != 0, quotients(), 0)
+    if how in ("stored", "added"):
+        same(out, quotient.to(torch.int32))
+    elif how == "compared":
+        same(out, torch.where(quotient > 0, x, 0).to(torch.int32))
+    elif how == "summed":
+        assert out[0] == quotient.sum()
+
+
+@MODES
+@pytest.mark.parametrize("how", ["branch", "loop", "copy"])
+def test_scalars_that_pass_are_0(how, mode):
+    out = torch.zeros(8)
+
+    def run() -> None:
+        decisions[(1,)](descriptor(normal(64, 32), [32, 32]), out, 7, 0, how)
+
+    gluon_cpu.check(run, schedules=1, mode=mode, skip=["DivisionByZero"])
+    assert out.sum() == 0
+
+
+def test_it_can_be_kept_for_the_end():
+    (x, y), out = values(), torch.zeros(128, dtype=torch.int32)
+    with pytest.raises(ExceptionGroup) as caught:
+        gluon_cpu.check(lambda: elements[(1,)](x, y, out, "stored"), schedules=1, keep_going=True)
+    assert [type(one) for one in caught.value.exceptions] == [gluon_cpu.DivisionByZero]
+    same(out, torch.where(y != 0, quotients(), 0).to(torch.int32))
