@@ -18,7 +18,6 @@ def main() -> None:
         return warmup.main(sys.argv[2:])
     if sys.argv[1:2] == ["learn"]:
         return lessons.main(sys.argv[2:])
-    demo.quiet_exit()
     command = argparse.ArgumentParser(
         prog="python -m gluon_attn",
         description=__doc__,

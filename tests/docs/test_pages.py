@@ -1,10 +1,12 @@
 """Every Markdown page: links and anchors lead somewhere, commands exist and parse, lines are short."""
 
 import argparse
+import atexit
 import importlib.util
 import re
 import runpy
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -194,7 +196,7 @@ WITH_ARGUMENTS = [c for c in (*commands("make "), *commands("python -m ")) if mo
 
 def parse(module: str, arguments: list[str], monkeypatch) -> None:
     """Run the module's command up to where it has parsed its arguments. Raises Parsed if it takes them, SystemExit if
-    not."""
+    not. What a command does about signals and its own end is not done to this process."""
 
     def stop_after(parse_args: Callable[..., Any]) -> Callable[..., NoReturn]:
         def parse_and_stop(*args, **kwargs):
@@ -206,6 +208,8 @@ def parse(module: str, arguments: list[str], monkeypatch) -> None:
     for name in ("parse_args", "parse_intermixed_args"):
         monkeypatch.setattr(argparse.ArgumentParser, name, stop_after(getattr(argparse.ArgumentParser, name)))
     monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(atexit, "register", lambda function, *_, **__: function)
     runpy.run_module(module, run_name="__main__")
 
 
@@ -221,6 +225,13 @@ def test_commands_take_their_arguments(command, monkeypatch, capsys):
     except SystemExit:
         if command.whole or "the following arguments are required" not in capsys.readouterr().err:
             raise
+
+
+def test_a_command_that_is_parsed_leaves_the_signals_as_they_are(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Parsed):
+        parse("proving", ["list"], monkeypatch)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_command_with_a_wrong_argument_is_found(monkeypatch, capsys):
