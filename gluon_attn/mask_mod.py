@@ -12,8 +12,8 @@ from .score_mod import check_functions, source_key, types_of_tensors
 @dataclass(frozen=True, kw_only=True)
 class MaskFunction:
     """What a kernel is compiled with of a `MaskMod`: all but its tensors. Hashable. The fields are as there; tensors:
-    Triton's types of what it reads. found_before: they are made by the
-    kernel before, see documents.py, and have room for whole blocks."""
+    Triton's types of what it reads. found_before: they are made by the kernel before, see documents.py, and have room
+    for whole blocks."""
 
     function: Any
     keys: Any | None = None
@@ -57,6 +57,9 @@ class MaskMod:
 
     Where the ranges leave out a key that the function lets through, it may be seen or not. Two of them made of the same
     functions and constants share a kernel, whatever their tensors.
+
+    Raises TypeError for a function that is not under `gluon_attn.jit` and for a tensor of another dtype, ValueError for
+    more than four tensors. The call refuses tensors that are not contiguous or not on q's card.
     """
 
     def __init__(

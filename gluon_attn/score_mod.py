@@ -102,6 +102,9 @@ class ScoreMod:
         aligned: count q_index as masks do, from the bottom right: query i is at i + Sk - Sq.
 
     Two of them made of the same functions and constants share a kernel, whatever their tensors.
+
+    Raises TypeError for a function that is not under `gluon_attn.jit` and for a tensor of another dtype, ValueError for
+    more than four tensors. The call refuses tensors that are not contiguous or not on q's card.
     """
 
     def __init__(
