@@ -4,8 +4,8 @@ What it reads is made before, by a kernel of its own. Ids are copied, padded to 
 Each tile's least and largest id is compared with those of every other tile, so that blocks are left out wherever ids
 are sorted, or lie in long runs.
 
-Of each batch one after the other: ids of queries, ids of keys, ranges of keys for each tile of queries, and ranges of
-queries for each tile of keys; of ranges either are there.
+Of each batch one after the other: ids of queries, ids of keys, and ranges: for the forward those of keys, one for each
+tile of queries, for the backward those of queries, one for each tile of keys.
 """
 
 from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents, gl, jit

@@ -133,8 +133,8 @@ class Rows:
 
     @jit
     def limited(self, first_block, end_block):
-        """With the keys that MASK.function leaves to these rows. They walk some of the blocks from first_block on, as
-        whom they are part of walks no others."""
+        """With the keys that MASK.function leaves to these rows. They are part of a row block that walks key blocks
+        first_block to end_block - 1, and walk no others."""
         if leaves_out_keys(self.MASK):
             sequence = self.block.sequence
             last = gl.minimum(self.first + self.ROWS, sequence.q_len) - 1

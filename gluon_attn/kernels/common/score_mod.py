@@ -7,7 +7,7 @@ from .thread_view import ramp
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
-LEAST_SCALE_LOG2 = gl.constexpr(1e-30)  # by distance: raw scores count for nothing below, and slopes in their units end
+LEAST_SCALE_LOG2 = gl.constexpr(1e-30)  # by distance: below it scores weigh nothing; slope / scale would be infinite
 
 
 @aggregate

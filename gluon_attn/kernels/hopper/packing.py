@@ -48,9 +48,9 @@ def quarters(x):
 
 
 @jit
-def join_quarters(pieces):
+def join_quarters(four):
     """The inverse of `quarters`."""
-    return join_halves(join_halves(pieces[0], pieces[1]), join_halves(pieces[2], pieces[3]))
+    return join_halves(join_halves(four[0], four[1]), join_halves(four[2], four[3]))
 
 
 @jit

@@ -37,7 +37,8 @@ class RowStats:
 
 @jit
 def first_block(ends, rows, block, scale, dtype: gl.constexpr, CONFIG: gl.constexpr):
-    """The first block walked: nothing to rescale. Masked whether it needs it or not, as on Hopper: once per tile."""
+    """The first block walked: nothing to rescale. Masked whether it needs it or not, once per tile; unlike on Hopper in
+    16 bits."""
     slot, ends = ends.acquire_scores()
     pieces, row_max = load_scores(slot.memory, rows, block, scale.before, MASKED=True, CONFIG=CONFIG)
     ends = ends.take_turn()

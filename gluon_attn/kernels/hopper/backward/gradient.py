@@ -54,7 +54,7 @@ class State:
 
 
 @aggregate
-class Rows:
+class StepSlots:
     """The row block of a step, in acquired slots."""
 
     q_slot: Slot
@@ -245,7 +245,7 @@ def next_block(state, k, v, keys, row, head, wires, operands, scale, MASKED: gl.
     ds = ds.to(DTYPE)
     ds_tile = wires.ds.index(ends.ds_slot)
     ds_tile.store(ds)
-    rows = Rows(q_slot, do_slot, q, do)
+    rows = StepSlots(q_slot, do_slot, q, do)
     if wires.CONFIG.exchanges_p:
         dk, dv, dqs = from_memory(p.to(DTYPE), wires.p, ds_tile, k, rows, state, ends.dqs)
     else:

@@ -21,7 +21,7 @@ class Share:
 
 
 @jit
-def share_of(order):
+def share_of_program(order):
     at = gl.program_id(0) * order.shared
     shares = gl.maximum(order.sharers, 1)
     first = at % shares
@@ -70,7 +70,7 @@ def collect(dk, dv, order, handed_in):
     D: gl.constexpr = dk[0].shape[1]
     if order.MASK.hides_early_keys:
         gdc_wait()
-    first = share_of(order).block * order.sharers // order.shared  # the program that begins the key block
+    first = share_of_program(order).block * order.sharers // order.shared  # the program that begins the key block
     for program in range(first, gl.program_id(0)):
         atomic_poll(done + program, 1, sem="acquire")
         gl.barrier()  # one thread has waited for all

@@ -5,7 +5,7 @@ from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
 from ...common.packed import RECORD, heads_at_once
 from ...common.queries import Keys
 from ...common.sequence import Sequence, whole_sequence
-from .shares import share_of
+from .shares import share_of_program
 
 
 @aggregate
@@ -42,6 +42,28 @@ class Order:
     SCORE_MOD: gl.constexpr
     aux: gl.tuple
     records: gl.tuple  # of one: of packed sequences the key blocks, see packed.py; or None
+
+    @jit
+    def keys_of(self, sequence, batch, kv_head, index, shares, share_first, share_end):
+        """Key block `index` of a sequence; of its `shares` shares those from share_first to share_end - 1."""
+        keys = Keys(
+            batch=batch,
+            kv_head=kv_head,
+            first=index * self.KEYS,
+            sequence=sequence,
+            KEYS=self.KEYS,
+            BLOCK_M=self.BLOCK_M,
+            group=self.group,
+            shares=shares,
+            share_first=share_first,
+            share_end=share_end,
+            MASK=self.MASK,
+            ROTATED=self.ROTATED,
+            SCORE_MOD=self.SCORE_MOD,
+            aux=self.aux,
+            limits=(),
+        )
+        return keys.limited()
 
 
 @jit
@@ -132,7 +154,7 @@ class Work:
         if place >= 0:
             if order.shared > 0:
                 shares = order.sharers
-                share = share_of(order)
+                share = share_of_program(order)
                 block = order.items + share.block
                 share_first, share_end = share.first, share.end
                 if place < gl.num_programs(0):
@@ -140,38 +162,21 @@ class Work:
                     share_first, share_end = gl.to_tensor(0), share.of_next
                 head, index = block // order.key_blocks, block % order.key_blocks
             else:
-                turns = order.heads_at_once * order.key_blocks
-                before, place = place // turns * order.heads_at_once, place % turns
+                round_size = order.heads_at_once * order.key_blocks
+                before, place = place // round_size * order.heads_at_once, place % round_size
                 heads = gl.minimum(order.heads_at_once, order.last_heads - before)
                 head = order.all_heads - order.last_heads + before + place % heads
                 index = place // heads
         sequence = whole_sequence(order.q_len, order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        keys = Keys(
-            batch=batch,
-            kv_head=kv_head,
-            first=index * order.KEYS,
-            sequence=sequence,
-            KEYS=order.KEYS,
-            BLOCK_M=order.BLOCK_M,
-            group=order.group,
-            shares=shares,
-            share_first=share_first,
-            share_end=share_end,
-            MASK=order.MASK,
-            ROTATED=order.ROTATED,
-            SCORE_MOD=order.SCORE_MOD,
-            aux=order.aux,
-            limits=(),
-        )
-        return keys.limited()
+        return order.keys_of(sequence, batch, kv_head, index, shares, share_first, share_end)
 
     @jit
     def next(self):
         order = self.order
         alone = 2 * (self.item % order.items_per_head) + 1 >= order.key_blocks  # the middle one of an odd number
-        single = alone | (self.item >= order.items) | (order.blocks_per_item == 1)
-        way_back = ~self.way_back & ~single
+        is_whole_item = alone | (self.item >= order.items) | (order.blocks_per_item == 1)
+        way_back = ~self.way_back & ~is_whole_item
         return skip_empty(self.item + gl.where(way_back, 0, gl.num_programs(0)), way_back, order)
 
 
@@ -180,7 +185,7 @@ def skip_empty(item, way_back, order):
     """The Work of an item, or of the one after if it is a program's share of a next key block, and it has none."""
     programs = gl.num_programs(0)
     at_next = (order.shared > 0) & (item >= order.items) & (item < order.items + programs)
-    return Work(item + gl.where(at_next & (share_of(order).of_next == 0), programs, 0), way_back, order)
+    return Work(item + gl.where(at_next & (share_of_program(order).of_next == 0), programs, 0), way_back, order)
 
 
 @aggregate
@@ -216,45 +221,31 @@ class PackedWork:
     @jit
     def keys(self):
         order, at_once = self.order, self.at_once()
-        turns = at_once * self.count()
-        before, place = self.place // turns * at_once, self.place % turns
+        round_size = at_once * self.count()
+        before, place = self.place // round_size * at_once, self.place % round_size
         heads = gl.minimum(at_once, order.kv_heads - before)
         record = order.records[0] + (1 + place // heads) * RECORD
         q_first, q_len = gl.load(record), gl.load(record + 1)
         k_first, k_len = gl.load(record + 2), gl.load(record + 3)
-        keys = Keys(
-            batch=gl.load(record + 4),
-            kv_head=before + place % heads,
-            first=gl.load(record + 5) * order.KEYS,
-            sequence=Sequence(q_first, q_len, k_first, k_len, True),
-            KEYS=order.KEYS,
-            BLOCK_M=order.BLOCK_M,
-            group=order.group,
-            shares=gl.to_tensor(1),
-            share_first=gl.to_tensor(0),
-            share_end=gl.to_tensor(1),
-            MASK=order.MASK,
-            ROTATED=order.ROTATED,
-            SCORE_MOD=order.SCORE_MOD,
-            aux=order.aux,
-            limits=(),
-        )
-        return keys.limited()
+        batch, kv_head, index = gl.load(record + 4), before + place % heads, gl.load(record + 5)
+        sequence = Sequence(q_first, q_len, k_first, k_len, True)
+        whole = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
+        return order.keys_of(sequence, batch, kv_head, index, *whole)
 
     @jit
     def next(self):
         programs = gl.num_programs(0)
         if self.order.ROTATED:
             count, at_once = self.count(), self.at_once()
-            turns = at_once * count
-            group, place = self.place // turns, self.place % turns
+            round_size = at_once * count
+            group, place = self.place // round_size, self.place % round_size
             following = place + 2 * (programs - place % programs) - 1  # mirrored, a round on
             heads = gl.minimum(at_once, self.order.kv_heads - group * at_once)
             ends = following >= count * heads
             group += gl.where(ends, 1, 0)
-            turn = (gl.program_id(0) + group // 2 * (programs // 4)) % programs
-            first = gl.where(group % 2 == 1, programs - 1 - turn, turn)
-            return PackedWork(group * turns + gl.where(ends, first, following), self.order)
+            moved = (gl.program_id(0) + group // 2 * (programs // 4)) % programs
+            first = gl.where(group % 2 == 1, programs - 1 - moved, moved)
+            return PackedWork(group * round_size + gl.where(ends, first, following), self.order)
         else:
             return PackedWork(self.place + programs, self.order)  # beyond the last
 
@@ -264,7 +255,8 @@ def first_work(order):
     """A Work; of packed sequences a PackedWork."""
     number = gl.program_id(0)
     if order.records[0] is None:
-        return skip_empty(number, number < 0, order)
+        way_back = number < 0  # false, as a tensor
+        return skip_empty(number, way_back, order)
     else:
         gdc_wait()  # for the kernel that makes the list
         return PackedWork(number, order)

@@ -53,7 +53,7 @@ def attention_forward(
         LONGEST_FIRST=CONFIG.last_heads_longest_first and MASK.hides_late_keys,
     )
     init_all(wires.channels())
-    if found_before(MASK):  # by the kernel before, what each role asks first
+    if found_before(MASK):  # what each role asks first: the kernel before made it
         gdc_wait()
 
     # Divided here: in the role that needs it, the compiler would have it live in registers through every role.

@@ -57,15 +57,20 @@ def may_compare_as_integers(row_max, scale_log2):
 
 @jit
 def probabilities(
-    pieces, row_max, scale_log2, dtype: gl.constexpr, MASKED: gl.constexpr, HALF_BY_POLYNOMIAL: gl.constexpr = False
+    in_quarters,
+    row_max,
+    scale_log2,
+    dtype: gl.constexpr,
+    MASKED: gl.constexpr,
+    HALF_BY_POLYNOMIAL: gl.constexpr = False,
 ):
-    """Of pieces of a block's scores, [M, N] each, for values of `dtype`: P of each piece as `pack` makes it, and its
+    """Of quarters of a block's scores, [M, N] each, for values of `dtype`: P of each as `pack` makes it, and its
     row sums as far as a thread gets alone, [M, T]: two tuples."""
-    packed, sums = pieces[:0], pieces[:0]
-    for i in gl.static_range(len(pieces)):
-        largest = gl.convert_layout(row_max, gl.SliceLayout(1, pieces[i].type.layout), assert_trivial=True)
+    packed, sums = in_quarters[:0], in_quarters[:0]
+    for i in gl.static_range(len(in_quarters)):
+        largest = gl.convert_layout(row_max, gl.SliceLayout(1, in_quarters[i].type.layout), assert_trivial=True)
         shift = finite(largest, MASKED) * scale_log2 - shift_log2(dtype)
-        x = pieces[i] * scale_log2 - shift[:, None]
+        x = in_quarters[i] * scale_log2 - shift[:, None]
         p = half_by_polynomial(x) if HALF_BY_POLYNOMIAL else gl.exp2(x)
         packed += (pack(p, probability_dtype(dtype)),)
         sums += (thread_sums(p),)

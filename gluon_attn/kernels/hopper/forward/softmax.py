@@ -72,8 +72,9 @@ def release_keys(k, BIAS: gl.constexpr):
 
 
 @jit
-def modified(scores, rows, block, scale, dtype: gl.constexpr):
-    """Scores that began with `start_of_scores`, as SCORE_MOD makes them."""
+def after_product(scores, rows, block, scale, dtype: gl.constexpr):
+    """Scores that began with `start_of_scores`, as SCORE_MOD makes them: nothing is left to do if the product added
+    it."""
     if is_added_by_product(rows.SCORE_MOD, dtype):
         return scores
     else:
@@ -212,15 +213,15 @@ def next_block(
     scores = warpgroup_mma_wait(len(acc), deps=[scores])  # QKᵀ was issued first and is done; PV goes on
     release_keys(k, BIAS)
     turn.pass_on()
-    scores = modified(scores, rows, block, scale, DTYPE)
+    scores = after_product(scores, rows, block, scale, DTYPE)
     if MASKED:
         scores = rows.mask(scores, block)
     if NO_MAXIMUM:
         row_max = no_maximum(scores)
     else:
         row_max, alpha = next_maximum(scores, stats, scale.log2, MASKED, AS_INTEGERS)
-    pieces = quarters(scores)
-    early, early_sums = probabilities(pieces[: CONFIG.early_exp], row_max, scale.log2, DTYPE, MASKED, HALF)
+    in_quarters = quarters(scores)
+    early, early_sums = probabilities(in_quarters[: CONFIG.early_exp], row_max, scale.log2, DTYPE, MASKED, HALF)
     if CONFIG.early_exp > 0:
         blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
@@ -231,7 +232,7 @@ def next_block(
     if not NO_MAXIMUM:
         acc = scaled(acc, alpha)
         row_sum = rescale(row_sum, alpha)
-    late, late_sums = probabilities(pieces[CONFIG.early_exp :], row_max, scale.log2, DTYPE, MASKED, HALF)
+    late, late_sums = probabilities(in_quarters[CONFIG.early_exp :], row_max, scale.log2, DTYPE, MASKED, HALF)
     stats = RowStats(row_max, row_sum + total(early_sums + late_sums))
     return State(Blocks(keys, values, turn), join_quarters(early + late), stats, acc)
 
@@ -250,9 +251,9 @@ def walk(
     AS_INTEGERS: gl.constexpr = False,
 ):
     """Steps `first` to `end` - 1 of the rows' key range."""
-    keys = rows.keys()
+    key_range = rows.keys()
     for step in range(first, end):
-        state = next_block(state, q, rows, keys.block(step), scale, CONFIG, BIAS, MASKED, AS_INTEGERS)
+        state = next_block(state, q, rows, key_range.block(step), scale, CONFIG, BIAS, MASKED, AS_INTEGERS)
     return state
 
 
@@ -320,16 +321,16 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
         if AS_INTEGERS:
             as_integers = may_compare_as_integers(stats.max, scale.log2)
         state = State(blocks, p, stats, zeros_in_pieces(V, [ROWS, D], OUT))
-        keys = rows.keys()
+        key_range = rows.keys()
         if rows.MASK.hides_late_keys:  # otherwise no block but the first one needs a mask before the unmasked ones
-            state = walk(state, q, rows, 1, keys.masked_steps(), scale, CONFIG, BIAS, MASKED=True)
-        unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
+            state = walk(state, q, rows, 1, key_range.masked_steps(), scale, CONFIG, BIAS, MASKED=True)
+        unmasked, end = gl.maximum(key_range.masked_steps(), 1), key_range.unmasked_end_step()
         if as_integers:
             state = walk(state, q, rows, unmasked, end, scale, CONFIG, BIAS, MASKED=False, AS_INTEGERS=True)
         else:
             state = walk(state, q, rows, unmasked, end, scale, CONFIG, BIAS, MASKED=False)
         if rows.MASK.hides_early_keys:
-            state = walk(state, q, rows, gl.maximum(end, 1), keys.steps(), scale, CONFIG, BIAS, MASKED=True)
+            state = walk(state, q, rows, gl.maximum(end, 1), key_range.steps(), scale, CONFIG, BIAS, MASKED=True)
         if not CONFIG.stage_in_queries:
             q_slot.release()
         sink, UNSHIFT = operands.sink(rows.block), unshift(operands.q.dtype)

@@ -55,7 +55,8 @@ def tiles_of_bias(bias, ROLES: gl.constexpr):
 
 @jit
 def alloc_wires(q_desc, k_desc, v_desc, o_desc, bias, CONFIG: gl.constexpr, PIECES: gl.constexpr):
-    """bias: of one, its descriptor, or None."""
+    """The channels for tiles of these descriptors. bias: of one, its descriptor, or None. PIECES: how many Q and K
+    have, and V."""
     ROLES: gl.constexpr = CONFIG.softmax_roles
     SHARED: gl.constexpr = gl.num_ctas() > 1
     QK: gl.constexpr = PIECES[0]

@@ -54,9 +54,7 @@ class Work:
     batch: gl.tensor
     head: gl.tensor
     item: gl.tensor  # of the head
-    way_back: (
-        gl.tensor
-    )  # a program goes there and back: over the two row blocks of an item, over the last heads' rounds
+    way_back: gl.tensor  # there and back go programs over an item's two row blocks, or over the last heads' rounds
     last_place: gl.tensor  # place in the order of the last heads' row blocks, as if on a way there; negative before
     batch_step: gl.tensor
     head_step: gl.tensor
@@ -144,7 +142,8 @@ def first_of_batch(order):
     batch, head, item = digits(gl.program_id(0), items, counts.heads)
     batch_step, head_step, item_step = digits(gl.num_programs(0), items, counts.heads)
     last_place = gl.program_id(0) - (counts.all_heads - order.last_heads) * items
-    return Work(batch, head, item, item < 0, last_place, batch_step, head_step, item_step, items, order)
+    way_back = item < 0  # false, as a tensor
+    return Work(batch, head, item, way_back, last_place, batch_step, head_step, item_step, items, order)
 
 
 @jit
