@@ -1,6 +1,7 @@
 """Warp-specialised, multi-CTA attention kernels in Gluon, called from PyTorch."""
 
 from . import runtime as runtime  # first, as it looks whether `channels` is the package that the others import
+from . import tuning as tuning
 from .api import attention
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .mask_mod import MaskMod

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from . import demo, lessons, warmup
+from . import demo, explain, lessons, warmup
 
 
 def at_least_one(text: str) -> int:
@@ -18,11 +18,13 @@ def main() -> None:
         return warmup.main(sys.argv[2:])
     if sys.argv[1:2] == ["learn"]:
         return lessons.main(sys.argv[2:])
+    if sys.argv[1:2] == ["explain"]:
+        return explain.main(sys.argv[2:])
     command = argparse.ArgumentParser(
         prog="python -m gluon_attn",
         description=__doc__,
-        epilog="python -m gluon_attn learn runs a lesson instead, python -m gluon_attn warmup compiles kernels ahead: "
-        "see their --help",
+        epilog="python -m gluon_attn learn runs a lesson instead, python -m gluon_attn warmup compiles kernels ahead, "
+        "python -m gluon_attn explain says which row of the tuning table serves a problem: see their --help",
     )
     command.add_argument("--cpu", action="store_true", help="execute on the CPU also where there is a card")
     command.add_argument(

@@ -37,6 +37,7 @@ from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
+from .tuning import rows_for
 
 # What flash-attention and torch call it.
 RENAMED = {
@@ -428,5 +429,5 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
         require_fits(config, problem, chosen)
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
-    config = pick_config(problem, chosen, num_ctas) if config is None else config
+    config = pick_config(problem, chosen, num_ctas, rows_for(chosen)) if config is None else config
     return Plan.of(problem, config, chosen, card_is_shared=options.card_is_shared)

@@ -12,6 +12,7 @@ from .forward.launch import NOT_GIVEN
 from .mask_mod import DOCUMENTS, MaskFunction
 from .problem import PACKED, Lengths, Problem, Window, check_of_heads, check_read, in_bhsd, type_name
 from .score_mod import MAX_TENSORS, ScoreFunction, alibi, softcap
+from .tuning import active
 
 
 class Options(NamedTuple):
@@ -83,7 +84,7 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
         *[t if t is None else identity(t) for t in extras[:-2]], *map(identity, extras.of_score_mod),
-        *map(identity, extras.of_mask_mod),
+        *map(identity, extras.of_mask_mod), active(),
     )  # fmt: skip
 
 

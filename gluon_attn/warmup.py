@@ -12,6 +12,7 @@ from multiprocessing import get_context
 
 import torch
 
+from . import tuning
 from .backward.configs import HopperBackward
 from .backward.launch import builds_of, sinks_build
 from .backward.table import HOPPER as BACKWARD
@@ -168,7 +169,9 @@ def forward_jobs(
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    for row in rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v):
+    for row in rows_by_default(
+        padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, tuning.rows_of_arch(arch)
+    ):
         if mask.most_keys(LARGEST_LENGTH) < row.min_kv_len:
             continue
         config = for_scores(row.config, scores.score_mod, row.head_dims, dtype)

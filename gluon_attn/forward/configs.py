@@ -291,3 +291,34 @@ class BlackwellConfig(ForwardConfig):
         # Further pairs have the same.
         half = (1, 0) if name == "k" else (0, 1)
         return self.block_n, tuple(half if i == 0 else (0, 0) for i in range(len(self.cga_layout)))
+
+
+def label(config: ForwardConfig) -> str:
+    """Short name in tables. Hopper: roles x keys, slots of Q / K and V, T for turns, e and the quarters of early
+    exponentials, i for maxima as integers, s for O staged in Q, v for a role that transposes V. Blackwell: keys, slots,
+    and a letter for each lever that is on. Then l for longest first, and the CTAs."""
+    if isinstance(config, HopperConfig):
+        slots = f"q{config.query_slots}kv{config.kv_slots}"
+        early = f"e{config.early_exp}" * (config.early_exp > 0) + "i" * config.integer_max
+        staged = "s" * config.stage_in_queries
+        transpose = " v" * (config.transpose_registers > 0)
+        name = f"{config.softmax_roles}x{config.block_n} {slots}{'T' * config.turns}{early}{staged}{transpose}"
+    else:
+        assert isinstance(config, BlackwellConfig)
+        pieces = f"{config.load_pieces}/{config.exp_pieces}"
+        levers = (
+            "e" * config.early_p + "t" * config.exp_turns + "m" * config.max_in_load + "2" * config.packed_arithmetic
+        )
+        levers += f"p{config.polynomial_columns}" * (config.polynomial_columns > 0)
+        levers += f"r{config.rescale_threshold:g}" * (config.rescale_threshold > 0) + "d" * config.dynamic
+        name = f"{config.block_n} kv{config.kv_slots} {pieces}{levers}"
+    return f"{name}{'l' * orders_heads(config)} {config.num_ctas}cta"
+
+
+def orders_heads(config: ForwardConfig) -> bool:
+    """Whether it takes row blocks of several heads together, those with most keys first: under a mask only."""
+    return (
+        config.last_heads_longest_first
+        if isinstance(config, HopperConfig)
+        else isinstance(config, BlackwellConfig) and config.longest_first
+    )

@@ -1,7 +1,7 @@
 """Configurations: what can be chosen, what was measured, and the choice."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,10 @@ class Row:
     processors have some. result_file (under bench/results/), card, date: where the configs were timed that it was
     chosen from; None for a row that waits for its measurement. The rows are few: they are not the fastest at every
     length, and a few per cent are within the noise.
+
+    Of rows of a table file, which serve what is like the shape that they were timed at: max_kv_len, the most keys that
+    a query sees; q_lens, the fewest and the most queries; sequence_heads, likewise heads times the batch;
+    heads_per_kv_head, exactly so many query heads.
     """
 
     padded_head_dim: int
@@ -44,6 +48,10 @@ class Row:
     card: str | None = None
     date: str | None = None
     padded_head_dim_v: int | None = None  # None: as Q's
+    max_kv_len: int | None = None  # None, here and below: any
+    q_lens: tuple[int, int] | None = None
+    sequence_heads: tuple[int, int] | None = None
+    heads_per_kv_head: int | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -54,16 +62,48 @@ class Row:
     def mask(self) -> Mask:
         return Mask(causal=self.causal)
 
-    def fits(self, problem: Problem, device: Device, num_ctas: int | None) -> bool:
+    @property
+    def is_limited(self) -> bool:
+        """Whether it is for sizes around one that was timed."""
+        return (self.max_kv_len, self.q_lens, self.sequence_heads, self.heads_per_kv_head) != (None,) * 4
+
+    def is_of_kind(self, problem: Problem, device: Device) -> bool:
+        """Whether it is for such head dims, mask, dtype and architecture, whatever the sizes."""
         return (
             (*self.head_dims, self.causal) == (problem.padded_head_dim, problem.padded_head_dim_v, problem.mask.causal)
             and self.element_bytes == problem.dtype.itemsize
             and device.arch in self.config.archs
-            and num_ctas in (None, self.config.num_ctas)
-            and problem.mask.most_keys(problem.kv_len) >= self.min_kv_len
-            and problem.q_len * problem.heads // problem.kv_heads >= self.min_reuse
-            and not (self.one_round and self.takes_rounds(problem, device))
         )
+
+    def unmet(self, problem: Problem, device: Device, num_ctas: int | None) -> str | None:
+        """The field of the row that keeps it from serving the problem, the first of them; "kind" for what
+        `is_of_kind` asks, "smem_bytes" if the device has not enough. None: it serves it."""
+        if not self.is_of_kind(problem, device):
+            return "kind"
+        if num_ctas is not None and num_ctas != self.config.num_ctas:
+            return "num_ctas"
+        keys = problem.mask.most_keys(problem.kv_len)
+        if keys < self.min_kv_len:
+            return "min_kv_len"
+        if self.max_kv_len is not None and keys > self.max_kv_len:
+            return "max_kv_len"
+        if problem.q_len * problem.heads // problem.kv_heads < self.min_reuse:
+            return "min_reuse"
+        if self.q_lens is not None and not self.q_lens[0] <= problem.q_len <= self.q_lens[1]:
+            return "q_lens"
+        heads = problem.batch * problem.heads
+        if self.sequence_heads is not None and not self.sequence_heads[0] <= heads <= self.sequence_heads[1]:
+            return "sequence_heads"
+        if self.heads_per_kv_head is not None and self.heads_per_kv_head * problem.kv_heads != problem.heads:
+            return "heads_per_kv_head"
+        if self.config.smem_bytes(self.padded_head_dim, self.element_bytes, self.padded_head_dim_v) > device.smem_bytes:
+            return "smem_bytes"
+        if self.one_round and self.takes_rounds(problem, device):
+            return "one_round"
+        return None
+
+    def fits(self, problem: Problem, device: Device, num_ctas: int | None) -> bool:
+        return self.unmet(problem, device, num_ctas) is None
 
     def takes_rounds(self, problem: Problem, device: Device) -> bool:
         """Whether some program has more than one item to do."""
@@ -266,25 +306,37 @@ MOST_ROLES_WITH_BIAS = 2  # of each row: a role with others' rows now and then w
 BLACKWELL = blackwell_rows()
 TABLE = HOPPER + BLACKWELL
 OTHER_HEAD_DIMS = tuple(rows_of_other_head_dims())
+PACKAGED = TABLE + OTHER_HEAD_DIMS
 
 
-def pick_config(problem: Problem, device: Device, num_ctas: int | None = None) -> ForwardConfig:
-    """The config for a problem: the first row of TABLE, or of OTHER_HEAD_DIMS, that fits. Pure.
+def pick_config(
+    problem: Problem, device: Device, num_ctas: int | None = None, rows: Sequence[Row] = PACKAGED
+) -> ForwardConfig:
+    """The config for a problem, of the first row that fits. Pure.
 
-    num_ctas: 1, 2 or (Blackwell) 4 to insist on it; default: whichever comes first in the table.
+    num_ctas: 1, 2 or (Blackwell) 4 to insist on it; default: whichever comes first in the table. rows: the table;
+    `tuning.rows_for` has the one in use.
     Raises NotImplementedError if there is no kernel for such a problem on the device, ValueError if no row fits it.
     """
+    if problem.bias is not None:
+        row = pick_row(problem, device, num_ctas, [row for row in rows if row.config.num_ctas == 1])
+        return for_bias(row.config, problem, device)
+    row = pick_row(problem, device, num_ctas, rows)
+    return for_scores(row.config, problem.score_mod, row.head_dims, problem.dtype)
+
+
+def pick_row(problem: Problem, device: Device, num_ctas: int | None, rows: Sequence[Row]) -> Row:
+    """The first row that fits. Raises what `pick_config` raises."""
     require_supported(problem, device)
     require_ctas(num_ctas, device)
     if problem.bias is not None and num_ctas not in (None, 1):
         raise ValueError(f"num_ctas: expected 1 or None with a bias, got {num_ctas}; leave it out")
     typical = problem.typical
-    for row in TABLE + OTHER_HEAD_DIMS:
-        needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes, row.padded_head_dim_v)
-        if row.fits(typical, device, num_ctas) and needed <= device.smem_bytes:
-            if problem.bias is not None:
-                return for_bias(row.config, problem, device)
-            return for_scores(row.config, problem.score_mod, row.head_dims, problem.dtype)
+    for row in rows:
+        if problem.sequences is not None and isinstance(row.config, BlackwellConfig) and row.config.dynamic:
+            continue  # programs take packed sequences from a list
+        if row.fits(typical, device, num_ctas):
+            return row
     raise ValueError(
         f"config: no row of the tuning table fits head_dim {head_dims_of(problem)}, num_ctas {num_ctas} and the "
         f"{device.smem_bytes} bytes of shared memory of {device.name}; give a ForwardConfig as config"
@@ -298,17 +350,25 @@ def head_dims_of(problem: Problem) -> str:
 
 
 def rows_by_default(
-    padded_head_dim: int, causal: bool, element_bytes: int, arch: int, padded_head_dim_v: int | None = None
+    padded_head_dim: int,
+    causal: bool,
+    element_bytes: int,
+    arch: int,
+    padded_head_dim_v: int | None = None,
+    table: Sequence[Row] = PACKAGED,
 ) -> list[Row]:
     """The rows that `pick_config` chooses from, by lengths and heads, where nobody insists on a number of CTAs: those
     of the table but for one that an earlier one fits wherever it does."""
     rows: list[Row] = []
-    for row in TABLE + OTHER_HEAD_DIMS:
+    for row in table:
         facts = (*row.head_dims, row.causal, row.element_bytes)
         asked = (padded_head_dim, padded_head_dim_v or padded_head_dim, causal, element_bytes)
         if facts != asked or arch not in row.config.archs:
             continue
-        if not any(r.min_kv_len <= row.min_kv_len and r.min_reuse <= row.min_reuse and not r.one_round for r in rows):
+        if not any(
+            r.min_kv_len <= row.min_kv_len and r.min_reuse <= row.min_reuse and not r.one_round and not r.is_limited
+            for r in rows
+        ):
             rows.append(row)
     return rows
 

@@ -1,0 +1,305 @@
+"""`python -m gluon_attn explain`: which row of the tuning table serves a problem, and why; what its launch is."""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import tuning
+from .demo import card, say
+from .device import Device
+from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, HopperConfig, label
+from .forward.launch import compiled
+from .forward.plan import Plan
+from .forward.table import Row, for_scores, pick_row
+from .problem import Problem
+from .resources import resources
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DEVICES = {
+    "h200": Device.hopper(),
+    "h100": Device(name="NVIDIA H100 80GB HBM3", capability=(9, 0), sm_count=132, smem_bytes=232448),
+    "b200": Device.blackwell(),
+    "b300": Device.blackwell_ultra(),
+}
+RESULTS = Path(__file__).parents[1] / "bench" / "results"  # in a checkout
+ALTERNATIVES = 8  # that are listed
+EXAMPLES = """examples:
+  python -m gluon_attn explain --shape 4,16,4096,128 --causal --device h200
+  python -m gluon_attn explain --shape 3,12,3000,96 --kv-heads 4 --device h100
+  python -m gluon_attn explain --shape 1,32,1,128 --kv-length 8192 --dtype fp16
+  python -m gluon_attn explain --shape 4,16,4096,128 --table my_card.json --compile
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    command = parser()
+    options = command.parse_args(arguments)
+    device = DEVICES[options.device] if options.device else card()
+    if device is None:
+        command.error(f"--device: expected one of {', '.join(DEVICES)}, as there is no card")
+    try:
+        problem = problem_of(options.shape, options)
+        if options.table:
+            tuning.load(options.table)
+        for line in explained(problem, device, options.num_ctas, RESULTS):
+            say(line)
+        if options.compile:
+            for line in machine_code(problem, device, options.num_ctas):
+                say(line)
+    except (OSError, ValueError, NotImplementedError) as error:
+        command.error(str(error))
+
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="python -m gluon_attn explain",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--shape", type=shape, required=True, metavar="B,H,S,D", help="of q: batch, query heads, queries, head dim"
+    )
+    add_problem_options(command)
+    command.add_argument("--num-ctas", type=int, metavar="N", help="insist on so many CTAs to a cluster")
+    command.add_argument("--device", choices=DEVICES, help="default: the card here")
+    command.add_argument("--table", metavar="FILE", help="with that table file in front, as tuning.load puts it")
+    command.add_argument("--compile", action="store_true", help="compile the kernel, and say what it takes")
+    return command
+
+
+def add_problem_options(command: argparse.ArgumentParser) -> None:
+    """What a problem has besides the shape of q."""
+    command.add_argument("--kv-heads", type=int, metavar="N", help="default: as many as query heads")
+    command.add_argument("--kv-length", type=int, metavar="N", help="keys; default: as many as queries")
+    command.add_argument("--head-dim-v", type=int, metavar="D", help="of V; default: Q's")
+    command.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k and v (default: bf16)")
+    command.add_argument("--causal", action="store_true")
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """(B, H, Sq, D) as B,H,Sq,D."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected four numbers from 1 on, as 4,16,4096,128, got {text!r}")
+    return numbers
+
+
+def problem_of(of_q: Sequence[int], options: argparse.Namespace) -> Problem:
+    """Raises ValueError for what attention() refuses."""
+    batch, heads, q_len, head_dim = of_q
+    kv_heads = heads if options.kv_heads is None else options.kv_heads
+    kv_len = q_len if options.kv_length is None else options.kv_length
+    for option, given in {"--kv-heads": kv_heads, "--kv-length": kv_len, "--head-dim-v": options.head_dim_v}.items():
+        if given is not None and given < 1:
+            raise ValueError(f"{option}: expected 1 or more, got {given}")
+    dtype = DTYPES[options.dtype]
+    head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
+    q, k, v = (
+        torch.empty(size, dtype=dtype, device="meta")
+        for size in (
+            (batch, heads, q_len, head_dim),
+            (batch, kv_heads, kv_len, head_dim),
+            (batch, kv_heads, kv_len, head_dim_v),
+        )
+    )
+    return Problem.of(q, k, v, causal=options.causal)
+
+
+def explained(problem: Problem, device: Device, num_ctas: int | None, results: Path) -> Iterator[str]:
+    """Raises what `pick_config` raises. results: the folder of result files, which need not be there."""
+    rows = tuning.rows_for(device)
+    row = pick_row(problem, device, num_ctas, rows)
+    config = for_scores(row.config, problem.score_mod, row.head_dims, problem.dtype)
+    yield f"{described(problem)}, on {device.name} (sm_{device.arch}, {device.sm_count} processors)"
+    yield ""
+    yield f"served by {named(row, device)}: {label(config)}"
+    yield from (f"  {line}" for line in conditions(row, problem))
+    earlier = [r for r in rows[: rows.index(row)] if r.is_of_kind(problem, device)]
+    if earlier:
+        yield "asked before it, and passed over"
+        yield from (f"  {label(r.config)}: {why_not(r, problem, device, num_ctas)}" for r in earlier)
+    yield ""
+    yield from launch_lines(Plan.of(problem, config, device))
+    yield ""
+    yield from measured_lines(row, problem, device, results)
+
+
+def described(problem: Problem) -> str:
+    q = f"q ({problem.batch}, {problem.heads}, {problem.q_len}, {problem.head_dim})"
+    kv = f"k ({problem.batch}, {problem.kv_heads}, {problem.kv_len}, {problem.head_dim})"
+    v = f", v's head dim {problem.head_dim_v}" * (problem.head_dim_v != problem.head_dim)
+    dtype = next(name for name, of in DTYPES.items() if of == problem.dtype)
+    return f"{q}, {kv}{v}, {dtype}, {'causal' if problem.causal else 'no mask'}"
+
+
+def named(row: Row, device: Device) -> str:
+    """Which row of which table."""
+    for table in tuning.active(device):
+        for i, own in enumerate(table.rows):
+            if own is row:
+                return f"row {i} of {table.source}"
+    number = next(i for i, own in enumerate(tuning.PACKAGED) if own is row)
+    measured = f"measured on an {row.card}, {row.date}" if row.card else "not measured"
+    return f"row {number} of the packaged table ({measured})"
+
+
+def conditions(row: Row, problem: Problem) -> Iterator[str]:
+    """What the row asks for, and what the problem has."""
+    d, d_v = row.head_dims
+    dims = f"{problem.head_dim}" + f" (v's: {problem.head_dim_v})" * (problem.head_dim_v != problem.head_dim)
+    padded = f"{d}" + f" (v's: {d_v})" * (d != d_v)
+    yield f"head dim {dims}: the kernel of {padded}"
+    yield f"{'causal' if row.causal else 'no mask'}, {8 * row.element_bytes} bits"
+    yield from (f"{asks}: it has {has}" for asks, has in limits(row, problem))
+
+
+def limits(row: Row, problem: Problem) -> Iterator[tuple[str, str]]:
+    """What the row asks of the sizes, where it does, and what they are."""
+    keys = problem.mask.most_keys(problem.kv_len)
+    heads = problem.batch * problem.heads
+    group = problem.heads // problem.kv_heads
+    if row.min_kv_len > 1:
+        yield f"at least {row.min_kv_len} keys that a query sees", f"{keys}"
+    if row.max_kv_len is not None:
+        yield f"at most {row.max_kv_len} keys that a query sees", f"{keys}"
+    if row.min_reuse > 1:
+        yield f"at least {row.min_reuse} queries to a KV head", f"{problem.q_len * group}"
+    if row.q_lens is not None:
+        yield f"{row.q_lens[0]} to {row.q_lens[1]} queries", f"{problem.q_len}"
+    if row.sequence_heads is not None:
+        yield f"{row.sequence_heads[0]} to {row.sequence_heads[1]} heads times batch", f"{heads}"
+    if row.heads_per_kv_head is not None:
+        yield f"{row.heads_per_kv_head} query heads to a KV head", f"{group}"
+    if row.one_round:
+        yield "no program with more than one item", "none"
+
+
+def why_not(row: Row, problem: Problem, device: Device, num_ctas: int | None) -> str:
+    """Why a row of the problem's kind does not serve it."""
+    unmet = row.unmet(problem, device, num_ctas)
+    heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
+    keys = problem.mask.most_keys(problem.kv_len)
+    if unmet == "one_round":
+        plan = Plan.of(problem, row.config, device)
+        return f"for little work only, and here {plan.programs} programs have {plan.items} items"
+    if unmet == "smem_bytes":
+        needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes, row.padded_head_dim_v)
+        return f"needs {needed} bytes of shared memory, there are {device.smem_bytes}"
+    return {
+        "num_ctas": f"has {row.config.num_ctas} CTAs to a cluster, asked for are {num_ctas}",
+        "min_kv_len": f"from {row.min_kv_len} keys on, a query sees {keys}",
+        "max_kv_len": f"up to {row.max_kv_len} keys, a query sees {keys}",
+        "min_reuse": f"from {row.min_reuse} queries to a KV head on, there are {problem.q_len * group}",
+        "q_lens": f"for {row.q_lens} queries, there are {problem.q_len}",
+        "sequence_heads": f"for {row.sequence_heads} heads times batch, there are {heads}",
+        "heads_per_kv_head": f"for {row.heads_per_kv_head} query heads to a KV head, there are {group}",
+        None: "for a batch of equal lengths",
+    }[unmet]
+
+
+def launch_lines(plan: Plan) -> Iterator[str]:
+    problem, config = plan.problem, plan.config
+    rounds = plan.items / plan.programs
+    ctas = "1 CTA" if config.num_ctas == 1 else f"{config.num_ctas} CTAs"
+    item = "a row block" if plan.blocks_per_item == 1 else "two row blocks, a heavy one with a light one"
+    yield f"launch: {plan.programs} programs of {ctas}, for {plan.items} items, {rounds:.2f} each"
+    yield f"  an item is {item}, of {config.block_m} queries; key blocks of {config.block_n}"
+    if plan.heads_longest_first and isinstance(config, HopperConfig):
+        yield f"  the last {plan.heads_longest_first} heads one row block at a time, those with most keys first"
+    if config.transposes_before(problem.dtype.itemsize):
+        yield f"  before it, {plan.transpose_programs} programs transpose V"
+    smem = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize, problem.padded_head_dim_v)
+    yield f"shared memory: at most {smem} bytes to a CTA"
+    yield f"registers: {registers(config)} of {REGISTERS_PER_SM}"
+
+
+def registers(config: ForwardConfig) -> str:
+    """Per thread of each role, and of all together."""
+    if isinstance(config, HopperConfig):
+        transpose = f", {config.transpose_registers} a thread that transposes" * (config.transpose_registers > 0)
+        softmax = f"{config.softmax_registers} a thread of {config.softmax_roles} softmax warpgroups"
+        return f"{softmax}{transpose}, {config.load_registers} that loads; {config.registers}"
+    assert isinstance(config, BlackwellConfig)
+    return (
+        f"{config.softmax_registers} a thread of two softmax warpgroups, {config.correction_registers} that corrects, "
+        f"{config.load_registers} that loads; {REGISTERS_PER_SM}"
+    )
+
+
+def measured_lines(row: Row, problem: Problem, device: Device, results: Path) -> Iterator[str]:
+    """What the row and its alternatives took."""
+    for table in tuning.active(device):
+        for own, found in zip(table.rows, table.measured, strict=True):
+            if own is row and found is not None:
+                gain = f"{found.gain:+.1%} ±{found.spread:.1%} over {found.in_use}"
+                yield f"measured for {table.source}, {table.provenance['date']}: {gain}"
+                yield f"  at {', '.join(f'{name} {value}' for name, value in found.shape.items())}"
+                yield from times(found.ms, found.chosen)
+                return
+    if row.result_file is None:
+        yield "measured: nothing, this row waits for its measurement"
+        return
+    file = results / row.result_file
+    if not file.exists():
+        yield f"measured: in bench/results/{row.result_file}, which a checkout has and an installed package has not"
+        return
+    point = nearest(json.loads(file.read_text(encoding="utf-8"))["points"], row, problem)
+    if point is None:
+        yield f"measured: no point of bench/results/{row.result_file} is of that kind"
+        return
+    yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
+    yield f"  at the nearest point, {point['name']}, batch {point['point']['batch']}, {point['point']['heads']} heads"
+    yield from times({name: found["ms"] for name, found in point["results"].items()}, label(row.config))
+
+
+def times(ms: Mapping[str, float], chosen: str) -> Iterator[str]:
+    """The fastest first, the chosen one marked."""
+    ordered = sorted(ms, key=lambda name: ms[name])
+    shown = [name for i, name in enumerate(ordered) if i < ALTERNATIVES or name == chosen]
+    for name in shown:
+        yield f"  {'*' if name == chosen else ' '} {name:<28} {ms[name]:9.4f} ms {ms[name] / ms[ordered[0]]:6.2f} x"
+    if len(ordered) > len(shown):
+        yield f"    and {len(ordered) - len(shown)} that are slower"
+
+
+def nearest(points: Sequence[Mapping[str, Any]], row: Row, problem: Problem) -> Mapping[str, Any] | None:
+    """The point of the row's kind whose length and whose heads are nearest, as ratios."""
+
+    def of_kind(point: Mapping[str, Any]) -> bool:
+        given = point["point"]
+        dims = Problem.padded(given["head_dim"]), Problem.padded(given.get("head_dim_v") or given["head_dim"])
+        kind = dims, given["causal"], DTYPES[given["dtype"]].itemsize
+        return kind == (row.head_dims, row.causal, row.element_bytes) and label(row.config) in point["results"]
+
+    def distance(point: Mapping[str, Any]) -> float:
+        given = point["point"]
+        heads = given["batch"] * given["heads"] / (problem.batch * problem.heads)
+        return abs(math.log2(given["length"] / problem.kv_len)) + abs(math.log2(heads)) / 2
+
+    return min(filter(of_kind, points), key=distance, default=None)
+
+
+def machine_code(problem: Problem, device: Device, num_ctas: int | None) -> Iterator[str]:
+    row = pick_row(problem, device, num_ctas, tuning.rows_for(device))
+    kernel = compiled(
+        problem.dtype,
+        problem.padded_head_dim,
+        problem.mask,
+        row.config,
+        padded_head_dim_v=problem.padded_head_dim_v,
+        arch=device.arch,
+    )
+    found = resources(kernel)
+    in_loops = sum(loop.spills for loop in found.loops)
+    yield ""
+    yield f"compiled: {found.smem_bytes} bytes of shared memory, {found.instructions} instructions"
+    yield f"  spills: {in_loops} in the loops over key blocks, {found.spills - in_loops} elsewhere"

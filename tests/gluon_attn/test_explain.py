@@ -1,0 +1,180 @@
+"""`python -m gluon_attn explain`: what it says of a problem, and what it refuses."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+
+from gluon_attn import __main__ as command
+from gluon_attn import explain, tuning
+from gluon_attn.device import Device
+from gluon_attn.forward.configs import label
+from gluon_attn.forward.table import PACKAGED, Row, hopper_config, pick_config
+from tests.gluon_attn.problems import problem
+
+H200 = Device.hopper()
+PROVENANCE = {"date": "2026-11-25", "commit": "abc", "card": "NVIDIA H200", "torch": "2.11", "triton": "3.9.0"}
+CONFIG = hopper_config(2, 64, 1, 3, 232, turns=True)
+
+
+@pytest.fixture(autouse=True)
+def packaged_alone():
+    tuning.reset()
+    yield
+    tuning.reset()
+
+
+def said(*arguments: str) -> str:
+    """By the command, for an H200."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explain, "say", lines.append)
+        patch.setattr(sys, "argv", ["gluon_attn", "explain", "--device", "h200", *arguments])
+        command.main()
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"q_len": 4096, "kv_len": 4096}, {"batch": 1, "heads": 2, "kv_heads": 2}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_row_that_is_named_is_the_one_that_serves(causal, sizes, dtype):
+    asked = dataclasses.replace(problem(causal=causal, dtype=dtype), **sizes)
+    lines = list(explain.explained(asked, H200, None, explain.RESULTS))
+    [served] = [line for line in lines if line.startswith("served by row ")]
+    row = PACKAGED[int(served.split()[3])]
+    assert row.config == pick_config(asked, H200)
+    assert served.endswith(label(row.config))
+
+
+def test_every_row_that_is_passed_over_has_its_reason():
+    """And those are the rows of the kind that come before."""
+    asked = problem(causal=True, head_dim=64, q_len=512, kv_len=512, batch=16)
+    lines = list(explain.explained(asked, H200, None, explain.RESULTS))
+    passed = lines[lines.index("asked before it, and passed over") + 1 :]
+    passed = passed[: passed.index("")]
+    kind = [row for row in PACKAGED if row.is_of_kind(asked, H200)]
+    served = next(i for i, row in enumerate(kind) if row.config == pick_config(asked, H200))
+    assert len(passed) == served > 2
+    assert passed[0].endswith("for little work only, and here 132 programs have 1024 items")
+    assert passed[1].endswith("from 12288 keys on, a query sees 512")
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (Row(128, False, CONFIG, max_kv_len=512), "up to 512 keys, a query sees 1024"),
+        (Row(128, False, CONFIG, min_reuse=2048), "from 2048 queries to a KV head on, there are 1024"),
+        (Row(128, False, CONFIG, q_lens=(1, 9)), "for (1, 9) queries, there are 1024"),
+        (Row(128, False, CONFIG, sequence_heads=(1, 9)), "for (1, 9) heads times batch, there are 32"),
+        (Row(128, False, CONFIG, heads_per_kv_head=2), "for 2 query heads to a KV head, there are 1"),
+        (Row(128, False, dataclasses.replace(CONFIG, kv_slots=40)), "of shared memory, there are 232448"),
+        (
+            Row(128, False, dataclasses.replace(CONFIG, cga_layout=((1, 0),))),
+            "has 2 CTAs to a cluster, asked for are 1",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_reason(row, says):
+    assert explain.why_not(row, problem(), H200, 1).endswith(says)
+
+
+def test_the_launch_is_that_of_the_plan():
+    text = said("--shape", "4,16,4096,128", "--causal")
+    assert "launch: 132 programs of 1 CTA, for 1024 items, 7.76 each" in text
+    assert "an item is two row blocks, a heavy one with a light one, of 128 queries; key blocks of 128" in text
+    assert "shared memory: at most 230400 bytes to a CTA" in text
+    assert "registers: 232 a thread of 2 softmax warpgroups, 32 that loads; 63488 of 65536" in text
+
+
+def test_what_transposes_v_is_said():
+    assert "before it, 128 programs transpose V" in said("--shape", "1,16,1024,128", "--dtype", "e4m3")
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder with a result file in which the config of the table, and two others, were timed."""
+    chosen = label(pick_config(problem(), H200))
+    points = [
+        {
+            "name": f"at {length}",
+            "point": {"dtype": "bf16", "head_dim": 128, "causal": False, "length": length, "batch": 2, "heads": 16},
+            "results": {"slow": {"ms": 3.0}, chosen: {"ms": 2.0 + length}, "cudnn": {"ms": 2.5}},
+        }
+        for length in (512, 900, 4096)
+    ]
+    (tmp_path / "h200_candidates.json").write_text(json.dumps({"points": points}))
+    return tmp_path
+
+
+def test_alternatives_are_those_of_the_nearest_point(results):
+    text = "\n".join(explain.explained(problem(), H200, None, results))
+    assert "at the nearest point, at 900, batch 2, 16 heads" in text
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["cudnn", "slow", "*"]
+    assert text.endswith("902.0000 ms 360.80 x")
+
+
+def test_only_some_alternatives_are_listed_and_always_the_chosen_one():
+    ms = {f"c{i}": 1.0 + i for i in range(20)}
+    lines = list(explain.times(ms, "c15"))
+    assert [line.split()[:2] for line in lines[-2:]] == [["*", "c15"], ["and", "11"]]
+    assert len(lines) == explain.ALTERNATIVES + 2
+
+
+def test_without_a_checkout(tmp_path):
+    text = "\n".join(explain.explained(problem(), H200, None, tmp_path))
+    assert text.endswith("which a checkout has and an installed package has not")
+
+
+def test_a_row_that_waits_for_its_measurement():
+    text = said("--shape", "1,8,1024,192", "--head-dim-v", "128")
+    assert "of the packaged table (not measured)" in text
+    assert "measured: nothing, this row waits for its measurement" in text
+
+
+def test_a_row_of_a_table_file(tmp_path):
+    path = tmp_path / "mine.json"
+    row = Row(128, False, CONFIG, q_lens=(512, 2048), min_kv_len=512)
+    found = tuning.Measured(shape={"batch": 2}, ms={"a": 2, "b": 3}, chosen="a", in_use="b", gain=0.5, spread=0.01)
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [row], [found])))
+    text = said("--shape", "2,16,1024,128", "--table", str(path))
+    assert f"served by row 0 of {path}: {label(CONFIG)}" in text
+    assert "512 to 2048 queries: it has 1024" in text
+    assert "2026-11-25: +50.0% ±1.0% over b" in text
+    tuning.reset()
+    text = said("--shape", "2,16,4096,128", "--table", str(path))
+    assert f"{label(CONFIG)}: for (512, 2048) queries, there are 4096" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "1,8,1024"], "expected four numbers from 1 on, as 4,16,4096,128, got '1,8,1024'"),
+        (["--shape", "1,8,0,64"], "expected four numbers from 1 on"),
+        (["--shape", "1,8,64,260"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 260"),
+        (["--shape", "1,8,64,64", "--kv-heads", "3"], "q: expected a number of heads that is a multiple of the 3 KV"),
+        (["--shape", "1,8,64,64", "--kv-length", "0"], "--kv-length: expected 1 or more, got 0"),
+        (["--shape", "1,8,64,64", "--num-ctas", "3"], "num_ctas: expected one of (1, 2) or None for NVIDIA H200"),
+        (["--shape", "1,8,64,256", "--device", "b200"], "head_dim 256 on a Blackwell card is not supported"),
+        (["--shape", "1,8,64,64", "--table", "none.json"], "No such file or directory: 'none.json'"),
+        ([], "the following arguments are required: --shape"),
+    ],
+)
+def test_nonsense_is_refused(capsys, arguments, says):
+    with pytest.raises(SystemExit, match="2"):
+        said(*arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_without_a_card_a_device_has_to_be_named(monkeypatch, capsys):
+    monkeypatch.setattr(explain, "card", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        explain.main(["--shape", "1,8,64,64"])
+    assert "--device: expected one of h200, h100, b200, b300, as there is no card" in capsys.readouterr().err
+
+
+def test_a_compiled_kernel():
+    text = said("--shape", "1,16,512,64", "--compile")
+    assert "spills: 0 in the loops over key blocks" in text

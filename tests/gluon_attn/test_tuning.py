@@ -1,0 +1,293 @@
+"""Table files: what they say, what is refused, which calls they serve."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gluon_attn import api, attention, supports, tuning
+from gluon_attn.device import Device
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import (
+    PACKAGED,
+    Row,
+    blackwell_config,
+    hopper_config,
+    pick_config,
+    rows_by_default,
+)
+from tests.gluon_attn.problems import problem
+
+ROOT = Path(__file__).parents[2]
+H200 = Device.hopper()
+H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
+PROVENANCE = {"date": "2026-11-25", "commit": "abc", "card": "NVIDIA H200", "torch": "2.11", "triton": "3.9.0"}
+# Unlike what the packaged table has for the problem.
+CONFIG = hopper_config(2, 64, 1, 3, 232, turns=True)
+ROW = Row(128, False, CONFIG, min_kv_len=512, max_kv_len=2048, q_lens=(512, 2048), sequence_heads=(16, 64))
+ASKED = problem()
+MEASURED = tuning.Measured(shape={"batch": 2}, ms={"a": 1.0, "b": 1.1}, chosen="a", in_use="b", gain=0.1, spread=0.01)
+
+
+@pytest.fixture(autouse=True)
+def packaged_alone():
+    tuning.reset()
+    yield
+    tuning.reset()
+
+
+def content(rows=(ROW,), devices=(H200,)) -> dict[str, Any]:
+    return tuning.as_json(devices, PROVENANCE, rows, [None] * len(rows))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a table file, and gives its path."""
+
+    def write(given: Any = None) -> Path:
+        path = tmp_path / "table.json"
+        path.write_text(given if isinstance(given, str) else json.dumps(content() if given is None else given))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ROW,
+        Row(64, True, hopper_config(4, 64, 2, 4, 112, num_ctas=2), heads_per_kv_head=4, one_round=True),
+        Row(192, False, hopper_config(2, 128, 1, 2, 232, stage_in_queries=True), padded_head_dim_v=128),
+        Row(128, True, hopper_config(2, 128, 2, 4, 240), 1, min_reuse=4096),
+    ],
+)
+def test_what_is_written_is_read(written, row):
+    device = dataclasses.replace(H200, sm_count=100)
+    table = tuning.read(written(tuning.as_json([device], PROVENANCE, [row], [MEASURED])))
+    [found] = table.rows
+    assert found.head_dims == row.head_dims
+    assert found == dataclasses.replace(row, padded_head_dim_v=row.head_dims[1], card="NVIDIA H200", date="2026-11-25")
+    assert table.devices == (device,)
+    assert table.measured == (MEASURED,)
+
+
+def test_rows_of_blackwell(written):
+    config = blackwell_config(6, 192, exp_pieces=4, rescale_threshold=8, num_ctas=2)
+    table = tuning.read(written(content([Row(64, True, config)], [Device.blackwell()])))
+    assert [row.config for row in table.rows] == [config]
+
+
+def test_every_packaged_row_can_be_in_a_file(written):
+    for device in (H200, Device.blackwell(), Device.blackwell_ultra()):
+        rows = [row for row in PACKAGED if device.arch in row.config.archs]
+        assert [row.config for row in tuning.read(written(content(rows, [device]))).rows] == [r.config for r in rows]
+
+
+def test_a_table_serves_the_devices_that_it_names(written):
+    packaged = pick_config(ASKED, H200)
+    assert packaged != CONFIG
+    assert tuning.active() == ()
+    table = tuning.load(written())
+    assert tuning.active() == tuning.active(H200) == (table,)
+    assert tuning.active(H100) == ()
+    assert pick_config(ASKED, H200, None, tuning.rows_for(H200)) == CONFIG
+    for other in (H100, dataclasses.replace(H200, sm_count=66)):
+        assert pick_config(ASKED, other, None, tuning.rows_for(other)) == packaged
+    assert pick_config(ASKED, H200) == packaged  # pure: what is not given has no effect
+    tuning.reset()
+    assert pick_config(ASKED, H200, None, tuning.rows_for(H200)) == packaged
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"kv_len": 511},
+        {"kv_len": 2049},
+        {"q_len": 511},
+        {"q_len": 2049},
+        {"batch": 5},
+        {"heads": 1, "kv_heads": 1},
+        {"head_dim": 64},
+        {"causal": True},
+        {"dtype": torch.float8_e4m3fn},
+    ],
+    ids=str,
+)
+def test_what_is_unlike_the_shape_keeps_the_packaged_row(written, unlike):
+    tuning.load(written())
+    asked = dataclasses.replace(ASKED, **({"head_dim_v": 0} | unlike))
+    assert pick_config(asked, H200, None, tuning.rows_for(H200)) == pick_config(asked, H200)
+
+
+def test_query_heads_of_a_kv_head(written):
+    tuning.load(written(content([dataclasses.replace(ROW, heads_per_kv_head=4)])))
+    for kv_heads, served in ((16, False), (4, True), (2, False)):
+        asked = dataclasses.replace(ASKED, kv_heads=kv_heads)
+        assert (pick_config(asked, H200, None, tuning.rows_for(H200)) == CONFIG) == served
+
+
+def test_the_later_table_is_asked_first_and_a_block_ends_it(written):
+    first = tuning.load(written())
+    wider = hopper_config(2, 64, 1, 2, 232)
+    with tuning.load(written(content([dataclasses.replace(ROW, config=wider)]))) as second:
+        assert tuning.active() == (second, first)
+        assert pick_config(ASKED, H200, None, tuning.rows_for(H200)) == wider
+    assert tuning.active() == (first,)
+    assert pick_config(ASKED, H200, None, tuning.rows_for(H200)) == CONFIG
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The configs that calls were prepared with, nothing being executed."""
+    seen: list[Any] = []
+
+    def launch(plan: Plan, *_: Any) -> Any:
+        seen.append(plan.config)
+        return lambda tensors: None
+
+    monkeypatch.setattr("gluon_attn.cpu.launches_on_cpu", launch)
+    monkeypatch.setattr(api, "_launches", {})
+    return seen
+
+
+def qkv() -> list[torch.Tensor]:
+    return [torch.zeros(1, 16, 512, 128, dtype=torch.bfloat16) for _ in range(3)]
+
+
+def test_launches_do_not_survive_a_change_of_tables(written, planned):
+    """Nor are they made twice with the same table."""
+    tensors = qkv()
+    rows = []
+    for _ in range(2):
+        attention(*tensors, device=H200)
+    rows.append(len(planned))
+    with tuning.load(written()):
+        for _ in range(2):
+            assert supports(*tensors, device=H200) is None
+            attention(*tensors, device=H200)
+        rows.append(len(planned))
+    attention(*tensors, device=H200)
+    assert rows + [len(planned)] == [1, 2, 2]
+    assert planned[0] != CONFIG
+    assert planned[1] == CONFIG
+
+
+def test_under_torch_compile(written, planned):
+    """The operator in the graph asks the table that serves when it runs; `supports` is traced with it."""
+    tensors = qkv()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        assert supports(q, k, v, device=H200) is None
+        return attention(q, k, v, device=H200)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(*tensors)
+        tuning.load(written())
+        compiled(*tensors)
+    assert [config == CONFIG for config in planned] == [False, True]
+
+
+def test_kernels_compiled_ahead_are_those_of_the_table_too(written):
+    tuning.load(written())
+    rows = rows_by_default(128, False, 2, 90, table=tuning.rows_of_arch(90))
+    assert rows[0].config == CONFIG
+    assert rows[1:] == rows_by_default(128, False, 2, 90)  # a row for a few sizes is in nobody's place
+    assert rows_by_default(128, False, 2, 100, table=tuning.rows_of_arch(100)) == rows_by_default(128, False, 2, 100)
+
+
+def changed(place: str, value: Any) -> dict[str, Any]:
+    """A table file's content with another value at a place such as forward.0.config.block_n; None: without it."""
+    given = content()
+    *way, last = place.split(".")
+    inner: Any = given
+    for step in way:
+        inner = inner[int(step) if step.isdigit() else step]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return given
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        ("schema", 2, "schema: expected 1, got 2, as another version of gluon_attn writes it"),
+        ("backward", [], "table: expected schema, devices, provenance, forward, got an unknown 'backward'"),
+        ("forward", None, "table: expected 'forward', got none"),
+        ("forward", {}, "forward: expected a list, got {}"),
+        ("devices", [], "devices: expected at least one device, got none"),
+        ("devices.0.sm_count", "132", "devices[0].sm_count: expected a number, got '132'"),
+        ("devices.0.sm_count", 0, "devices[0].sm_count: expected at least 1, got 0"),
+        ("devices.0.capability", [9], "devices[0].capability: expected two whole numbers, got [9]"),
+        ("devices.0.capability", [8, 0], "devices[0]: device: expected a Hopper (compute capability 9.0)"),
+        ("provenance.commit", None, "provenance.commit: expected a text, got None"),
+        ("forward.0.config.blocks", 3, "forward[0].config: expected kind, block_n"),
+        ("forward.0.config.block_n", None, "forward[0].config: expected 'block_n', got none"),
+        ("forward.0.config.block_n", "64", "forward[0].config.block_n: expected a whole number, got '64'"),
+        ("forward.0.config.turns", 1, "forward[0].config.turns: expected true or false, got 1"),
+        ("forward.0.config.kv_slots", True, "forward[0].config.kv_slots: expected a whole number, got True"),
+        ("forward.0.config.block_n", 96, "forward[0].config: self.block_n=96 must be 64 or 128"),
+        ("forward.0.config.cga_layout", [[1]], "forward[0].config.cga_layout[0]: expected two whole numbers, got [1]"),
+        ("forward.0.config.kv_slots", 40, "forward[0].config: not for a row of these conditions: config: expected a"),
+        ("forward.0.config.half_by_polynomial", True, "config: expected half_by_polynomial=False"),
+        ("forward.0.config.kind", "ampere", "forward[0].config.kind: expected one of hopper, blackwell, got 'ampere'"),
+        ("forward.0.conditions.keys", 3, "forward[0].conditions: expected padded_head_dim"),
+        ("forward.0.conditions.causal", "no", "forward[0].conditions.causal: expected true or false, got 'no'"),
+        ("forward.0.conditions.padded_head_dim", 96, "padded_head_dim: expected one of 64, 128, 192, 256, got 96"),
+        ("forward.0.conditions.min_kv_len", 0, "forward[0].conditions.min_kv_len: expected at least 1, got 0"),
+        ("forward.0.conditions.max_kv_len", 8, "max_kv_len: expected at least min_kv_len, 512, got 8"),
+        ("forward.0.conditions.q_lens", [3, 2], "q_lens: expected the least and the most, from 1 on, got [3, 2]"),
+        ("forward.0.measured", {}, "forward[0].measured: expected 'shape', got none"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(written, place, value, says):
+    path = written(changed(place, value))
+    with pytest.raises(ValueError, match=r"table\.json: ") as refused:
+        tuning.load(path)
+    assert says in str(refused.value)
+    assert tuning.active() == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("ms", {"a": 0}, "forward[0].measured.ms.a: expected more than 0, got 0"),
+        ("chosen", "c", "forward[0].measured.chosen: expected one of those in ms, a, b, got 'c'"),
+        ("gain", "much", "forward[0].measured.gain: expected a number, got 'much'"),
+    ],
+)
+def test_measurements_are_checked(written, field, value, says):
+    given = content()
+    given["forward"][0]["measured"] = dataclasses.asdict(MEASURED) | {field: value}
+    with pytest.raises(ValueError, match=r"table\.json: ") as refused:
+        tuning.read(written(given))
+    assert says in str(refused.value)
+
+
+def test_a_config_of_another_architecture(written):
+    given = content([Row(128, False, blackwell_config(3, 192))])
+    with pytest.raises(ValueError, match=r"expected one for NVIDIA H200 \(sm_90\), which the file names, got a Black"):
+        tuning.load(written(given))
+
+
+def test_what_is_no_json(written, tmp_path):
+    with pytest.raises(ValueError, match=r"table\.json: table: expected JSON"):
+        tuning.load(written("{"))
+    with pytest.raises(FileNotFoundError):
+        tuning.load(tmp_path / "none.json")
+
+
+def test_a_file_from_the_environment(written):
+    path = written()
+    code = "import gluon_attn; print([t.source for t in gluon_attn.tuning.active()])"
+    environment = os.environ | {tuning.VARIABLE: str(path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str([str(path)])
