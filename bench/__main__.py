@@ -1,7 +1,7 @@
 """`python -m bench`: attention forward on this card against cuDNN (through torch's SDPA), timed in one process.
 
 `python -m bench tables` and `python -m bench plot` show what a result file says. `python -m bench learn` times the
-kernels of the course instead.
+kernels of the course instead, `python -m bench tune` looks for the fastest configs for your shapes.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench import features, learn, report, sweep, varlen
+from bench import features, learn, report, sweep, tune, varlen
 from bench.points import DTYPES, LENGTHS, SETS, Point
 
 RESULT = Path("bench/results/latest.json")
@@ -95,6 +95,9 @@ def module_sets(module: Any, sets: Sequence[str]) -> list[str]:
 def main() -> None:
     if sys.argv[1:2] == ["learn"]:
         learn.main(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["tune"]:
+        tune.main(sys.argv[2:])
         return
     command = parser()
     args = command.parse_args()

@@ -1,0 +1,372 @@
+"""The tuner, on a card that is made up: its times are known, with noise that is the same in every run."""
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import tune
+from bench.ahead import Failed
+from bench.tune import Estimate, Progress, Search, Stop, name_of, neighbours, why_pruned
+from gluon_attn import ForwardConfig, HopperConfig, tuning
+from gluon_attn.device import Device
+from gluon_attn.forward.table import PACKAGED, hopper_config, pick_config
+from gluon_attn.problem import Problem
+from gluon_attn.resources import Loop, Resources
+from tests.gluon_attn.problems import problem
+
+H200 = Device.hopper()
+ASKED = problem(batch=3, heads=12, kv_heads=4, q_len=3000, kv_len=3000, head_dim=96)
+IN_USE = pick_config(ASKED, H200)
+BEST = hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=1, integer_max=True)
+KEY = {"commit": "abc"}
+PROVENANCE = {"date": "2026-11-25", "commit": "abc", "card": "NVIDIA H200", "torch": "2.11", "triton": "3.9.0"}
+
+
+def taken(spills: int = 0) -> Resources:
+    loop = Loop(instructions=1, products=1, waits=1, spills=spills, exp2=1, early_exp2=0, tensor_memory_loads=0)
+    return Resources(
+        first_role_registers=1, smem_bytes=1, instructions=1, products=1, tma_loads=1, tma_stores=1, spills=spills,
+        loops=(loop,),
+    )  # fmt: skip
+
+
+class FakeCard:
+    """A config takes the longer, the more of its fields are unlike BEST's; 1 % of noise, and clocks that drift."""
+
+    def __init__(self, best: ForwardConfig = BEST) -> None:
+        self.best = best
+        self.random = random.Random(0)
+        self.compiled: list[str] = []
+        self.tried: list[str] = []
+        self.rounds: Counter[str] = Counter()
+        self.fails: dict[str, Any] = {}  # by what: name, and what becomes of it
+        self.broken = False
+        self.calls_left = 10**9  # of `time`, before it is interrupted
+
+    def seconds(self, config: ForwardConfig) -> float:
+        fields = [f.name for f in dataclasses.fields(config)]
+        return 1e-3 * (1 + 0.04 * sum(getattr(config, name) != getattr(self.best, name) for name in fields))
+
+    def compile(self, problem: Problem, configs: Sequence[ForwardConfig]) -> Iterator[tuple[int, Any]]:
+        for i, config in enumerate(configs):
+            self.compiled.append(name_of(config))
+            yield i, self.fails.get("compile", {}).get(name_of(config), taken())
+
+    def try_out(self, problem: Problem, config: ForwardConfig, in_use: ForwardConfig) -> str | None:
+        self.tried.append(name_of(config))
+        outcome = self.fails.get("try_out", {}).get(name_of(config))
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def works(self) -> bool:
+        return not self.broken
+
+    def time(self, problem: Problem, configs: Sequence[ForwardConfig], rounds: int) -> list[Sequence[float]]:
+        if self.calls_left == 0:
+            raise KeyboardInterrupt
+        self.calls_left -= 1
+        drift = [self.random.uniform(0.8, 1.2) for _ in range(rounds)]
+        for config in configs:
+            self.rounds[name_of(config)] += rounds
+        return [[self.seconds(c) * d * self.random.gauss(1, 0.005) for d in drift] for c in configs]
+
+
+@pytest.fixture(autouse=True)
+def packaged_alone():
+    tuning.reset()
+    yield
+    tuning.reset()
+
+
+def search(card: FakeCard, path: Path, *, resume: bool = False, said: list[str] | None = None) -> Search:
+    progress = Progress.begin(path, KEY, resume)
+    say = (lambda line: None) if said is None else said.append
+    return Search(ASKED, H200, PACKAGED, card, progress, say)
+
+
+def test_the_fastest_is_found_and_its_gain(tmp_path):
+    card, said = FakeCard(), list[str]()
+    found = search(card, tmp_path / "p.json", said=said).run(6)
+    assert found.chosen == name_of(BEST)
+    assert found.in_use == name_of(IN_USE)
+    assert found.gain == pytest.approx(card.seconds(IN_USE) / card.seconds(BEST) - 1, abs=0.01)
+    assert 0 < found.spread < 0.02
+    assert found.ms[found.chosen] < found.ms[found.in_use]
+    assert BEST not in tune.first_configs(ASKED, H200, PACKAGED)  # neighbours of neighbours led to it
+    assert "s left] compiled" in said[0]
+
+
+def test_halving_times_the_slow_ones_the_least(tmp_path):
+    card = FakeCard()
+    search(card, tmp_path / "p.json").run(1)
+    first = {name_of(c): c for c in tune.first_configs(ASKED, H200, PACKAGED) if why_pruned(c, ASKED, H200) is None}
+    order = sorted((name for name in first if name != name_of(IN_USE)), key=lambda name: card.seconds(first[name]))
+    assert {card.rounds[name] for name in order[len(order) // 2 + 1 :]} == {tune.STAGES[0]}
+    assert card.rounds[order[0]] > tune.STAGES[0]
+
+
+def test_a_race_ends_when_the_first_is_out_of_the_noise(tmp_path):
+    """Two that are far apart, and two that are alike."""
+    other = dataclasses.replace(BEST, softmax_registers=224)
+    for alike, rounds in ((False, tune.STAGES[0]), (True, tune.STAGES[-1])):
+        card = FakeCard()
+        if alike:
+            card.seconds = lambda config: 1e-3  # type: ignore[method-assign]
+        looking = search(card, tmp_path / "p.json")
+        looking.configs |= {name_of(BEST): BEST, name_of(other): other}
+        looking.race([name_of(IN_USE), name_of(BEST), name_of(other)])
+        assert card.rounds[name_of(IN_USE)] == rounds
+
+
+def test_what_is_no_faster_leaves_the_table_as_it_is(tmp_path):
+    card = FakeCard(IN_USE)
+    progress = Progress.begin(tmp_path / "p.json", KEY, resume=False)
+    said: list[str] = []
+    rows, measured = tune.tune([ASKED], H200, card, progress, say=said.append)
+    assert (rows, measured) == ([], [])
+    assert said[-2].endswith(f"the table in use stays, with {name_of(IN_USE)}")
+    assert said[-1].endswith("geometric mean of 1 shapes: +0.0%")
+
+
+def test_luck_alone_is_no_gain(tmp_path):
+    """All take the same time: the first of many races is ahead by luck, and is found out when it is timed anew."""
+    for seed in range(5):
+        card = FakeCard()
+        card.random = random.Random(seed)
+        card.seconds = lambda config: 1e-3  # type: ignore[method-assign]
+        found = search(card, tmp_path / "p.json").run(2)
+        assert found.gain < 0.01
+        assert (found.chosen == found.in_use) == (found.gain == 0)
+
+
+def test_an_interrupted_run_goes_on_without_doing_anything_twice(tmp_path):
+    path = tmp_path / "p.json"
+    whole = FakeCard()
+    expected = search(whole, tmp_path / "whole.json").run(3)
+    parts: list[FakeCard] = []
+    while True:
+        card = FakeCard()
+        card.calls_left = 1  # interrupted whenever it times a second time
+        parts.append(card)
+        try:
+            found = search(card, path, resume=len(parts) > 1).run(3)
+            break
+        except KeyboardInterrupt:
+            assert len(parts) < 50
+    assert len(parts) > 2
+    for kind in ("compiled", "tried"):
+        done = [name for card in parts for name in getattr(card, kind)]
+        assert len(done) == len(set(done))
+    assert sum((card.rounds for card in parts), Counter[str]())[found.chosen] <= tune.STAGES[-1] + tune.CONFIRMING
+    assert found.chosen == expected.chosen
+
+
+def test_a_finished_shape_is_not_timed_again(tmp_path):
+    search(FakeCard(), tmp_path / "p.json").run(3)
+    again = FakeCard()
+    search(again, tmp_path / "p.json", resume=True).run(3)
+    assert not again.compiled
+    assert not again.tried
+    assert not again.rounds
+
+
+def test_resuming_asks_for_the_same_tree(tmp_path):
+    path = tmp_path / "p.json"
+    Progress.begin(path, KEY, resume=False).save()
+    with pytest.raises(Stop, match=r"^--resume: expected .* to have commit 'other', got 'abc'; leave --resume out"):
+        Progress.begin(path, {"commit": "other"}, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("when", "outcome", "why"),
+    [
+        ("compile", Failed("took more than 9 s"), "took more than 9 s"),
+        ("compile", taken(spills=3), "spills: 3 in the loops over key blocks"),
+        ("try_out", RuntimeError("no room"), "RuntimeError: no room"),
+        ("try_out", "O is off by 1", "O is off by 1"),
+    ],
+)
+def test_a_candidate_that_fails_is_passed_over(tmp_path, when, outcome, why):
+    card = FakeCard()
+    card.fails = {when: {name_of(BEST): outcome}}
+    looking = search(card, tmp_path / "p.json")
+    found = looking.run(6)
+    assert found.chosen not in (name_of(BEST), name_of(IN_USE))
+    assert looking.found["failed"] == {name_of(BEST): why}
+    assert name_of(BEST) not in card.rounds
+
+
+def test_a_candidate_that_breaks_the_card_is_passed_over_by_the_next_run(tmp_path):
+    card = FakeCard()
+    card.fails = {"try_out": {name_of(BEST): RuntimeError("CUDA error: an illegal memory access")}}
+    card.broken = True
+    with pytest.raises(Stop, match=r"broke the connection to the card .* with --resume, which passes over it"):
+        search(card, tmp_path / "p.json").run(6)
+    after = FakeCard()
+    assert search(after, tmp_path / "p.json", resume=True).run(6).chosen != name_of(BEST)
+    assert name_of(BEST) not in after.tried
+
+
+def test_a_candidate_that_hung_is_passed_over_by_the_next_run(tmp_path):
+    """What ended the process left no word but that it was being tried."""
+    card = FakeCard()
+    card.fails = {"try_out": {name_of(BEST): KeyboardInterrupt()}}
+    with pytest.raises(KeyboardInterrupt):
+        search(card, tmp_path / "p.json").run(6)
+    after = FakeCard()
+    looking = search(after, tmp_path / "p.json", resume=True)
+    assert looking.found["failed"] == {name_of(BEST): "the process ended while it ran for the first time"}
+    looking.run(6)
+    assert name_of(BEST) not in after.tried
+
+
+def test_a_hang_ends_the_process_with_a_word(monkeypatch, capsys):
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    with tune.ends_if_hung("it hangs", 0.01):
+        deadline = time.monotonic() + 60
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert ended == [3]
+    assert "it hangs; run the same command with --resume" in capsys.readouterr().err
+    with tune.ends_if_hung("it hangs", 0.2):
+        pass
+    time.sleep(0.3)
+    assert ended == [3]
+
+
+def test_the_config_in_use_must_run(tmp_path):
+    card = FakeCard()
+    card.fails = {"try_out": {name_of(IN_USE): "O is off by 1"}}
+    with pytest.raises(Stop, match="the config in use fails: O is off by 1"):
+        search(card, tmp_path / "p.json").run(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256), (192, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_config_of_the_table_is_pruned(dtype, head_dims, causal):
+    asked = problem(dtype=dtype, head_dim=head_dims[0], head_dim_v=head_dims[1], causal=causal)
+    rows = [row for row in PACKAGED if row.is_of_kind(asked, H200)]
+    assert rows
+    assert [row for row in rows if why_pruned(row.config, asked, H200) is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (hopper_config(3, 128, 1, 1, 160), "needs 192 registers a softmax thread, has 160"),
+        (hopper_config(2, 128, 2, 4, 232), "config: expected a config that fits the 232448 bytes of shared memory"),
+        (hopper_config(2, 64, 1, 2, 232, last_heads_longest_first=True), "an order of row blocks"),
+        (hopper_config(1, 64, 1, 2, 232, turns=True), "turns of one role"),
+        (hopper_config(2, 64, 1, 2, 216, transpose_registers=24), "config: expected transpose_registers=0"),
+    ],
+)
+def test_what_is_pruned_before_it_is_compiled(config, why):
+    assert str(why_pruned(config, ASKED, H200)).startswith(why)
+
+
+@pytest.mark.parametrize("row", PACKAGED, ids=lambda row: tune.label(row.config))
+def test_neighbours_differ_and_have_names_of_their_own(row):
+    found = list(neighbours(row.config))
+    assert row.config not in found
+    assert len({name_of(config) for config in [row.config, *found]}) == len(set(found)) + 1 == len(found) + 1
+
+
+def test_a_neighbour_with_more_roles_has_the_registers_for_it():
+    found = [c for c in neighbours(hopper_config(2, 64, 2, 2, 232)) if isinstance(c, HopperConfig)]
+    assert {c.softmax_roles: c.softmax_registers for c in found if c.softmax_roles != 2} == {1: 232, 3: 160, 4: 120}
+
+
+def test_what_is_written_serves_what_is_like_the_shape(tmp_path):
+    progress = Progress.begin(tmp_path / "p.json", KEY, resume=False)
+    rows, measured = tune.tune([ASKED], H200, FakeCard(), progress, generations=6, say=lambda line: None)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, rows, measured)))
+    tuning.load(path)
+    served = []
+    others: list[dict[str, Any]] = [
+        {},
+        {"q_len": 3300, "kv_len": 2500},
+        {"batch": 2},
+        {"kv_len": 4096},
+        {"kv_heads": 12},
+    ]
+    for unlike in others:
+        asked = dataclasses.replace(ASKED, **unlike)
+        served.append(pick_config(asked, H200, None, tuning.rows_for(H200)) == BEST)
+    assert served == [True, True, False, False, False]
+
+
+def test_a_reach_of_one_is_the_shape_alone():
+    row = tune.row_for(ASKED, BEST, 1)
+    assert (row.min_kv_len, row.max_kv_len, row.q_lens, row.sequence_heads) == (3000, 3000, (3000, 3000), (36, 36))
+    assert tune.row_for(problem(q_len=1), BEST, 1.25).q_lens == (1, 1)
+
+
+def test_estimates():
+    assert Estimate.of([1.0, 1.0, 1.0]) == Estimate(1.0, 0.0)
+    assert Estimate.of([0.9, 0.91, 0.92]).faster_than(Estimate(1.0, 0.0))
+    assert not Estimate.of([0.8, 1.0, 1.2]).faster_than(Estimate(1.0, 0.0))
+    assert not Estimate.of([0.5]).faster_than(Estimate(1.0, 0.0))  # one round says nothing of the noise
+
+
+def run(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "tune", *arguments])
+    command.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "1,2,3"], "expected four numbers from 1 on, as 4,16,4096,128, got '1,2,3'"),
+        (["--shape", "1,2,3,64", "--reach", "0.5"], "--reach: expected 1 or more, got 0.5"),
+        (["--shape", "1,2,3,64", "--generations", "0"], "--generations: expected 1 or more, got 0"),
+        (["--shape", "1,2,3,64", "--out", "table"], "--out: expected a file name that ends in .json, got table"),
+        (["--shape", "1,2,3,64", "--device", "h100"], "--device: expected with --list only"),
+        (["--shape", "1,2,3,300"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 300"),
+        (["--shape", "1,2,3,64", "--table", "none.json"], "No such file or directory: 'none.json'"),
+    ],
+)
+def test_nonsense_is_refused(monkeypatch, capsys, arguments, says):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_without_a_card_nothing_is_timed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a Hopper or Blackwell card, found no CUDA device; nothing was timed"):
+        run(monkeypatch, "--shape", "1,2,3,64")
+
+
+def test_the_first_configs_are_listed(monkeypatch, capsys):
+    run(monkeypatch, "--shape", "3,12,3000,96", "--kv-heads", "4", "--device", "h100", "--list")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "q (3, 12, 3000, 96), k (3, 4, 3000, 96), bf16, no mask"
+    assert lines[1].split() == ["in", "use", *name_of(IN_USE).split()]
+    assert any(line.startswith("  pruned  ") and "which without a mask are alike" in line for line in lines)
+
+
+def test_a_whole_run_writes_a_table_file_that_loads(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tune, "RealCard", lambda device, jobs, limit: FakeCard())
+    monkeypatch.setattr(tune, "provenance", lambda commit: PROVENANCE | {"driver": "1"})
+    out = tmp_path / "made" / "table.json"
+    args = argparse.Namespace(out=out, resume=False, commit=None, jobs=1, limit=1.0, reach=1.25, generations=6)
+    tune.run([ASKED], H200, args)
+    assert [row.config for row in tuning.read(out).rows] == [BEST]
+    assert tuning.read(out).provenance["command"]["reach"] == 1.25
+    assert [p.name for p in out.parent.iterdir()] == ["table.json"]
+    assert f"written: {out}, 1 rows" in capsys.readouterr().out
