@@ -20,6 +20,7 @@ def main() -> None:
         return lessons.main(sys.argv[2:])
     if sys.argv[1:2] == ["explain"]:
         return explain.main(sys.argv[2:])
+    demo.quiet_exit()
     command = argparse.ArgumentParser(
         prog="python -m gluon_attn",
         description=__doc__,

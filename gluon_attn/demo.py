@@ -1,6 +1,9 @@
 """What `python -m gluon_attn` does: run attention here, on a card or else on the CPU, and print what it saw."""
 
+import atexit
+import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -259,7 +262,13 @@ def describe(kernel: Variant) -> str:
     ).rstrip()
 
 
+def quiet_exit() -> None:
+    """Triton 3.9's bindings leak a few objects, and say so on exit in thirty lines."""
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
+
+
 def prepare_process() -> None:
+    quiet_exit()
     torch.set_num_threads(1)  # each core has a process already
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from .demo import quiet_exit
+
 FOLDER = Path(__file__).parent / "learn"
 
 
@@ -49,5 +51,6 @@ def main(arguments: list[str]) -> None:
             print(f"{number:>2}  {title(name)}")
         print("\nRun one: python -m gluon_attn learn 1")
         return
+    quiet_exit()
     print(f"{chosen}. {title(found[chosen])}\nThe file: {(FOLDER / found[chosen]).resolve()}.py\n", flush=True)
     load(found[chosen]).main()

@@ -17,7 +17,7 @@ from .backward.configs import HopperBackward
 from .backward.launch import builds_of, sinks_build
 from .backward.table import HOPPER as BACKWARD
 from .backward.table import UNLIKE, padded_head_dims
-from .demo import card, prepare_process, say
+from .demo import card, prepare_process, quiet_exit, say
 from .forward.configs import ForwardConfig
 from .forward.launch import build_of, transpose_build
 from .forward.plan import LARGEST_LENGTH
@@ -60,6 +60,7 @@ class Job:
 
 
 def main(arguments: Sequence[str]) -> None:
+    quiet_exit()
     command, options = parsed(arguments)
     if options.arch is not None:
         arch = ARCHS[options.arch]

@@ -16,7 +16,8 @@ def test_without_a_number_it_lists_the_lessons(monkeypatch, capsys):
     assert re.findall(r"^ *(\d+)  \w", capsys.readouterr().out, re.MULTILINE) == [str(n) for n in lessons.lessons()]
 
 
-def test_it_runs_a_lesson(capsys):
+def test_it_runs_a_lesson(monkeypatch, capsys):
+    monkeypatch.setattr(lessons, "quiet_exit", lambda: None)
     lessons.main(["1"])
     assert "output 30\n" in capsys.readouterr().out
 
