@@ -190,8 +190,8 @@ class Card(Protocol):
 class RealCard:
     """The one that is here."""
 
-    def __init__(self, device: Device, at_once: int, limit_s: float) -> None:
-        self.device, self.at_once, self.limit_s = device, at_once, limit_s
+    def __init__(self, device: Device, at_once: int, limit_s: float, where: str = "cuda") -> None:
+        self.device, self.at_once, self.limit_s, self.where = device, at_once, limit_s, where
         self.of: Problem | None = None
         self.tensors: list[torch.Tensor] = []
         self.expected: torch.Tensor | None = None
@@ -210,7 +210,7 @@ class RealCard:
                 (problem.kv_heads, problem.kv_len, problem.head_dim_v),
             )
             self.tensors = [
-                torch.randn(problem.batch, *size, dtype=torch.bfloat16, device="cuda").to(problem.dtype)
+                torch.randn(problem.batch, *size, dtype=torch.bfloat16, device=self.where).to(problem.dtype)
                 for size in sizes
             ]
         q, k, v = self.tensors
@@ -221,7 +221,6 @@ class RealCard:
             call = self.call(problem, config)
             if self.expected is None:
                 self.expected = self.call(problem, in_use)().float()
-                torch.cuda.synchronize()
             error = float((call().float() - self.expected).norm() / self.expected.norm())
         if error <= LARGEST_ERROR[problem.dtype.itemsize]:
             return None
@@ -229,7 +228,7 @@ class RealCard:
 
     def works(self) -> bool:
         try:
-            return float(torch.ones(1, device="cuda").sum()) == 1
+            return float(torch.ones(1, device=self.where).sum()) == 1
         except RuntimeError:
             return False
 
@@ -261,8 +260,7 @@ def ends_if_hung(what: str, limit_s: float = HANG_S) -> Iterator[None]:
     """Ends the process if the block takes longer: a kernel that hangs can be stopped in no other way."""
 
     def end() -> None:
-        print(f"\nbench tune: {what}; run the same command with --resume, which passes over it", file=sys.stderr)
-        sys.stderr.flush()
+        print(f"\nbench tune: {what}; run the same command with --resume", file=sys.stderr, flush=True)
         os._exit(3)
 
     timer = threading.Timer(limit_s, end)

@@ -17,6 +17,7 @@ import torch
 from bench import __main__ as command
 from bench import tune
 from bench.ahead import Failed
+from bench.timing import Timing
 from bench.tune import Estimate, Progress, Search, Stop, name_of, neighbours, why_pruned
 from gluon_attn import ForwardConfig, HopperConfig, tuning
 from gluon_attn.device import Device
@@ -245,6 +246,35 @@ def test_a_hang_ends_the_process_with_a_word(monkeypatch, capsys):
         pass
     time.sleep(0.3)
     assert ended == [3]
+
+
+def test_what_a_config_computes_is_held_against_the_config_in_use(monkeypatch):
+    """On the card's own path, by another attention on the CPU that takes the same arguments."""
+    asked = problem(batch=1, heads=4, kv_heads=2, q_len=32, kv_len=64, head_dim=64, causal=True)
+    card = tune.RealCard(H200, 1, 1.0, where="cpu")
+    factors = {name_of(IN_USE): 1.0, name_of(BEST): 1.0}
+    seen: list[tuple[Any, ...]] = []
+
+    def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, config: ForwardConfig) -> Any:
+        seen.append((q.shape, k.shape, v.shape, causal))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return factors[name_of(config)] * out
+
+    monkeypatch.setattr(tune, "attention", stand_in)
+    assert card.try_out(asked, IN_USE, IN_USE) is None
+    for factor, wrong in ((1.0, False), (1.01, False), (1.1, True), (float("nan"), True)):
+        factors[name_of(BEST)] = factor
+        says = card.try_out(asked, BEST, IN_USE)
+        assert (says is not None) == wrong, factor
+    assert says == "O is off by nan, relative to what the config in use computes"
+    assert set(seen) == {((1, 4, 32, 64), (1, 2, 64, 64), (1, 2, 64, 64), True)}
+    assert card.works()
+
+    def timed(calls: dict[str, Any], rounds: int) -> dict[str, Timing]:
+        return {name: Timing(1.0, tuple(float(i) for _ in range(rounds))) for i, name in enumerate(calls)}
+
+    monkeypatch.setattr(tune, "time_interleaved", timed)
+    assert card.time(asked, [BEST, IN_USE], 2) == [(0.0, 0.0), (1.0, 1.0)]
 
 
 def test_the_config_in_use_must_run(tmp_path):
