@@ -96,7 +96,7 @@ def lengths_of(extras: Extras, options: Options) -> Lengths | None:
 
 
 # Whether packed sequences may run on a card: not before tests/gpu/test_varlen.py and test_varlen_gradients.py, which
-# set this, pass on one. A batch of 64 sequences, 55244 rows in all, has failed there (docs/checked.md).
+# set this, pass on one with the kernels as they are (docs/checked.md).
 packed_on_cards = False
 
 
@@ -104,8 +104,8 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
     """What a call poses, checked; see `Problem.of`. NotImplementedError for packed sequences on a card."""
     if options.layout == PACKED and not packed_on_cards and isinstance(q, Tensor) and q.device.type == "cuda":
         raise NotImplementedError(
-            "cu_seqlens_q: packed sequences are not supported on a card so far, as some have failed there, only on the "
-            "CPU, executed by gluon_cpu; call attention() for each sequence"
+            "cu_seqlens_q: packed sequences are not supported on a card so far, as not all of their tests have passed "
+            "there, only on the CPU, executed by gluon_cpu; call attention() for each sequence"
         )
     refuse_together(arguments_of(extras, options))
     score_mod, mask_function = score_function_of(q, extras, options), mask_function_of(q, k, extras, options)
