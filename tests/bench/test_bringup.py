@@ -317,6 +317,7 @@ def fake_sdpa(backend, *_):
 EXECUTED = "smallest, 1 CTAs"  # takes half a minute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["skipped", "executed"])
 def test_the_command_runs_and_reports(tmp_path, executed):
     if torch.cuda.is_available():

@@ -62,6 +62,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(Point, "tensors", lambda point: tensors(point, "cpu"))
 
 
+@pytest.mark.slow
 def test_candidates_are_compared_with_the_table_before_they_are_timed(stand_ins, monkeypatch):
     keys_128 = [c for c in gradients.configs(64) if c.keys == 128]
     monkeypatch.setattr(gradients, "configs", lambda *head_dims: keys_128)

@@ -30,6 +30,7 @@ def timed(monkeypatch) -> None:
         monkeypatch.setattr(learn, name, partial(getattr(learn, name), device=Device.hopper()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", learn.PROBLEMS, ids=lambda make: make.__name__)
 def test_every_call_is_right(make, timed):
     with gluon_cpu.machine():

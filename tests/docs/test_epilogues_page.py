@@ -150,6 +150,7 @@ def regions() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_every_drawing_and_table_is_the_real_one():
     found = {match[2]: match[3] for match in REGION.finditer(PAGE.read_text(encoding="utf-8"))}
     assert found == regions()

@@ -124,6 +124,7 @@ def shown(svg: str) -> list[str]:
     return re.findall(r">([^<>]+)</(?:text|title)>", svg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_picture_is_as_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")

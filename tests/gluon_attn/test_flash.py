@@ -11,6 +11,7 @@ from torch import Tensor
 from gluon_attn import attention, attention_varlen, flash, reference_attention
 from gluon_attn.device import Device
 from gluon_attn.testing import check, check_gradients
+from tests.slow import slow_if
 
 COMMON = "window_size attention_chunk softcap"
 DESCALE = "q_descale k_descale v_descale"
@@ -147,7 +148,10 @@ def packed(*lengths: int) -> tuple[list[Tensor], tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"causal": True}, {"window_size": (9, 0)}, {"softmax_scale": 0.3}, {"softcap": 0.5}, {"attention_chunk": 16}],
+    slow_if(
+        lambda options: "causal" not in options,
+        [{"causal": True}, {"window_size": (9, 0)}, {"softmax_scale": 0.3}, {"softcap": 0.5}, {"attention_chunk": 16}],
+    ),
     ids=str,
 )
 def test_packed_sequences(options):

@@ -295,6 +295,7 @@ def test_both_layouts_pose_the_same_problem(layout):
         "chunk": None,
         "mask_function": None,
         "sequences": None,
+        "bias": None,
     }
 
 

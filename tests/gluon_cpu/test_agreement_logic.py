@@ -125,7 +125,7 @@ def outcomes():
         return {scene: future.result()[scene] for scene, future in futures.items()}
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", slow_if(lambda scene: "two CTAs" in scene or scene == "a false alarm", SCENES))
 def test_the_runner_tells_what_happened(scene, outcomes):
     _, row, verdict, status = SCENES[scene]
     got = compare(row, outcomes[scene], stored()[row])

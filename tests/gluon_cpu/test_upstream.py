@@ -178,6 +178,7 @@ def test_found_and_clean(tmp_path):
     assert not (tmp_path / "__pycache__").exists()
 
 
+@pytest.mark.slow
 def test_what_does_not_run_is_said(tmp_path):
     status, cases, printed = verdicts(tmp_path, START + OTHERS, "--schedules", "2")
     assert status == 0
@@ -203,6 +204,7 @@ def test_warms_up(device):
 """
 
 
+@pytest.mark.slow
 def test_nothing_checked_is_no_success(tmp_path):
     status, cases, printed = verdicts(tmp_path, START + NOTHING, "--schedules", "1", "--targets", "sm_90a")
     assert status == 3
@@ -222,6 +224,7 @@ def test_a_miss_and_a_finding_on_right_code_fail(tmp_path):
     assert "DataRace only, expected 'Deadlock detected'" in printed
 
 
+@pytest.mark.slow
 def test_only_some_of_a_checkout(tmp_path):
     file = tmp_path / IN_CHECKOUT
     file.parent.mkdir(parents=True)

@@ -65,7 +65,6 @@ QUICK = (
     "bias, a row",
     "documents",
     "window",
-    "chunks",
     "ALiBi, D=128",
     "sinks, window and soft cap",
 )

@@ -194,6 +194,7 @@ def test_bit_for_bit_a_call_for_each_sequence(case):
     same_as_each(*packed(*CASES[case]), device=card(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, [64, 128, 256]))
 def test_nothing_of_a_sequence_reaches_its_neighbours(head_dim):
     """Not even NaN and infinity, which a probability of 0 does not make 0; and no row of theirs is written."""

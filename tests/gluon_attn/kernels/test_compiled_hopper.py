@@ -40,7 +40,6 @@ def first(**facts: Any) -> Row:
 QUICK = (
     first(padded_head_dim=128, causal=True, element_bytes=2, integer_max=True),
     first(padded_head_dim=64, causal=True, element_bytes=1, transpose_registers=56),
-    first(padded_head_dim=256, causal=True, element_bytes=1, transpose_registers=0),
 )
 
 

@@ -108,7 +108,7 @@ def is_slow(name: str) -> bool:
         return not name.startswith("odd lengths, causal, 2")
     dtype = row.get("dtype", torch.bfloat16)
     kind = (64 if row.get("head_dim", 64) <= 64 else 128, dtype)
-    return kind not in QUICK_KINDS or (dtype != torch.bfloat16 and not causal)
+    return kind not in QUICK_KINDS or not causal
 
 
 @pytest.mark.parametrize("name", slow_if(is_slow, CASES))

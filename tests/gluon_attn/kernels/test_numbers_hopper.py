@@ -239,6 +239,7 @@ def test_maxima_as_integers_lose_no_small_probability(dtype):
     checked(Run(q.to(dtype), k.to(dtype), v.abs().to(dtype), causal=False, config=INTEGER_MAX), "small probabilities")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", slow_if(lambda policy: policy != "random", gluon_cpu.POLICIES))
 @pytest.mark.parametrize("num_ctas", [1, 2])
 @pytest.mark.parametrize(

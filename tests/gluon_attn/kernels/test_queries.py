@@ -12,6 +12,7 @@ from gluon_attn import reference
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.kernels.common.queries import Keys
 from gluon_attn.kernels.common.sequence import whole_sequence
+from tests.slow import slow_if
 
 NUMBERS = 7  # before those of the steps
 WHOLE = (1, 0, 1)  # one share, from 0 to 1
@@ -92,7 +93,7 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 129, 200, 700)
 SHAPES = {"keys as rows": (128, 128), "more keys": (128, 64), "as D=256": (64, 64), "more rows": (64, 128)}
 
 
-@pytest.mark.parametrize("rotated", [False, True], ids=["fixed", "rotated"])
+@pytest.mark.parametrize("rotated", slow_if(bool, [False, True]))
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("keys", "block_m"), SHAPES.values(), ids=SHAPES.keys())
 def test_against_every_pair_of_query_and_key(keys, block_m, causal, rotated):

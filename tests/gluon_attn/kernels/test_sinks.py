@@ -26,7 +26,7 @@ CONFIGS: dict[str, tuple[Device, ForwardConfig]] = {
     "Blackwell": (Device.blackwell(), blackwell_config(3, 192)),
     "Hopper, half by polynomial": (Device.hopper(), hopper_config(4, 64, 2, 4, 112, half_by_polynomial=True)),
 }
-FOR_ALL = ("Hopper", "Hopper, turns", "Blackwell")
+FOR_ALL = slow_if(lambda name: name == "Hopper", ["Hopper", "Hopper, turns", "Blackwell"])
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 203}
 
 
@@ -63,7 +63,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", FOR_ALL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", slow_if(lambda dtype: dtype == torch.float16, [torch.float32, torch.float16]))
 def test_sinks(name, dtype):
     q, k, v = normal_qkv(**SIZES, dtype=torch.float16)
     sinks = torch.tensor([-1.0, 0.0, 5.0, 8.0], dtype=dtype)
@@ -71,6 +71,7 @@ def test_sinks(name, dtype):
     check(got, reference_attention(q.double(), k.double(), v.double(), causal=True, sinks=sinks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOR_ALL)
 def test_sinks_far_from_the_scores(name):
     """O goes to 0 and LSE to the sink where it is far above them; it counts for nothing where it is far below."""
@@ -95,7 +96,7 @@ def test_rows_without_keys_see_their_sink(name):
 
 
 @pytest.mark.parametrize("name", FOR_ALL)
-@pytest.mark.parametrize("cap", [2.0, 15.0])
+@pytest.mark.parametrize("cap", slow_if(lambda cap: cap == 15.0, [2.0, 15.0]))
 def test_soft_cap(name, cap):
     """Scores up to many times the cap."""
     q, k, v = normal_qkv(**SIZES, dtype=torch.float16)
@@ -117,6 +118,7 @@ def scores_around(centres: tuple[float, ...], q_len: int, kv_len: int) -> tuple[
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_if(lambda name: name == "Hopper", WITHOUT_MAXIMA))
 @pytest.mark.parametrize(
     ("causal", "q_len"), [(False, 100), (True, 300)], ids=["full", "causal, rows without keys, sinks"]
