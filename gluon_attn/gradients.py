@@ -12,7 +12,7 @@ from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
-from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, bias_of, in_bhsd
+from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, bias_of, in_bhsd, type_name
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
@@ -79,6 +79,8 @@ def attention_backward(
         sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids, bias=bias, of_score_mod=read,
         of_mask_mod=read_by_mask,
     )  # fmt: skip
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(f"bias: expected a torch.Tensor or None, got {type_name(bias)}; give what the call was given")
     of_bias = bias is not None and bias.requires_grad
     return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options), of_bias)
 

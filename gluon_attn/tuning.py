@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ class Table:
 
 
 _active: tuple[Table, ...] = ()
+_changing = threading.Lock()
 
 
 def load(path: str | os.PathLike[str]) -> Table:
@@ -79,14 +81,16 @@ def load(path: str | os.PathLike[str]) -> Table:
     """
     global _active
     table = read(path)
-    _active = (table, *_active)
+    with _changing:
+        _active = (table, *_active)
     return table
 
 
 def unload(table: Table) -> None:
     """Take it back."""
     global _active
-    _active = tuple(t for t in _active if t is not table)
+    with _changing:
+        _active = tuple(t for t in _active if t is not table)
 
 
 def reset() -> None:

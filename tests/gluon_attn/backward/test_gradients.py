@@ -286,3 +286,10 @@ def test_no_schedule_finds_a_race(case, deterministic):
     assert len(runs) >= 15
     assert all(dk and dv for _, dk, dv in same)
     assert all(dq for dq, _, _ in same) or not deterministic
+
+
+def test_a_bias_that_is_no_tensor():
+    q = torch.zeros(1, 1, 8, 64, dtype=BF16)
+    lse = torch.zeros(1, 1, 8)
+    with pytest.raises(TypeError, match="^bias: expected a torch.Tensor or None, got list"):
+        attention_backward(None, None, q, q, q, q, lse, bias=[1.0], device=HOPPER)  # type: ignore[arg-type]
