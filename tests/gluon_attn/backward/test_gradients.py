@@ -291,5 +291,5 @@ def test_no_schedule_finds_a_race(case, deterministic):
 def test_a_bias_that_is_no_tensor():
     q = torch.zeros(1, 1, 8, 64, dtype=BF16)
     lse = torch.zeros(1, 1, 8)
-    with pytest.raises(TypeError, match="^bias: expected a torch.Tensor or None, got list"):
+    with pytest.raises(TypeError, match=r"^bias: expected a torch.Tensor or None, got list"):
         attention_backward(None, None, q, q, q, q, lse, bias=[1.0], device=HOPPER)  # type: ignore[arg-type]
