@@ -332,7 +332,7 @@ def tables(report: dict[str, Any]) -> Iterator[str]:
                 above = name
             yield f"| {lesson} | {name} | {times[name]:.0f} | {result['rate']:.0f} | {step} |"
         if others:
-            yield "\nSteps that do not begin at the row above:\n\n" + "\n".join(others)
+            yield "\nSome steps do not begin at the row above.\n\n" + "\n".join(others)
         for name, why in point["refused"].items():
             yield f"\nNot timed: {name} {why}."
 
