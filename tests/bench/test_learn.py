@@ -96,7 +96,7 @@ def test_a_step_begins_at_the_row_that_differs_in_one_thing(monkeypatch):
     shown = "\n".join(learn.tables(REPORT))
     assert "| 4 | one consumer | 450 | 181 | – |" in shown
     assert "| 5 | turns | 225 | 361 | 4.00 |" in shown
-    assert "\n\nSteps that do not begin at the row above:\n\n- *turns*: from *unfused*\n\n" in shown
+    assert "\n\nSome steps do not begin at the row above.\n\n- *turns*: from *unfused*\n\n" in shown
 
 
 def test_steps_begin_at_rows_of_the_same_problem(timed):
