@@ -1,6 +1,6 @@
 """Every synchronisation operation of the kernels, broken one by one: is it found?
 
-    python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT]
+    python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT] [--shard 1/4]
 
 Each wait, arrive, commit, fence, expect, init, invalidation, cluster barrier and store wait is deleted; each count,
 byte count, number of pending operations and phase is changed; each barrier of a product is dropped. A mutant runs under
@@ -40,6 +40,7 @@ from gluon_cpu import front
 from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate
 from gluon_cpu.ir.parse import parse_module
+from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import BackwardRun, Run, TransposeRun, kv_scales, normal_qkv
 from tests.gluon_cpu.mutants import Mutant, mutants
 
@@ -428,13 +429,19 @@ def reason_of(kernel: str, name: str) -> str:
     return next((e.reason for e in EXPLAINED if re.match(e.pattern, f"{kernel} | {name}")), "")
 
 
-def campaign(kernel: str, seeds: int, hunt: int, only: str) -> tuple[int, int]:
-    """(mutants, unexplained survivors)"""
+def campaign(
+    kernel: str, seeds: int, hunt: int, only: str, shard: tuple[int, int] = (1, 1), before: int = 0
+) -> tuple[int, int, int]:
+    """(mutants, those tried, unexplained survivors). Of `parts` mutants one is tried, counting on from the `before` of
+    the kernels before this one."""
+    part, parts = shard
     runs = KERNELS[kernel].runs()
-    text = text_of(runs[0])
-    tried = survived = 0
-    for mutant in mutants(text):
+    there = tried = survived = 0
+    for mutant in mutants(text_of(runs[0])):
         if only not in mutant.name:
+            continue
+        there += 1
+        if (before + there - part) % parts:
             continue
         tried += 1
         start = time.perf_counter()
@@ -449,26 +456,31 @@ def campaign(kernel: str, seeds: int, hunt: int, only: str) -> tuple[int, int]:
         survived += not (caught or reason)
         result = found if caught else f"{found or 'survived'}: {reason or 'NOT EXPLAINED'}"
         print(f"{kernel} | {mutant.name} | {result} | {time.perf_counter() - start:.1f} s", flush=True)
-    return tried, survived
+    return there, tried, survived
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", default="", help="only kernels whose names begin like this; default: all")
-    parser.add_argument("--seeds", type=int, default=3, help="schedules of each policy")
+    parser.add_argument("--seeds", type=at_least_one, default=3, help="schedules of each policy")
     parser.add_argument("--only", default="", help="only mutants with this in their name")
     parser.add_argument("--hunt", type=int, default=40, help="as many for those that survive without an explanation")
-    options = parser.parse_args()
+    parser.add_argument("--shard", type=shard, default=(1, 1), help="I/N: part I of N, to run on several machines")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    total = survivors = 0
-    chosen = [name for name in KERNELS if name.startswith(options.kernel)]
-    if not chosen:
+    there = total = survivors = 0
+    names = [name for name in KERNELS if name.startswith(options.kernel)]
+    if not names:
         parser.error(f"--kernel: no name begins with {options.kernel!r}; there are {', '.join(KERNELS)}")
-    for kernel in chosen:
-        tried, survived = campaign(kernel, options.seeds, options.hunt, options.only)
-        total, survivors = total + tried, survivors + survived
+    for name in names:
+        of_kernel, tried, survived = campaign(name, options.seeds, options.hunt, options.only, options.shard, there)
+        there, total, survivors = there + of_kernel, total + tried, survivors + survived
+    if not total:
+        part, parts = options.shard
+        print(f"part {part} of {parts} has no mutant: {there} have {options.only!r} in their names")
+        return 2
     print(f"{total} mutants, {survivors} survived without an explanation")
-    return 1 if survivors or not total else 0
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":
