@@ -21,7 +21,6 @@ from bench.features import by_cudnn
 from bench.provenance import SEED, provenance
 from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention, attention_varlen
-from gluon_attn import call as call_module
 from gluon_attn.kernels.common.mask import Mask, visible_pairs
 
 PASSES = ("forward", "backward")
@@ -163,7 +162,6 @@ def table(found: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> None:
     """args: of `python -m bench`."""
-    call_module.packed_on_cards = True  # or there would be nothing to time: gluon_attn/call.py says why it is refused
     found: dict[str, Any] = {"provenance": provenance(args.commit), "points": []}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for shape, which in itertools.product(SHAPES, PASSES):

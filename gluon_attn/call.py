@@ -10,7 +10,7 @@ from .features import refuse_together
 from .forward.configs import ForwardConfig
 from .forward.launch import NOT_GIVEN
 from .mask_mod import DOCUMENTS, MaskFunction
-from .problem import PACKED, Lengths, Problem, Window, check_of_heads, check_read, in_bhsd, type_name
+from .problem import Lengths, Problem, Window, check_of_heads, check_read, in_bhsd, type_name
 from .score_mod import MAX_TENSORS, ScoreFunction, alibi, softcap
 from .tuning import active
 
@@ -95,18 +95,8 @@ def lengths_of(extras: Extras, options: Options) -> Lengths | None:
     return extras.cu_seqlens_q, extras.cu_seqlens_k, *options.max_seqlens, extras.seqused_k
 
 
-# Whether packed sequences may run on a card: not before tests/gpu/test_varlen.py and test_varlen_gradients.py, which
-# set this, pass on one with the kernels as they are (docs/checked.md).
-packed_on_cards = False
-
-
 def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
-    """What a call poses, checked; see `Problem.of`. NotImplementedError for packed sequences on a card."""
-    if options.layout == PACKED and not packed_on_cards and isinstance(q, Tensor) and q.device.type == "cuda":
-        raise NotImplementedError(
-            "cu_seqlens_q: packed sequences are not supported on a card so far, as not all of their tests have passed "
-            "there, only on the CPU, executed by gluon_cpu; call attention() for each sequence"
-        )
+    """What a call poses, checked; see `Problem.of`."""
     refuse_together(arguments_of(extras, options))
     score_mod, mask_function = score_function_of(q, extras, options), mask_function_of(q, k, extras, options)
     if score_mod is not None and mask_function is not None:

@@ -54,7 +54,7 @@ def attention_varlen(
     As a loop over the sequences gives it, and with the same config bit for bit; but in one launch, and one before that
     lists the work on the card, longest first. Nothing is copied, nothing is padded, nothing waits for the card. A
     length compiles nothing and is in no grid: a CUDA graph may be replayed with other numbers in cu_seqlens_q,
-    cu_seqlens_k and seqused_k. So far tensors on a card are refused: docs/variable_lengths.md says why.
+    cu_seqlens_k and seqused_k.
 
     Args:
         q: (T, H, D), T queries of all sequences together. k, v: (U, Hkv, D). Dtypes, D and strides as for `attention`.

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import gluon_attn
-from gluon_attn import call
 from gluon_attn.device import Device
 
 PAGE = (Path(__file__).parents[2] / "docs" / "variable_lengths.md").read_text(encoding="utf-8")
@@ -29,8 +28,7 @@ def test_the_script_under_the_stand_in(monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_the_script_on_a_card(monkeypatch, tmp_path):
-    monkeypatch.setattr(call, "packed_on_cards", True)
+def test_the_script_on_a_card(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT, encoding="utf-8")
     runpy.run_path(str(path))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gluon_attn import attention, attention_varlen, reference_attention
-from gluon_attn import call as call_module
 from gluon_attn.apart import Apart
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
@@ -175,7 +174,6 @@ for dtype, masked, ctas in itertools.product(("bfloat16", "float8_e4m3fn"), (Fal
 
 
 def run(name: str) -> None:
-    call_module.packed_on_cards = True
     ITEMS[name]()
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from gluon_attn import call
 from gluon_attn.apart import Apart
 from gluon_attn.varlen import attention_varlen, attention_varlen_backward
 from tests.gluon_attn.backward.test_varlen import CASES, SLOPES, check, packed, same_as_each, starts
@@ -118,7 +117,6 @@ def graphs_follow_the_lengths() -> None:
 
 
 def run_test(name: str) -> None:
-    call.packed_on_cards = True
     TESTS[name]()
 
 
