@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from bench import features, learn, report, sweep, tune, varlen
+from bench import features, learn, report, sweep, varlen
 from bench.points import DTYPES, LENGTHS, SETS, Point
+from bench.tune import command as tune
 
 RESULT = Path("bench/results/latest.json")
 COMMITTED = Path("bench/results/h200_forward.json")  # what is shown where nothing was timed yet

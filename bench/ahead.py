@@ -1,13 +1,28 @@
 """Work in child processes, several at once, each with a time limit: one that hangs or crashes ends itself alone."""
 
+import contextlib
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 STARTING_S = 120.0  # a process imports torch and Triton
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, of how many
+
+
+def cores(quota: Path = QUOTA) -> int:
+    """How many this process may use; in a container that has a share of them, as many as it amounts to."""
+    there = len(os.sched_getaffinity(0))
+    try:
+        share, period = quota.read_text().split()
+        return max(1, min(there, int(share) // int(period)))
+    except (OSError, ValueError):  # none, or "max"
+        return there
 
 
 @dataclass(frozen=True)
@@ -27,14 +42,28 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs, work), daemon=True)
         self.process.start()
         theirs.close()
+        self.ready = False
         self.job: int | None = None
         self.deadline = time.monotonic() + STARTING_S
 
     def give(self, number: int, job: Any) -> None:
         self.job, self.deadline = number, time.monotonic() + self.limit_s
-        self.connection.send(job)
+        with contextlib.suppress(OSError):  # it has ended: so says what it answers
+            self.connection.send(job)
+
+    def answer(self) -> Any:
+        """What it sent; `Failed` if it has ended."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return Failed(f"its process ended with {self.process.exitcode}")
 
     def end(self) -> None:
+        """And what it has started: the assembler is a process too."""
+        assert self.process.pid  # or killpg would end this process
+        with contextlib.suppress(ProcessLookupError):  # it has not come to make a group of its own
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -42,6 +71,7 @@ class Worker:
 
 def serve(connection: Connection, work: Callable[[Any], Any]) -> None:
     """What a child does: says that it is ready, then answers each job."""
+    os.setpgrp()
     connection.send(None)
     while True:
         try:
@@ -52,52 +82,65 @@ def serve(connection: Connection, work: Callable[[Any], Any]) -> None:
             answer = work(job)
         except Exception as error:  # whatever it is, it is the job's, and is reported
             answer = Failed(f"{type(error).__name__}: {error}".splitlines()[0])
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except OSError:  # nobody waits for it
+            return
 
 
-def run_all(
-    work: Callable[[Any], Any], jobs: Sequence[Any], *, at_once: int, limit_s: float
-) -> Iterator[tuple[int, Any]]:
-    """(number of the job, what `work` gave or `Failed`), as they end. Both must be picklable.
+class Workers:
+    """Child processes for one kind of work, which take jobs until the end of the block.
 
-    limit_s: seconds of a job, beyond which its process is killed.
+    work: and what it is given and gives, must be picklable. limit_s: seconds of a job, beyond which its process is
+    killed.
     """
-    left = iter(range(len(jobs)))
-    following = next(left, None)
-    workers = [Worker(work, limit_s) for _ in range(min(at_once, len(jobs)))]
-    ended = 0
-    try:
-        while ended < len(jobs):
-            patience = min(worker.deadline for worker in workers) - time.monotonic()
-            ready = set(wait([worker.connection for worker in workers], timeout=max(0.0, patience)))
-            for worker in list(workers):
-                answer: Any
-                if worker.connection in ready:
-                    try:
-                        answer = worker.connection.recv()
-                    except (EOFError, OSError):
-                        worker.process.join()
-                        answer = Failed(f"its process ended with {worker.process.exitcode}")
-                elif time.monotonic() > worker.deadline:
-                    answer = Failed(f"took more than {worker.limit_s:g} s")
-                else:
-                    continue
-                number = worker.job
-                if worker.connection not in ready or not worker.process.is_alive():
-                    if number is None:
-                        raise RuntimeError(f"bench: a child process did not start: {answer.why}")
-                    worker.end()
-                    workers.remove(worker)
-                    if following is not None:
-                        workers.append(Worker(work, limit_s))
-                else:
-                    worker.job, worker.deadline = None, float("inf")
-                    if following is not None:
-                        worker.give(following, jobs[following])
-                        following = next(left, None)
-                if number is not None:
-                    ended += 1
-                    yield number, answer
-    finally:
-        for worker in workers:
+
+    def __init__(self, work: Callable[[Any], Any], *, at_once: int, limit_s: float) -> None:
+        self.work, self.at_once, self.limit_s = work, at_once, limit_s
+        self.there: list[Worker] = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove(self.there)
+
+    def remove(self, workers: Sequence[Worker]) -> None:
+        for worker in list(workers):
             worker.end()
+            self.there.remove(worker)
+
+    def run(self, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """(number of the job, what `work` gave or `Failed`), as they end. What is being done when the caller stops
+        asking is given up."""
+        given = ended = 0
+        try:
+            while ended < len(jobs):
+                while len(self.there) < min(self.at_once, len(jobs) - ended):
+                    self.there.append(Worker(self.work, self.limit_s))
+                for worker in self.there:
+                    if worker.ready and worker.job is None and given < len(jobs):
+                        worker.give(given, jobs[given])
+                        given += 1
+                waiting = [worker for worker in self.there if worker.job is not None or not worker.ready]
+                patience = min(worker.deadline for worker in waiting) - time.monotonic()
+                spoke = set(wait([worker.connection for worker in waiting], timeout=max(0.0, patience)))
+                for worker in waiting:
+                    answer: Any
+                    if worker.connection in spoke:
+                        answer = worker.answer()
+                    elif time.monotonic() > worker.deadline:
+                        answer = Failed(f"took more than {worker.limit_s:g} s")
+                    else:
+                        continue
+                    number, worker.job = worker.job, None
+                    if worker.connection not in spoke or not worker.process.is_alive():
+                        self.remove([worker])
+                        if number is None:
+                            raise RuntimeError(f"bench: a child process did not start: {answer.why}")
+                    worker.ready = True
+                    if number is not None:
+                        ended += 1
+                        yield number, answer
+        finally:
+            self.remove([worker for worker in self.there if worker.job is not None])

@@ -13,7 +13,7 @@ from . import tuning
 from .demo import card, say
 from .device import Device
 from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, HopperConfig, label
-from .forward.launch import compiled
+from .forward.launch import compiled_for
 from .forward.plan import Plan
 from .forward.table import Row, for_scores, pick_row
 from .problem import Problem
@@ -290,15 +290,7 @@ def nearest(points: Sequence[Mapping[str, Any]], row: Row, problem: Problem) -> 
 
 def machine_code(problem: Problem, device: Device, num_ctas: int | None) -> Iterator[str]:
     row = pick_row(problem, device, num_ctas, tuning.rows_for(device))
-    kernel = compiled(
-        problem.dtype,
-        problem.padded_head_dim,
-        problem.mask,
-        row.config,
-        padded_head_dim_v=problem.padded_head_dim_v,
-        arch=device.arch,
-    )
-    found = resources(kernel)
+    found = resources(compiled_for(problem, row.config, device.arch))
     in_loops = sum(loop.spills for loop in found.loops)
     yield ""
     yield f"compiled: {found.smem_bytes} bytes of shared memory, {found.instructions} instructions"

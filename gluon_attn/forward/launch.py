@@ -14,7 +14,7 @@ from ..kernels.common.packed import RECORD, list_row_blocks
 from ..kernels.common.sequence import KEYS_MULTIPLE
 from ..kernels.hopper.forward import kernel as hopper
 from ..kernels.hopper.transpose.kernel import transpose_values
-from ..problem import FP8_DTYPES, in_bhsd, output_dtype
+from ..problem import FP8_DTYPES, Problem, in_bhsd, output_dtype
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
 from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
@@ -173,6 +173,25 @@ def compiled(
     )
 
 
+def compiled_for(
+    problem: Problem, config: ForwardConfig, arch: int, device_index: int | None = None
+) -> CompiledKernel:
+    """The kernel of attention for a problem. device_index: as for `compiled`."""
+    return compiled(
+        problem.dtype,
+        problem.padded_head_dim,
+        problem.mask,
+        config,
+        score_mod=problem.score_mod,
+        sinks=problem.sinks,
+        packed=problem.sequences is not None,
+        padded_head_dim_v=problem.padded_head_dim_v,
+        bias=problem.bias,
+        arch=arch,
+        device_index=device_index,
+    )
+
+
 @lru_cache(maxsize=64)
 def compiled_transpose(
     dtype: torch.dtype,
@@ -269,20 +288,7 @@ def launches_on_card(
     problem, index = plan.problem, q.device.index
     packed = problem.sequences is not None
     launches = launches_of(plan, q, k, v, out, used, bias)
-    attention = compiled(
-        problem.dtype,
-        problem.padded_head_dim,
-        problem.mask,
-        plan.config,
-        score_mod=problem.score_mod,
-        sinks=problem.sinks,
-        packed=packed,
-        padded_head_dim_v=problem.padded_head_dim_v,
-        bias=problem.bias,
-        arch=plan.arch,
-        device_index=index,
-    )
-    kernels = [attention]
+    kernels = [compiled_for(problem, plan.config, plan.arch, index)]
     if plan.config.transposes_before(problem.dtype.itemsize):
         transpose = compiled_transpose(
             problem.dtype, problem.padded_head_dim_v, packed=packed, used=used, device_index=index
