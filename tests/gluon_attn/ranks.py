@@ -10,7 +10,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
@@ -111,7 +111,12 @@ def run_case(name: str, size: int) -> dict[str, Any]:
 def on_cards(size: int) -> dict[str, Any]:
     place = torch.device("cuda", torch.cuda.current_device())
     found: dict[str, Any] = {name: run_of(name, longer(case), size, place, None) for name, case in CASES.items()}
-    return found | {"by_torch": by_torch(longer(BY_TORCH), size, place), "wrapped": wrapped(size, place, None)}
+    return found | {
+        "by_torch": by_torch(longer(BY_TORCH), size, place),
+        "wrapped": wrapped(size, place, None),
+        "switched": switched(size, place, 512 * size),
+        "falls_through": falls_through(size, place),
+    }
 
 
 def run_of(name: str, case: dict[str, Any], size: int, place: torch.device, device: Device | None) -> dict[str, Any]:
@@ -152,31 +157,36 @@ def run_of(name: str, case: dict[str, Any], size: int, place: torch.device, devi
     }  # fmt: skip
 
 
-def by_torch(case: dict[str, Any], size: int, place: torch.device) -> dict[str, Any]:
-    """O and gradients by torch's context_parallel, whose shares are those of `shard`, with its flash operators ours.
-    On the CPU they are called by name, as torch's attention calls others there."""
+@contextlib.contextmanager
+def sdpa_is_ours(place: torch.device) -> Iterator[None]:
+    """On the CPU the flash operators are called by name, as torch's attention calls others there."""
+    if place.type != "cpu":
+        with torch_sdpa.enabled():
+            yield
+        return
 
     def of_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
+    with contextlib.ExitStack() as stack:
+        of_cpu.__name__ = "scaled_dot_product_attention"
+        stack.callback(setattr, F, of_cpu.__name__, F.scaled_dot_product_attention)
+        F.scaled_dot_product_attention = of_cpu  # type: ignore[assignment]
+        none_there = torch.library.Library("aten", "IMPL", "CPU")  # something to replace
+        stack.callback(none_there._destroy)
+        for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
+            none_there.impl(name, of_cpu)
+        stack.callback(torch_sdpa.override("CPU", HOPPER).remove)
+        yield
+
+
+def by_torch(case: dict[str, Any], size: int, place: torch.device) -> dict[str, Any]:
+    """O and gradients by torch's context_parallel, whose shares are those of `shard`, with its flash operators ours."""
     *whole, _ = (t.to(place) for t in whole_tensors(case, size))
     buffers: list[Any] = [t.clone() for t in whole]
-    with contextlib.ExitStack() as stack, Spy(torch_sdpa) as spy:
-        if place.type == "cpu":
-            of_cpu.__name__ = "scaled_dot_product_attention"
-            stack.callback(setattr, F, of_cpu.__name__, F.scaled_dot_product_attention)
-            F.scaled_dot_product_attention = of_cpu  # type: ignore[assignment]
-            none_there = torch.library.Library("aten", "IMPL", "CPU")  # something to replace
-            stack.callback(none_there._destroy)
-            for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
-                none_there.impl(name, of_cpu)
-            stack.callback(torch_sdpa.override("CPU", HOPPER).remove)
-        else:
-            stack.enter_context(torch_sdpa.enabled())
-        mesh = init_device_mesh(place.type, (size,))
-        stack.enter_context(
-            context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers))
-        )
+    mesh = init_device_mesh(place.type, (size,))
+    shares = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers))
+    with Spy(torch_sdpa) as spy, sdpa_is_ours(place), shares:
         q, k, v, dout = (t.detach() for t in buffers)
         inputs = [t.requires_grad_() for t in (q, k, v)]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -188,36 +198,101 @@ def by_torch(case: dict[str, Any], size: int, place: torch.device) -> dict[str, 
 
 
 class Small(nn.Module):
-    """Projections, attention, and what joins the heads."""
+    """Projections, causal attention of (B, H, S, D), and what joins the heads."""
 
-    def __init__(self, device: Device | None) -> None:
+    def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
-        self.device = device
+        self.attend = attend
         self.qkv, self.out = (nn.Linear(128, width, bias=False, dtype=BF16) for width in (3 * 128, 128))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 64).unbind(2)
-        out: Any = attention(q, k, v, causal=True, layout="bshd", device=self.device)
-        return self.out(out.flatten(2))
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 64).transpose(1, 3).unbind(2)
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_ddp(model: nn.Module, place: torch.device) -> DistributedDataParallel:
+    return DistributedDataParallel(model, device_ids=None if place.type == "cpu" else [place])
+
+
+def by_fsdp(model: nn.Module, place: torch.device, **options: Any) -> Any:
+    return fully_shard(model, mesh=init_device_mesh(place.type, (dist.get_world_size(),)), **options)
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[float, list[Tensor]]:
+    """A step of training: the loss here, and the gradients, whole."""
+    loss = model(x).float().square().mean()
+    loss.backward()
+    grads: list[Any] = [p.grad for p in model.parameters()]
+    return loss.item(), [(g.full_tensor() if isinstance(g, DTensor) else g).float() for g in grads]
 
 
 def wrapped(size: int, place: torch.device, device: Device | None) -> dict[str, list[Tensor]]:
     """Gradients of a model's weights: of one process with all of a batch; by DDP and FSDP2, a sequence in each rank."""
     torch.manual_seed(0)
-    plain, x = Small(device).to(place), torch.randn(size, 40, 128, dtype=BF16).to(place)
-    ids = None if place.type == "cpu" else [place]
-    wraps: dict[str, Callable[[Small], Any]] = {
-        "plain": lambda model: model,
-        "DDP": lambda model: DistributedDataParallel(model, device_ids=ids),
-        "FSDP2": lambda model: fully_shard(model, mesh=init_device_mesh(place.type, (size,))),
+    plain = Small(functools.partial(attention, causal=True, device=device)).to(place)
+    x = torch.randn(size, 40, 128, dtype=BF16).to(place)
+    mine = x[dist.get_rank() :][:1]
+    return {
+        "plain": step(copy.deepcopy(plain), x)[1],
+        "DDP": step(by_ddp(copy.deepcopy(plain), place), mine)[1],
+        "FSDP2": step(by_fsdp(copy.deepcopy(plain), place), mine)[1],
     }
-    found = {}
-    for name, wrap in wraps.items():
-        model = wrap(copy.deepcopy(plain))
-        mine = x if name == "plain" else x[dist.get_rank() :][:1]
-        model(mine).float().square().mean().backward()
-        grads: list[Any] = [p.grad for p in model.parameters()]
-        found[name] = [(g.full_tensor() if isinstance(g, DTensor) else g).float() for g in grads]
+
+
+def switched(size: int, place: torch.device, length: int) -> dict[str, dict[str, Any]]:
+    """A step of a model that calls torch's SDPA: of one process with torch's kernels, in fp32 and in bf16; and with
+    ours, by each way that torch has to spread it. Of the latter a rank has a sequence, or a share of each."""
+    torch.manual_seed(0)
+    plain, x = Small(by_sdpa).to(place), torch.randn(size, length, 128, dtype=BF16).to(place)
+    mine = x[dist.get_rank() :][:1]
+    mixed = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    found: dict[str, dict[str, Any]] = {}
+
+    def run(name: str, model: nn.Module, x: Tensor, *contexts: contextlib.AbstractContextManager[Any]) -> None:
+        with Spy(torch_sdpa) as spy, contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            loss, grads = step(model, x)
+        mean = torch.tensor(loss, device=place)
+        dist.all_reduce(mean)
+        found[name] = {"loss": mean.item() / size, "grads": grads, "calls": spy.calls}
+
+    def copied() -> nn.Module:
+        return copy.deepcopy(plain)
+
+    run("fp32", copied().float(), x.float())
+    run("bf16", copied(), x)
+    run("DDP", by_ddp(copied(), place), mine, sdpa_is_ours(place))
+    run("FSDP2", by_fsdp(copied(), place), mine, sdpa_is_ours(place))
+    run("FSDP2, mixed", by_fsdp(copied().float(), place, mp_policy=mixed), mine, sdpa_is_ours(place))
+    shares, mesh = x.clone(), init_device_mesh(place.type, (size,))
+    in_shares = context_parallel(mesh, buffers=[shares], buffer_seq_dims=[1])
+    run("context_parallel, FSDP2", by_fsdp(copied(), place), shares, sdpa_is_ours(place), in_shares)
+    if place.type == "cuda" or size > 2:  # compiling takes seconds
+        compiled: Any = torch.compile(by_ddp(copied(), place), backend="aot_eager")
+        run("DDP, compiled", compiled, mine, sdpa_is_ours(place))
+    return found
+
+
+def falls_through(size: int, place: torch.device) -> dict[str, list[Any]]:
+    """Of a model in fp32, which is not ours: a step with our kernels turned off, and on. On cards."""
+    torch.manual_seed(0)
+    plain, x = Small(by_sdpa).float().to(place), torch.randn(size, 128 * size, 128, device=place)
+    dist.broadcast(x, 0)
+    mesh = init_device_mesh(place.type, (size,))
+    found: dict[str, list[Any]] = {}
+    for switch in (contextlib.nullcontext, torch_sdpa.enabled):
+        with Spy(torch_sdpa) as spy, switch():
+            by = step(by_ddp(copy.deepcopy(plain), place), x[dist.get_rank() :][:1])
+            found.setdefault("DDP", []).append((*by, spy.calls))
+        shares = x.clone()
+        with Spy(torch_sdpa) as spy, switch(), context_parallel(mesh, buffers=[shares], buffer_seq_dims=[1]):
+            by = step(by_fsdp(copy.deepcopy(plain), place), shares)
+            found.setdefault("context_parallel, FSDP2", []).append((*by, spy.calls))
     return found
 
 
@@ -326,6 +401,7 @@ def every_case(size: int) -> dict[str, Any]:
         found[check.__name__] = check(size)
     found["by_torch"] = by_torch(BY_TORCH, size, torch.device("cpu"))
     found["wrapped"] = wrapped(size, torch.device("cpu"), HOPPER)
+    found["switched"] = switched(size, torch.device("cpu"), 20 * size)
     whole = torch.arange(4 * size * 3).view(3, 4 * size)
     found["shard"] = shard(whole, dim=1)
     assert torch.equal(unshard(found["shard"], dim=-1), whole)

@@ -126,6 +126,28 @@ def test_a_model_that_torch_spreads(found):
     check_wrapped(found)
 
 
+def check_switched(found: list[dict[str, Any]]) -> None:
+    """As near to one process in fp32 as torch's own kernels in bf16 are, twice over; and ours computed it."""
+    size = len(found)
+    both = ("attention", "attention_backward")
+    for of_rank in found:
+        cases = dict(of_rank["switched"])
+        want, plain = cases.pop("fp32"), cases.pop("bf16")
+        assert want["calls"] == plain["calls"] == []
+        for name, got in cases.items():
+            parts = size if name.startswith("context_parallel") else 1
+            assert [call[0] for call in got["calls"]] == [of for of in both for _ in range(parts)], name
+            assert abs(got["loss"] - want["loss"]) < 0.002 * want["loss"], name
+            for w, p, g in zip(want["grads"], plain["grads"], got["grads"], strict=True):
+                error, budget = (g - w).norm(), 2 * (p - w).norm()
+                assert 0 < error <= budget, f"{name}: off by {error:.3e}, budget {budget:.3e}"
+
+
+def test_a_model_with_torchs_attention_that_torch_spreads(found):
+    """DDP, FSDP2 and context_parallel with SDPA switched over."""
+    check_switched(found)
+
+
 REFUSED = {
     "lengths": r"ValueError: k: expected 6 keys \(as queries\) under causal, got 4; pad",
     "odd": r"ValueError: q: expected a share of even length, .* got 5; make shares with",

@@ -15,7 +15,7 @@ import torch
 
 from gluon_attn.testing import check, check_gradients
 from tests.gluon_attn.ranks import BY_TORCH, CASES, longer, options_of, run_ranks, whole_tensors
-from tests.gluon_attn.test_distributed import check_by_torch, check_wrapped
+from tests.gluon_attn.test_distributed import check_by_torch, check_switched, check_wrapped
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = re.findall(
@@ -66,6 +66,22 @@ def test_context_parallel_of_torch(found):
 
 def test_a_model_that_torch_spreads(found):
     check_wrapped(found)
+
+
+def test_a_model_with_torchs_attention_that_torch_spreads(found):
+    check_switched(found)
+
+
+@pytest.mark.parametrize("by", ["DDP", "context_parallel, FSDP2"])
+def test_what_is_not_ours_falls_through(by, found):
+    """With equal numbers, but for the order of sums in fp32."""
+    for of_rank in found:
+        (loss, grads, calls), (loss_on, grads_on, calls_on) = of_rank["falls_through"][by]
+        assert calls == calls_on == []
+        assert loss_on == pytest.approx(loss, rel=1e-5)
+        for grad, of_on in zip(grads, grads_on, strict=True):
+            assert grad.norm() > 0
+            assert (of_on - grad).norm() < 1e-5 * grad.norm()
 
 
 def test_the_script_of_the_page(size, tmp_path):
