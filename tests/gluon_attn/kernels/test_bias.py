@@ -47,7 +47,9 @@ def normal_qkv(
     ]
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, device: Device = FEW, **options: Any) -> tuple[Tensor, Tensor]:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, device: Device | None = FEW, **options: Any
+) -> tuple[Tensor, Tensor]:
     """O and LSE, found right."""
     out, lse = attention(q, k, v, bias=bias, device=device, return_lse=True, **options)
     options.pop("config", None)
