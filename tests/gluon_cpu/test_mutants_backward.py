@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.gluon_cpu.attention import BackwardRun, normal_qkv
 from tests.gluon_cpu.campaign_mutants import KERNELS, text_of, verdict
 from tests.gluon_cpu.mutants import mutants
 
@@ -25,6 +26,6 @@ def test_every_weakened_atomic_is_found(order, first_asked):
 
 def test_every_wait_by_inline_assembly_is_among_them():
     """Of a step without a mask and one with: for S, dP, dV and dQ."""
-    (run, *_) = KERNELS["gradients, D=64, full"].runs()
+    run = BackwardRun(*normal_qkv(q_len=64), causal=False, deterministic=False, programs=1)
     waits = [mutant for mutant in mutants(text_of(run)) if mutant.op == "elementwise_inline_asm"]
     assert [mutant.change for mutant in waits] == 2 * [f"pendings {n} -> {n + 1}" for n in (1, 0, 1, 1)]

@@ -2,12 +2,13 @@
 
 import pytest
 
-from tests.gluon_cpu.project import run_command
+from tests.gluon_cpu.project import run_command, run_main
+
+OPTIONS = ("-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider")
 
 
 def test_pytest_plugin(tmp_path):
-    command = ("pytest", "-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider", "--strict-markers", "-v")
-    done = run_command(tmp_path, *command, "test_project.py")
+    done = run_main(tmp_path, pytest.main, *OPTIONS, "--strict-markers", "-v", "test_project.py")
     printed = done.stdout + done.stderr
     assert done.returncode == 1, printed
     failed = [line for line in printed.splitlines() if line.startswith("FAILED")]
@@ -23,7 +24,7 @@ def test_pytest_plugin(tmp_path):
 # Tests that catch what the machine finds.
 CATCHING = """
 import pytest
-from test_project import wrong
+from kernels import wrong
 
 
 @pytest.mark.gluon_schedules(1)
@@ -43,9 +44,7 @@ def test_catching(gluon_machine, then):
 @pytest.mark.slow
 def test_pytest_plugin_reports_a_finding_that_the_test_catches(tmp_path):
     (tmp_path / "test_catching.py").write_text(CATCHING, encoding="utf-8")
-    done = run_command(
-        tmp_path, "pytest", "-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider", "test_catching.py"
-    )
+    done = run_command(tmp_path, "pytest", *OPTIONS, "test_catching.py")
     printed = done.stdout + done.stderr
     assert done.returncode == 1, printed
     errors = [line for line in printed.splitlines() if line.startswith("ERROR ")]
@@ -57,7 +56,7 @@ def test_pytest_plugin_reports_a_finding_that_the_test_catches(tmp_path):
 ACCEPTING = """
 import pytest
 from gluon_cpu import Accept
-from test_project import right, wrong
+from kernels import right, wrong
 
 known = Accept(kind="DataRace", place="reader", reason="known")
 no_more = Accept(kind="OutOfBounds", place="reader", reason="was mended")
@@ -77,8 +76,7 @@ def test_failing(gluon_machine):
 
 def test_pytest_plugin_lists_what_was_accepted(tmp_path):
     (tmp_path / "test_accepting.py").write_text(ACCEPTING, encoding="utf-8")
-    options = ("-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider")
-    done = run_command(tmp_path, "pytest", *options, "test_accepting.py")
+    done = run_main(tmp_path, pytest.main, *OPTIONS, "test_accepting.py")
     printed = done.stdout + done.stderr
     assert "3 passed" in printed
     listed = printed.partition("gluon_cpu: accepted findings")[2].splitlines()[1:3]
@@ -91,7 +89,7 @@ def test_pytest_plugin_lists_what_was_accepted(tmp_path):
 
 WRONG_MARKER = """
 import pytest
-from test_project import right
+from kernels import right
 
 
 @pytest.mark.gluon_schedules(0)
@@ -107,8 +105,7 @@ def test_beside_it(gluon_machine):
 
 def test_a_wrong_marker_fails_its_own_test_alone(tmp_path):
     (tmp_path / "test_marker.py").write_text(WRONG_MARKER, encoding="utf-8")
-    options = ("-p", "gluon_cpu.pytest_plugin", "-p", "no:cacheprovider")
-    done = run_command(tmp_path, "pytest", *options, "test_marker.py")
+    done = run_main(tmp_path, pytest.main, *OPTIONS, "test_marker.py")
     printed = done.stdout + done.stderr
     assert "gluon_schedules: schedules: expected at least one, got 0" in printed, printed
     assert "1 passed, 1 error" in printed, printed

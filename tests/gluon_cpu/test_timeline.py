@@ -2,10 +2,7 @@
 
 import importlib.util
 import itertools
-import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,15 @@ import torch
 
 import gluon_cpu
 from gluon_cpu import timeline
+from gluon_cpu.__main__ import main
 from tests.compat import gl, jit, mbarrier
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu import findings_more as more
+from tests.gluon_cpu.project import run_main
 from tests.gluon_cpu.support import descriptor, new_barrier, normal, poisoned
 
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -286,14 +284,9 @@ def run():
 def test_command_line(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK, encoding="utf-8")
 
-    def command(file: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "gluon_cpu", "check", "stuck.py::run", "--timeline", file]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580)
-
-    done = command("run.svg")
+    done = run_main(tmp_path, main, "check", "stuck.py::run", "--timeline", "run.svg")
     assert done.returncode == 1, done.stdout + done.stderr
     assert len([t for t in Drawn(tmp_path / "run.svg").texts if t.startswith("for ever: ")]) == 2
-    wrong = command("run.gif")
+    wrong = run_main(tmp_path, main, "check", "stuck.py::run", "--timeline", "run.gif")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("timeline: expected a file name that ends in .svg or .png, got run.gif")

@@ -1,9 +1,9 @@
 """The adapter for Triton's own sanitizer tests, on a small file of that shape: each verdict and the exit status."""
 
+import functools
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import gluon_cpu
+from tests.gluon_cpu import upstream as adapter
+from tests.gluon_cpu.project import run_command, run_main
 from tests.gluon_cpu.upstream import IN_CHECKOUT, OnCpu, Said, kinds_for
 from tests.slow import param
 
-ROOT = Path(__file__).parents[2]
+Upstream = Callable[..., "subprocess.CompletedProcess[str]"]
 
 START = """
 import os
@@ -150,23 +152,29 @@ def test_expects_another_kind(device, run_wrapper):
 """
 
 
-def upstream(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLUON_CPU_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-m", "tests.gluon_cpu.upstream", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
+@pytest.fixture
+def upstream(request, tmp_path, monkeypatch):
+    """The command. In tests that are slow anyway it is a process, and starts others; else both are calls."""
+    monkeypatch.setenv("GLUON_CPU_CACHE", str(tmp_path / "cache"))
+    if request.node.get_closest_marker("slow"):
+        return functools.partial(run_command, tmp_path, "tests.gluon_cpu.upstream")
+    monkeypatch.setattr(adapter, "process", adapter.main)
+    return functools.partial(run_main, tmp_path, adapter.main)
 
 
-def verdicts(folder: Path, text: str, *arguments: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+def verdicts(
+    upstream: Upstream, folder: Path, text: str, *arguments: str
+) -> tuple[int, dict[str, dict[str, Any]], str]:
     file, out = folder / "test_theirs.py", folder / "out.json"
     file.write_text(text, encoding="utf-8")
-    done = upstream(folder, str(file), "--json", str(out), *arguments)
+    done = upstream(str(file), "--json", str(out), *arguments)
     assert out.exists(), done.stderr
     cases = json.loads(out.read_text(encoding="utf-8"))
     return done.returncode, {case["name"]: case for case in cases}, done.stdout + done.stderr
 
 
-def test_found_and_clean(tmp_path):
-    status, cases, printed = verdicts(tmp_path, START + RACE, "--targets", "sm_90a")
+def test_found_and_clean(upstream, tmp_path):
+    status, cases, printed = verdicts(upstream, tmp_path, START + RACE, "--targets", "sm_90a")
     assert status == 0
     assert {name: case["verdict"] for name, case in cases.items()} == {
         f"test_race[{ctas}ctas-{failure}]": "found" if failure else "clean"
@@ -179,8 +187,8 @@ def test_found_and_clean(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_does_not_run_is_said(tmp_path):
-    status, cases, printed = verdicts(tmp_path, START + OTHERS, "--schedules", "2")
+def test_what_does_not_run_is_said(upstream, tmp_path):
+    status, cases, printed = verdicts(upstream, tmp_path, START + OTHERS, "--schedules", "2")
     assert status == 0
     assert {name: (case["verdict"], case["target"]) for name, case in cases.items()} == {
         "test_stuck": ("found", "sm_100a"),
@@ -205,15 +213,15 @@ def test_warms_up(device):
 
 
 @pytest.mark.slow
-def test_nothing_checked_is_no_success(tmp_path):
-    status, cases, printed = verdicts(tmp_path, START + NOTHING, "--schedules", "1", "--targets", "sm_90a")
+def test_nothing_checked_is_no_success(upstream, tmp_path):
+    status, cases, printed = verdicts(upstream, tmp_path, START + NOTHING, "--schedules", "1", "--targets", "sm_90a")
     assert status == 3
     assert {case["verdict"] for case in cases.values()} == {"left out by the file", "not runnable"}
     assert "nothing was checked" in printed
 
 
-def test_a_miss_and_a_finding_on_right_code_fail(tmp_path):
-    status, cases, printed = verdicts(tmp_path, START + WRONG, "--schedules", "2", "--targets", "sm_90a")
+def test_a_miss_and_a_finding_on_right_code_fail(upstream, tmp_path):
+    status, cases, printed = verdicts(upstream, tmp_path, START + WRONG, "--schedules", "2", "--targets", "sm_90a")
     assert status == 1
     assert {name: case["verdict"] for name, case in cases.items()} == {
         "test_expects_the_opposite[True]": "missed",
@@ -225,13 +233,11 @@ def test_a_miss_and_a_finding_on_right_code_fail(tmp_path):
 
 
 @pytest.mark.slow
-def test_only_some_of_a_checkout(tmp_path):
+def test_only_some_of_a_checkout(upstream, tmp_path):
     file = tmp_path / IN_CHECKOUT
     file.parent.mkdir(parents=True)
     file.write_text(START + RACE, encoding="utf-8")
-    done = upstream(
-        tmp_path, str(tmp_path), "--only", "race and 1ctas and False", "--schedules", "1", "--targets", "sm_90a"
-    )
+    done = upstream(str(tmp_path), "--only", "race and 1ctas and False", "--schedules", "1", "--targets", "sm_90a")
     assert done.returncode == 0, done.stderr
     assert "clean" in done.stdout
     assert done.stdout.splitlines()[-1].split() == ["all", "1"]
@@ -246,11 +252,11 @@ def test_only_some_of_a_checkout(tmp_path):
         param((START + RACE, ["--schedules", "0"], "--schedules: expected a number of at least 1, got '0'")),
     ],
 )
-def test_mistakes_end_with_status_2(text, arguments, says, tmp_path):
+def test_mistakes_end_with_status_2(text, arguments, says, upstream, tmp_path):
     file = tmp_path / "test_theirs.py"
     if text is not None:
         file.write_text(text, encoding="utf-8")
-    done = upstream(tmp_path, str(file), *arguments, "--targets", "sm_90a")
+    done = upstream(str(file), *arguments, "--targets", "sm_90a")
     assert done.returncode == 2
     assert says in done.stderr
 

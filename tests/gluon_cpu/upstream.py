@@ -302,14 +302,18 @@ def read(log: Path) -> list[Case]:
     return list(cases.values())
 
 
+def process(arguments: list[str]) -> int:
+    """The exit status of one for a target."""
+    return subprocess.run([sys.executable, "-m", "tests.gluon_cpu.upstream", *arguments]).returncode
+
+
 def run(path: Path, args: argparse.Namespace, log: Path) -> list[Case]:
     """All cases, each on the first target that takes it. Raises SystemExit(2) if the file cannot be imported."""
     for target in args.targets:
         while True:
-            command = [sys.executable, "-m", "tests.gluon_cpu.upstream", str(path), "--schedules", str(args.schedules)]
-            command += ["--target", target, "--log", str(log), "--skip", *args.skip]
-            command += ["--only", args.only] if args.only else []
-            status = subprocess.run(command).returncode
+            arguments = [str(path), "--schedules", str(args.schedules), "--target", target, "--log", str(log)]
+            arguments += ["--skip", *args.skip, *(["--only", args.only] if args.only else [])]
+            status = process(arguments)
             begun = [case for case in read(log) if not case.verdict]
             if status == 2:
                 raise SystemExit(2)
