@@ -173,9 +173,7 @@ def compiled(
     )
 
 
-def compiled_for(
-    problem: Problem, config: ForwardConfig, arch: int, device_index: int | None = None
-) -> CompiledKernel:
+def compiled_for(problem: Problem, config: ForwardConfig, arch: int, device_index: int | None = None) -> CompiledKernel:
     """The kernel of attention for a problem. device_index: as for `compiled`."""
     return compiled(
         problem.dtype,
