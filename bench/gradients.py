@@ -35,6 +35,7 @@ from bench.sweep import measure_by_rounds
 from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention
 from gluon_attn.backward.configs import HopperBackward
+from gluon_attn.backward.configs import label as label
 from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import padded_head_dims, pick_config
 from gluon_attn.device import Device
@@ -209,14 +210,6 @@ def configs(padded_head_dim: int, padded_head_dim_v: int | None = None) -> list[
         if config.smem_bytes(padded_head_dim, padded_head_dim_v) <= Device.hopper().smem_bytes:
             found.append(config)
     return found
-
-
-def label(config: HopperBackward) -> str:
-    """Rows x keys, slots of Q, dO and dS, and of parts of dQ if several; registers of the single warps."""
-    slots = f"q{config.query_slots}do{config.dout_slots}ds{config.ds_slots}" + f"dq{config.dq_slots}" * (
-        config.dq_slots > 1
-    )
-    return f"{config.block_m}x{config.keys} {slots}{' in step' * config.rings_in_step} r{config.load_registers}"
 
 
 def refusal(config: HopperBackward, point: Point) -> str | None:

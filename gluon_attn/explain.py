@@ -10,14 +10,20 @@ from typing import Any
 import torch
 
 from . import tuning
+from .backward import table as backward
+from .backward.configs import label as backward_label
+from .backward.launch import main_kernel
+from .backward.plan import BackwardPlan
+from .backward.table import BackwardRow
 from .demo import card, say
 from .device import Device
 from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, HopperConfig, label
 from .forward.launch import compiled_for
 from .forward.plan import Plan
 from .forward.table import Row, for_scores, pick_row
-from .problem import Problem
+from .problem import FP8_DTYPES, Problem
 from .resources import resources
+from .runtime.compat import CompiledKernel
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 DEVICES = {
@@ -33,6 +39,7 @@ EXAMPLES = """examples:
   python -m gluon_attn explain --shape 3,12,3000,96 --kv-heads 4 --device h100
   python -m gluon_attn explain --shape 1,32,1,128 --kv-length 8192 --dtype fp16
   python -m gluon_attn explain --shape 4,16,4096,128 --table my_card.json --compile
+  python -m gluon_attn explain --shape 4,16,4096,128 --causal --device h200 --backward
 """
 
 
@@ -42,14 +49,20 @@ def main(arguments: Sequence[str]) -> None:
     device = DEVICES[options.device] if options.device else card()
     if device is None:
         command.error(f"--device: expected one of {', '.join(DEVICES)}, as there is no card")
+    if options.backward and options.num_ctas is not None:
+        command.error("--num-ctas: expected none with --backward, whose kernels have one CTA; leave it out")
     try:
         problem = problem_of(options.shape, options)
         if options.table:
             tuning.load(options.table)
-        for line in explained(problem, device, options.num_ctas, RESULTS):
+        if options.backward:
+            lines = explained_backward(problem, device, RESULTS)
+        else:
+            lines = explained(problem, device, options.num_ctas, RESULTS)
+        for line in lines:
             say(line)
         if options.compile:
-            for line in machine_code(problem, device, options.num_ctas):
+            for line in machine_code(compiled_here(problem, device, options.num_ctas, options.backward)):
                 say(line)
     except (OSError, ValueError, NotImplementedError) as error:
         command.error(str(error))
@@ -66,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
         "--shape", type=shape, required=True, metavar="B,H,S,D", help="of q: batch, query heads, queries, head dim"
     )
     add_problem_options(command)
+    command.add_argument("--backward", action="store_true", help="of its gradients")
     command.add_argument("--num-ctas", type=int, metavar="N", help="insist on so many CTAs to a cluster")
     command.add_argument("--device", choices=DEVICES, help="default: the card here")
     command.add_argument("--table", metavar="FILE", help="with that table file in front, as tuning.load puts it")
@@ -119,7 +133,7 @@ def explained(problem: Problem, device: Device, num_ctas: int | None, results: P
     rows = tuning.rows_for(device)
     row = pick_row(problem, device, num_ctas, rows)
     config = for_scores(row.config, problem.score_mod, row.head_dims, problem.dtype)
-    yield f"{described(problem)}, on {device.name} (sm_{device.arch}, {device.sm_count} processors)"
+    yield heading(problem, device)
     yield ""
     yield f"served by {named(row, device)}: {label(config)}"
     yield from (f"  {line}" for line in conditions(row, problem))
@@ -133,6 +147,39 @@ def explained(problem: Problem, device: Device, num_ctas: int | None, results: P
     yield from measured_lines(row, problem, device, results)
 
 
+def explained_backward(problem: Problem, device: Device, results: Path) -> Iterator[str]:
+    """Likewise of its gradients. NotImplementedError where there are none."""
+    if problem.dtype in FP8_DTYPES:
+        raise NotImplementedError("--backward: expected --dtype fp16 or bf16, as fp8 has no gradients")
+    if device.arch != 90:
+        raise NotImplementedError(f"--backward: expected a Hopper card, as no other has gradients, got {device.name}")
+    rows = tuning.backward_rows_for(device)
+    row = backward.pick_row(problem, rows)
+    yield f"gradients of {heading(problem, device)}"
+    yield ""
+    yield f"served by {named(row, device)}: {label_of(row)}"
+    yield f"  {dims(problem, row.head_dims)}"
+    if row.causal is not None:
+        yield "  causal" if row.causal else "  no mask"
+    yield from (f"  {asks}: it has {has}" for asks, has in limits(row, problem))
+    earlier = [r for r in rows[: rows.index(row)] if r.is_of_kind(problem)]
+    if earlier:
+        yield "asked before it, and passed over"
+        yield from (f"  {label_of(r)}: {why_not_of_sizes(r, problem)}" for r in earlier)
+    yield ""
+    yield from backward_launch_lines(BackwardPlan.of(problem, backward.pick_config(problem, rows), device))
+    yield ""
+    yield from measured_lines(row, problem, device, results)
+
+
+def heading(problem: Problem, device: Device) -> str:
+    return f"{described(problem)}, on {device.name} (sm_{device.arch}, {device.sm_count} processors)"
+
+
+def label_of(row: Row | BackwardRow) -> str:
+    return label(row.config) if isinstance(row, Row) else backward_label(row.config)
+
+
 def described(problem: Problem) -> str:
     q = f"q ({problem.batch}, {problem.heads}, {problem.q_len}, {problem.head_dim})"
     kv = f"k ({problem.batch}, {problem.kv_heads}, {problem.kv_len}, {problem.head_dim})"
@@ -141,28 +188,38 @@ def described(problem: Problem) -> str:
     return f"{q}, {kv}{v}, {dtype}, {'causal' if problem.causal else 'no mask'}"
 
 
-def named(row: Row, device: Device) -> str:
+def named(row: Row | BackwardRow, device: Device) -> str:
     """Which row of which table."""
     for table in tuning.active(device):
-        for i, own in enumerate(table.rows):
+        for i, own in enumerate(rows_like(row, table)):
             if own is row:
                 return f"row {i} of {table.source}"
-    number = next(i for i, own in enumerate(tuning.PACKAGED) if own is row)
+    packaged: Sequence[Row | BackwardRow] = tuning.PACKAGED if isinstance(row, Row) else backward.PACKAGED
+    number = next(i for i, own in enumerate(packaged) if own is row)
     measured = f"measured on an {row.card}, {row.date}" if row.card else "not measured"
     return f"row {number} of the packaged table ({measured})"
 
 
+def rows_like(row: Row | BackwardRow, table: tuning.Table) -> Sequence[Row | BackwardRow]:
+    """The file's rows of that kind."""
+    return table.rows if isinstance(row, Row) else table.backward_rows
+
+
 def conditions(row: Row, problem: Problem) -> Iterator[str]:
     """What the row asks for, and what the problem has."""
-    d, d_v = row.head_dims
-    dims = f"{problem.head_dim}" + f" (v's: {problem.head_dim_v})" * (problem.head_dim_v != problem.head_dim)
-    padded = f"{d}" + f" (v's: {d_v})" * (d != d_v)
-    yield f"head dim {dims}: the kernel of {padded}"
+    yield dims(problem, row.head_dims)
     yield f"{'causal' if row.causal else 'no mask'}, {8 * row.element_bytes} bits"
     yield from (f"{asks}: it has {has}" for asks, has in limits(row, problem))
 
 
-def limits(row: Row, problem: Problem) -> Iterator[tuple[str, str]]:
+def dims(problem: Problem, padded: tuple[int, int]) -> str:
+    own, of_kernel = (
+        f"{d}" + f" (v's: {d_v})" * (d != d_v) for d, d_v in ((problem.head_dim, problem.head_dim_v), padded)
+    )
+    return f"head dim {own}: the kernel of {of_kernel}"
+
+
+def limits(row: Row | BackwardRow, problem: Problem) -> Iterator[tuple[str, str]]:
     """What the row asks of the sizes, where it does, and what they are."""
     keys = problem.mask.most_keys(problem.kv_len)
     heads = problem.batch * problem.heads
@@ -179,23 +236,29 @@ def limits(row: Row, problem: Problem) -> Iterator[tuple[str, str]]:
         yield f"{row.sequence_heads[0]} to {row.sequence_heads[1]} heads times batch", f"{heads}"
     if row.heads_per_kv_head is not None:
         yield f"{row.heads_per_kv_head} query heads to a KV head", f"{group}"
-    if row.one_round:
+    if isinstance(row, Row) and row.one_round:
         yield "no program with more than one item", "none"
 
 
 def why_not(row: Row, problem: Problem, device: Device, num_ctas: int | None) -> str:
     """Why a row of the problem's kind does not serve it."""
     unmet = row.unmet(problem, device, num_ctas)
-    heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
-    keys = problem.mask.most_keys(problem.kv_len)
+    if unmet == "num_ctas":
+        return f"has {row.config.num_ctas} CTAs to a cluster, asked for are {num_ctas}"
     if unmet == "one_round":
         plan = Plan.of(problem, row.config, device)
         return f"for little work only, and here {plan.programs} programs have {plan.items} items"
     if unmet == "smem_bytes":
         needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes, row.padded_head_dim_v)
         return f"needs {needed} bytes of shared memory, there are {device.smem_bytes}"
+    return why_not_of_sizes(row, problem)
+
+
+def why_not_of_sizes(row: Row | BackwardRow, problem: Problem) -> str:
+    """Likewise, by what the row asks of the sizes."""
+    heads, group = problem.batch * problem.heads, problem.heads // problem.kv_heads
+    keys = problem.mask.most_keys(problem.kv_len)
     return {
-        "num_ctas": f"has {row.config.num_ctas} CTAs to a cluster, asked for are {num_ctas}",
         "min_kv_len": f"from {row.min_kv_len} keys on, a query sees {keys}",
         "max_kv_len": f"up to {row.max_kv_len} keys, a query sees {keys}",
         "min_reuse": f"from {row.min_reuse} queries to a KV head on, there are {problem.q_len * group}",
@@ -203,7 +266,7 @@ def why_not(row: Row, problem: Problem, device: Device, num_ctas: int | None) ->
         "sequence_heads": f"for {row.sequence_heads} heads times batch, there are {heads}",
         "heads_per_kv_head": f"for {row.heads_per_kv_head} query heads to a KV head, there are {group}",
         None: "for a batch of equal lengths",
-    }[unmet]
+    }[row.unmet_size(problem)]
 
 
 def launch_lines(plan: Plan) -> Iterator[str]:
@@ -222,6 +285,19 @@ def launch_lines(plan: Plan) -> Iterator[str]:
     yield f"registers: {registers(config)} of {REGISTERS_PER_SM}"
 
 
+def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
+    config = plan.config
+    item = "a key block" if plan.blocks_per_item == 1 else "two key blocks, one that many queries see with one that few"
+    yield f"launch: {plan.programs} programs, for {plan.key_blocks} key blocks of {config.keys}"
+    yield f"  an item is {item}; it walks row blocks of {config.block_m}"
+    if plan.shared:
+        yield f"  the last {plan.shared} key blocks are shared by {plan.sharers} programs"
+    yield f"  before and after it, {plan.row_programs} programs, one for each row block"
+    smem = config.smem_bytes(*backward.padded_head_dims(plan.problem.head_dim, plan.problem.head_dim_v))
+    yield f"shared memory: at most {smem} bytes to a CTA"
+    yield f"registers: {config.load_registers} a thread that loads or adds up dQ; two warpgroups have the rest"
+
+
 def registers(config: ForwardConfig) -> str:
     """Per thread of each role, and of all together."""
     if isinstance(config, HopperConfig):
@@ -235,10 +311,11 @@ def registers(config: ForwardConfig) -> str:
     )
 
 
-def measured_lines(row: Row, problem: Problem, device: Device, results: Path) -> Iterator[str]:
+def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, results: Path) -> Iterator[str]:
     """What the row and its alternatives took."""
     for table in tuning.active(device):
-        for own, found in zip(table.rows, table.measured, strict=True):
+        of_rows = table.measured if isinstance(row, Row) else table.backward_measured
+        for own, found in zip(rows_like(row, table), of_rows, strict=True):
             if own is row and found is not None:
                 gain = f"{found.gain:+.1%} ±{found.spread:.1%} over {found.in_use}"
                 yield f"measured for {table.source}, {table.provenance['date']}: {gain}"
@@ -258,7 +335,12 @@ def measured_lines(row: Row, problem: Problem, device: Device, results: Path) ->
         return
     yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
     yield f"  at the nearest point, {point['name']}, batch {point['point']['batch']}, {point['point']['heads']} heads"
-    yield from times({name: found["ms"] for name, found in point["results"].items()}, label(row.config))
+    yield from times({name: found["ms"] for name, found in point["results"].items()}, name_in_results(row))
+
+
+def name_in_results(row: Row | BackwardRow) -> str:
+    """What a result file calls the row's config: of gradients it has none but ours."""
+    return label(row.config) if isinstance(row, Row) else "ours"
 
 
 def times(ms: Mapping[str, float], chosen: str) -> Iterator[str]:
@@ -271,14 +353,15 @@ def times(ms: Mapping[str, float], chosen: str) -> Iterator[str]:
         yield f"    and {len(ordered) - len(shown)} that are slower"
 
 
-def nearest(points: Sequence[Mapping[str, Any]], row: Row, problem: Problem) -> Mapping[str, Any] | None:
+def nearest(points: Sequence[Mapping[str, Any]], row: Row | BackwardRow, problem: Problem) -> Mapping[str, Any] | None:
     """The point of the row's kind whose length and whose heads are nearest, as ratios."""
 
     def of_kind(point: Mapping[str, Any]) -> bool:
         given = point["point"]
-        dims = Problem.padded(given["head_dim"]), Problem.padded(given.get("head_dim_v") or given["head_dim"])
-        kind = dims, given["causal"], DTYPES[given["dtype"]].itemsize
-        return kind == (row.head_dims, row.causal, row.element_bytes) and label(row.config) in point["results"]
+        of_point = Problem.padded(given["head_dim"]), Problem.padded(given.get("head_dim_v") or given["head_dim"])
+        causal = problem.causal if row.causal is None else row.causal
+        kind = of_point, given["causal"], DTYPES[given["dtype"]].itemsize
+        return kind == (row.head_dims, causal, problem.dtype.itemsize) and name_in_results(row) in point["results"]
 
     def distance(point: Mapping[str, Any]) -> float:
         given = point["point"]
@@ -288,10 +371,18 @@ def nearest(points: Sequence[Mapping[str, Any]], row: Row, problem: Problem) -> 
     return min(filter(of_kind, points), key=distance, default=None)
 
 
-def machine_code(problem: Problem, device: Device, num_ctas: int | None) -> Iterator[str]:
+def compiled_here(problem: Problem, device: Device, num_ctas: int | None, of_gradients: bool) -> CompiledKernel:
+    """The kernel; of gradients, the main one."""
+    if of_gradients:
+        config = backward.pick_config(problem, tuning.backward_rows_for(device))
+        return main_kernel(BackwardPlan.of(problem, config, device))
     row = pick_row(problem, device, num_ctas, tuning.rows_for(device))
-    found = resources(compiled_for(problem, row.config, device.arch))
+    return compiled_for(problem, row.config, device.arch)
+
+
+def machine_code(kernel: CompiledKernel) -> Iterator[str]:
+    found = resources(kernel)
     in_loops = sum(loop.spills for loop in found.loops)
     yield ""
     yield f"compiled: {found.smem_bytes} bytes of shared memory, {found.instructions} instructions"
-    yield f"  spills: {in_loops} in the loops over key blocks, {found.spills - in_loops} elsewhere"
+    yield f"  spills: {in_loops} in the loops over blocks, {found.spills - in_loops} elsewhere"

@@ -16,6 +16,7 @@ from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, bias_of, in_bhsd, 
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
+from .tuning import active, backward_rows_for
 
 ARCHS = (90,)  # for which there are backward kernels
 
@@ -111,7 +112,7 @@ def differentiate(
     grads = {"dq": torch.empty_like(q), "dk": like(k), "dv": like(v)}
     key = (
         key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse),
-        of_bias,
+        of_bias, active(),
     )  # fmt: skip
     try:
         launch = _launches[key]
@@ -182,7 +183,8 @@ def prepare(
         return None
     chosen = Device.of(q.device) if device is None else device
     check_triton_version(chosen.arch, on_cpu=q.device.type == "cpu")
-    plan = BackwardPlan.of(problem, pick_config(problem), chosen, deterministic=deterministic)
+    config = pick_config(problem, backward_rows_for(chosen))
+    plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
     if q.device.type == "cpu":
         from .cpu import backward_on_cpu
 

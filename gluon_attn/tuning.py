@@ -1,67 +1,28 @@
-"""Table files: rows of the tuning table that were timed on a card at hand, put in front of the packaged ones.
+"""Table files: rows of the tuning tables that were timed on a card at hand, put in front of the packaged ones.
 
-`python -m bench tune` writes them. docs/tuning.md says how they are used.
+`python -m bench tune` writes them, `table_file.py` reads them. docs/tuning.md says how they are used.
 """
 
-import dataclasses
-import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
 
-import torch
-
+from .backward import table as backward
+from .backward.table import BackwardRow
 from .device import Device
-from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
-from .forward.table import PACKAGED, Row, require_fits
-from .problem import PADDED_HEAD_DIMS, Problem
+from .forward.table import PACKAGED, Row
+from .table_file import Measured as Measured
+from .table_file import TableFile
+from .table_file import as_json as as_json
+from .table_file import read as read
 
-SCHEMA = 1
 VARIABLE = "GLUON_ATTN_TABLE"  # of the environment: a table file that is loaded at import
-CONFIGS: dict[str, type[ForwardConfig]] = {"hopper": HopperConfig, "blackwell": BlackwellConfig}
-# Of a row, what it is for: required, then as `Row` has them by default.
-KIND = ("padded_head_dim", "padded_head_dim_v", "causal", "element_bytes")
-LIMITS = ("min_kv_len", "max_kv_len", "min_reuse", "q_lens", "sequence_heads", "heads_per_kv_head", "one_round")
-PROVENANCE = ("date", "commit", "card", "torch", "triton")
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a row was chosen from. shape: the problem that was timed. ms: milliseconds of each config, by name. chosen,
-    in_use: those of the row, and of the table that was in use. gain: by how much the former was faster, 0.05 for 5 %;
-    spread: what it may be off by, on either side."""
-
-    shape: Mapping[str, Any]
-    ms: Mapping[str, float]
-    chosen: str
-    in_use: str
-    gain: float
-    spread: float
 
 
 @dataclass(frozen=True, eq=False)  # two are the same only if they are one: launches are kept by table
-class Table:
-    """What a table file has. As a context manager it serves until the end of the block.
-
-    source: the file. devices: that it is for. measured: of each row.
-    """
-
-    source: str
-    devices: tuple[Device, ...]
-    provenance: Mapping[str, Any]
-    rows: tuple[Row, ...]
-    measured: tuple[Measured | None, ...]
-
-    def serves(self, device: Device) -> bool:
-        """Whether it is for this card: of the same name, as many processors, and the same architecture."""
-        return any(
-            (d.name, d.sm_count, d.capability) == (device.name, device.sm_count, device.capability)
-            for d in self.devices
-        )
+class Table(TableFile):
+    """A table file in use. As a context manager it serves until the end of the block."""
 
     def __enter__(self) -> "Table":
         return self
@@ -80,7 +41,7 @@ def load(path: str | os.PathLike[str]) -> Table:
     Raises OSError if there is no such file, and ValueError, with the place in the file, for what is wrong in it.
     """
     global _active
-    table = read(path)
+    table = Table(**vars(read(path)))
     with _changing:
         _active = (table, *_active)
     return table
@@ -114,241 +75,25 @@ def rows_for(device: Device) -> Sequence[Row]:
     return rows
 
 
+def backward_rows_for(device: Device) -> Sequence[BackwardRow]:
+    """Likewise, of gradients."""
+    rows: tuple[BackwardRow, ...] = backward.PACKAGED
+    for table in reversed(_active):
+        if table.serves(device):
+            rows = table.backward_rows + rows
+    return rows
+
+
 def rows_of_arch(arch: int) -> Sequence[Row]:
     """The rows that are in use for any device of that architecture."""
     loaded = (row for table in _active for row in table.rows if any(d.arch == arch for d in table.devices))
     return (*loaded, *PACKAGED)
 
 
-class At:
-    """A place in a table file, which the errors name."""
-
-    def __init__(self, path: str, place: str = "") -> None:
-        self.path, self.place = path, place
-
-    def __truediv__(self, part: str | int) -> "At":
-        inner = f"[{part}]" if isinstance(part, int) else f".{part}" if self.place else part
-        return At(self.path, self.place + inner)
-
-    def error(self, text: str) -> ValueError:
-        return ValueError(f"{self.path}: {self.place or 'table'}: {text}")
-
-    def typed(self, value: Any, kind: type[T], words: str) -> T:
-        """The value, if it is of that type, and no bool where a number is wanted."""
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.error(f"expected {words}, got {value!r}")
-        return value
-
-    def object_of(self, value: Any, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-        """The value, if it is an object that has these members and no others."""
-        found = self.typed(value, dict, "an object")
-        for name in found:
-            if name not in (*required, *optional):
-                raise self.error(f"expected {', '.join((*required, *optional))}, got an unknown {name!r}; leave it out")
-        for name in required:
-            if name not in found:
-                raise self.error(f"expected {name!r}, got none; write the file anew with python -m bench tune")
-        return found
-
-    def list_of(self, value: Any, of: Callable[["At", Any], T]) -> tuple[T, ...]:
-        return tuple(of(self / i, v) for i, v in enumerate(self.typed(value, list, "a list")))
-
-
-def read(path: str | os.PathLike[str]) -> Table:
-    """A table file, checked, which is not put in use."""
-    at = At(os.fspath(path))
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise at.error(f"expected JSON, got what is none: {error}") from None
-    if isinstance(given, dict) and given.get("schema", SCHEMA) != SCHEMA:
-        raise (at / "schema").error(
-            f"expected {SCHEMA}, got {given['schema']!r}, as another version of gluon_attn writes it; write it anew "
-            "with python -m bench tune"
-        )
-    top = at.object_of(given, ("schema", "devices", "provenance", "forward"))
-    devices = (at / "devices").list_of(top["devices"], device_at)
-    if not devices:
-        raise (at / "devices").error("expected at least one device, got none")
-    provenance = (at / "provenance").typed(top["provenance"], dict, "an object")
-    for name in PROVENANCE:
-        (at / "provenance" / name).typed(provenance.get(name), str, "a text")
-    pairs = (at / "forward").list_of(top["forward"], lambda a, value: row_at(a, value, devices, provenance))
-    return Table(
-        source=at.path,
-        devices=devices,
-        provenance=provenance,
-        rows=tuple(row for row, _ in pairs),
-        measured=tuple(measured for _, measured in pairs),
-    )
-
-
-def device_at(at: At, value: Any) -> Device:
-    given = at.object_of(value, ("name", "capability", "sm_count", "smem_bytes", "l2_bytes"))
-    for name in ("sm_count", "smem_bytes", "l2_bytes"):
-        if (at / name).typed(given[name], int, "a number") < 1:
-            raise (at / name).error(f"expected at least 1, got {given[name]}")
-    (at / "name").typed(given["name"], str, "a text")
-    capability = pair_at(at / "capability", given["capability"])
-    device = Device(**given | {"capability": capability})
-    try:
-        device.require_supported()
-    except RuntimeError as error:
-        raise at.error(str(error)) from None
-    return device
-
-
-def pair_at(at: At, value: Any) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2 or not all(type(v) is int for v in value):
-        raise at.error(f"expected two whole numbers, got {value!r}")
-    return value[0], value[1]
-
-
-def row_at(at: At, value: Any, devices: Sequence[Device], provenance: Mapping[str, Any]) -> tuple[Row, Measured | None]:
-    given = at.object_of(value, ("conditions", "config"), ("measured",))
-    config = config_at(at / "config", given["config"])
-    conditions = conditions_at(at / "conditions", given["conditions"])
-    row = Row(config=config, card=provenance["card"], date=provenance["date"], **conditions)
-    for device in devices:
-        if device.arch not in config.archs:
-            raise (at / "config").error(
-                f"expected one for {device.name} (sm_{device.arch}), which the file names, got a "
-                f"{type(config).__name__} for sm_{' and sm_'.join(map(str, config.archs))}; a table file has one "
-                "architecture"
-            )
-        try:
-            require_fits(config, problem_like(row), device)
-        except (ValueError, NotImplementedError) as error:
-            raise (at / "config").error(f"not for a row of these conditions: {error}") from None
-    return row, measured_at(at / "measured", given["measured"]) if "measured" in given else None
-
-
-def problem_like(row: Row) -> Problem:
-    """One that such a row is for, but for its sizes."""
-    return Problem(
-        dtype=torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn,
-        batch=1,
-        heads=1,
-        kv_heads=1,
-        q_len=4096,
-        kv_len=4096,
-        head_dim=row.head_dims[0],
-        head_dim_v=row.head_dims[1],
-        causal=row.causal,
-        scale=1.0,
-        layout="bhsd",
-    )
-
-
-def conditions_at(at: At, value: Any) -> dict[str, Any]:
-    """Fields of a `Row`."""
-    given = dict(at.object_of(value, KIND, LIMITS))
-    for name, possible in {
-        "padded_head_dim": PADDED_HEAD_DIMS,
-        "padded_head_dim_v": PADDED_HEAD_DIMS,
-        "element_bytes": (1, 2),
-    }.items():
-        if (at / name).typed(given[name], int, "a whole number") not in possible:
-            raise (at / name).error(f"expected one of {', '.join(map(str, possible))}, got {given[name]}")
-    for name in ("causal", "one_round"):
-        (at / name).typed(given.get(name, False), bool, "true or false")
-    for name in ("min_kv_len", "min_reuse", "max_kv_len", "heads_per_kv_head"):
-        if name in given and (at / name).typed(given[name], int, "a whole number") < 1:
-            raise (at / name).error(f"expected at least 1, got {given[name]}")
-    for name in ("q_lens", "sequence_heads"):
-        if name in given:
-            given[name] = pair_at(at / name, given[name])
-            if not 1 <= given[name][0] <= given[name][1]:
-                raise (at / name).error(f"expected the least and the most, from 1 on, got {list(given[name])}")
-    if given.get("max_kv_len", LARGEST) < given.get("min_kv_len", 1):
-        raise (at / "max_kv_len").error(
-            f"expected at least min_kv_len, {given['min_kv_len']}, got {given['max_kv_len']}"
-        )
-    return given
-
-
-LARGEST = 2**31
-
-
-def config_at(at: At, value: Any) -> ForwardConfig:
-    """Its "kind" is the architecture, the rest are the fields of the class."""
-    kind = at.typed(value, dict, "an object").get("kind")
-    if kind not in CONFIGS:
-        raise (at / "kind").error(f"expected one of {', '.join(CONFIGS)}, got {kind!r}")
-    fields = {f.name: f for f in dataclasses.fields(CONFIGS[kind])}
-    required = [name for name, f in fields.items() if f.default is dataclasses.MISSING]
-    given = dict(at.object_of(value, ("kind", *required), [name for name in fields if name not in required]))
-    del given["kind"]
-    for name in given:
-        wanted: Any = fields[name].type
-        if name == "cga_layout":
-            given[name] = (at / name).list_of(given[name], pair_at)
-        elif wanted is float:
-            given[name] = float((at / name).typed(given[name], int | float, "a number"))  # type: ignore[arg-type]
-        else:
-            words = "true or false" if wanted is bool else "a whole number"
-            (at / name).typed(given[name], wanted, words)
-    try:
-        return CONFIGS[kind](**given)
-    except ValueError as error:
-        raise at.error(str(error)) from None
-
-
-def measured_at(at: At, value: Any) -> Measured:
-    given = at.object_of(value, [f.name for f in dataclasses.fields(Measured)])
-    (at / "shape").typed(given["shape"], dict, "an object")
-    times = (at / "ms").typed(given["ms"], dict, "an object")
-    for name, ms in times.items():
-        if (at / "ms" / name).typed(ms, int | float, "milliseconds") <= 0:
-            raise (at / "ms" / name).error(f"expected more than 0, got {ms}")
-    for name in ("chosen", "in_use"):
-        if given[name] not in times:
-            raise (at / name).error(f"expected one of those in ms, {', '.join(times)}, got {given[name]!r}")
-    for name in ("gain", "spread"):
-        (at / name).typed(given[name], int | float, "a number")  # type: ignore[arg-type]
-    return Measured(**given)
-
-
-def as_json(
-    devices: Sequence[Device],
-    provenance: Mapping[str, Any],
-    rows: Sequence[Row],
-    measured: Sequence[Measured | None],
-) -> dict[str, Any]:
-    """What a table file has. It is read as what it was made of."""
-    forward = []
-    for row, found in zip(rows, measured, strict=True):
-        entry = {"conditions": conditions_of(row), "config": config_fields(row.config)}
-        forward.append(entry | ({} if found is None else {"measured": dataclasses.asdict(found)}))
-    return {
-        "schema": SCHEMA,
-        "devices": [dataclasses.asdict(d) for d in devices],
-        "provenance": dict(provenance),
-        "forward": forward,
-    }
-
-
-def conditions_of(row: Row) -> dict[str, Any]:
-    """But for what is as by default."""
-    by_default = {f.name: f.default for f in dataclasses.fields(Row)}
-    limits = {name: getattr(row, name) for name in LIMITS if getattr(row, name) != by_default[name]}
-    d, d_v = row.head_dims
-    return {
-        "padded_head_dim": d,
-        "padded_head_dim_v": d_v,
-        "causal": row.causal,
-        "element_bytes": row.element_bytes,
-    } | {name: list(value) if isinstance(value, tuple) else value for name, value in limits.items()}
-
-
-def config_fields(config: ForwardConfig) -> dict[str, Any]:
-    """As `config_at` reads them."""
-    kind = next(name for name, of in CONFIGS.items() if isinstance(config, of))
-    return {"kind": kind} | {name: as_list(value) for name, value in dataclasses.asdict(config).items()}
-
-
-def as_list(value: Any) -> Any:
-    return [as_list(v) for v in value] if isinstance(value, tuple) else value
+def backward_rows_of_arch(arch: int) -> Sequence[BackwardRow]:
+    """Likewise, of gradients."""
+    loaded = (row for table in _active for row in table.backward_rows if any(d.arch == arch for d in table.devices))
+    return (*loaded, *backward.PACKAGED)
 
 
 if os.environ.get(VARIABLE):

@@ -1,6 +1,7 @@
 """`python -m gluon_attn warmup`: compile kernels ahead into Triton's cache, so that no first call waits for that."""
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -13,10 +14,10 @@ from multiprocessing import get_context
 import torch
 
 from . import tuning
-from .backward.configs import HopperBackward
+from .backward.configs import HopperBackward, label
 from .backward.launch import builds_of, sinks_build
-from .backward.table import HOPPER as BACKWARD
-from .backward.table import UNLIKE, padded_head_dims
+from .backward.table import padded_head_dims
+from .backward.table import rows_by_default as backward_rows_by_default
 from .demo import card, prepare_process, quiet_exit, say
 from .forward.configs import ForwardConfig
 from .forward.launch import build_of, transpose_build
@@ -200,10 +201,12 @@ def backward_jobs(
     if scores.sinks is not None:
         yield Job("backward, sinks", partial(sinks_build, scores.sinks))
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    config = BACKWARD[padded_head_dim] if head_dim_v == padded_head_dim else UNLIKE[padded_head_dim, head_dim_v]
-    for shared in (False, True):
-        choices = (dtype, padded_head_dim, head_dim_v, mask, config, deterministic, shared)
-        how = ", fixed order" * deterministic + ", shared key blocks" * shared
+    rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, tuning.backward_rows_of_arch(90))
+    for row, shared in itertools.product(rows, (False, True)):
+        choices = (dtype, padded_head_dim, head_dim_v, mask, row.config, deterministic, shared)
+        how = (
+            ", fixed order" * deterministic + ", shared key blocks" * shared + f", {label(row.config)}" * row.is_limited
+        )
         for step, name in enumerate(("before", "main", "after")):
             yield Job(f"backward {kind}, {name}{how}", partial(backward_build, scores, step, *choices))
 

@@ -18,21 +18,24 @@ from bench.provenance import SEED
 from bench.timing import time_interleaved
 from bench.tune.search import Config
 from gluon_attn import attention
+from gluon_attn.backward.configs import HopperBackward
+from gluon_attn.backward.launch import main_kernel
+from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled_for
 from gluon_attn.problem import Problem, empty_output
 from gluon_attn.resources import Resources, resources
-from gluon_attn.testing import poison_free_memory
+from gluon_attn.testing import backward_call, poison_free_memory
 
 AGAIN = 3  # what the process ends with, for another to go on
 HANG_S = 60.0  # a launch takes milliseconds
 RUNS_OF_A_ROUND = 20  # `time_interleaved` runs each call 19 times in a round
-# Of O, relative to what the config in use computes, by bytes of an element: P is rounded to 8 bits in bf16, to 4 or 3
-# in fp8, in each config at another scale.
+# Of O and of gradients, relative to what the config in use computes, by bytes of an element: P is rounded to 8 bits in
+# bf16, to 4 or 3 in fp8, in each config at another scale.
 LARGEST_ERROR = {2: 0.02, 1: 0.1}
 IDLE_S = 1.0  # after which a card has lowered its clocks
 WAKING_S = 0.3
-Job = tuple[Problem, Config, int]
+Job = tuple[Problem, Config, Device]
 
 
 class RealCard:
@@ -44,6 +47,8 @@ class RealCard:
         self.known: dict[Any, Resources | Failed] = {}  # by what a kernel depends on, which several problems share
         self.of: Problem | None = None
         self.tensors: list[Tensor] = []
+        self.gradients: list[Tensor] = []  # dO, O and LSE, which they are computed from
+        self.calls: dict[HopperBackward, Callable[[], Any]] = {}  # of that problem
         self.slowest_s = 0.0  # of the calls that were tried, with what the host does around one
         self.expected: dict[str, Tensor] = {}
         self.last_s = 0.0  # when something ran
@@ -55,21 +60,22 @@ class RealCard:
         self.workers.__exit__(kind, error, at)
 
     def compile(self, problem: Problem, configs: Sequence[Config]) -> Iterator[tuple[int, Resources | Failed]]:
-        of_kernel = problem.dtype, problem.padded_head_dim, problem.padded_head_dim_v, problem.mask
+        kernels = [kernel_of(problem, config, self.device) for config in configs]
         new = []
-        for i, config in enumerate(configs):
-            if (of_kernel, config) in self.known:
-                yield i, self.known[of_kernel, config]
+        for i, kernel in enumerate(kernels):
+            if kernel in self.known:
+                yield i, self.known[kernel]
             else:
                 new.append(i)
-        jobs: list[Job] = [(problem, configs[i], self.device.arch) for i in new]
+        jobs: list[Job] = [(problem, configs[i], self.device) for i in new]
         for number, answer in self.workers.run(jobs):
-            self.known[of_kernel, configs[new[number]]] = answer
+            self.known[kernels[new[number]]] = answer
             yield new[number], answer
 
     def inputs(self, problem: Problem) -> list[Tensor]:
         if self.of != problem:
-            self.of, self.expected, self.tensors = problem, {}, []
+            self.of, self.expected, self.tensors, self.gradients = problem, {}, [], []
+            self.calls.clear()
             torch.manual_seed(SEED)
             sizes = (
                 (problem.heads, problem.q_len, problem.head_dim),
@@ -85,12 +91,28 @@ class RealCard:
     def call(self, problem: Problem, config: Config) -> Callable[[], Any]:
         """As it is timed."""
         q, k, v = self.inputs(problem)
+        if isinstance(config, HopperBackward):
+            if config not in self.calls:
+                self.calls[config] = self.backward(problem, config)
+            return self.calls[config]
         return lambda: attention(q, k, v, causal=problem.causal, config=config)
+
+    def backward(self, problem: Problem, config: HopperBackward, **options: Any) -> Callable[[], Any]:
+        """options: of `backward_call`."""
+        q, k, v = self.inputs(problem)
+        if not self.gradients:
+            out, lse = attention(q, k, v, causal=problem.causal, return_lse=True)
+            self.gradients = [torch.randn_like(out), out, lse]
+        dout, out, lse = self.gradients
+        return backward_call(config, dout, q, k, v, out, lse, causal=problem.causal, **options)
 
     def outputs(self, problem: Problem, config: Config) -> dict[str, Tensor]:
         """All that a call computes, into memory of NaN: what it leaves out might lie there from the call before."""
         q, k, v = self.inputs(problem)
-        out = empty_output(q, v).fill_(float("nan"))
+        if isinstance(config, HopperBackward):
+            grads = self.backward(problem, config, output=of_nan, workspaces=lambda _, memory: of_nan(memory))()
+            return {name: grad.float() for name, grad in zip(("dQ", "dK", "dV"), grads, strict=True)}
+        out = of_nan(empty_output(q, v))
         if self.where == "cuda":
             poison_free_memory(((problem.batch, problem.heads, problem.q_len), torch.float32))
         out, lse = attention(q, k, v, causal=problem.causal, config=config, out=out, return_lse=True)
@@ -139,6 +161,17 @@ class RealCard:
             self.wait()
 
 
+def of_nan(like: Tensor) -> Tensor:
+    """Memory of that shape, of NaN; if it has whole numbers, as it is."""
+    return torch.full_like(like, float("nan")) if like.is_floating_point() else like
+
+
+def kernel_of(problem: Problem, config: Config, device: Device) -> tuple[Any, ...]:
+    """What the kernel depends on, which several problems may share."""
+    shared = isinstance(config, HopperBackward) and BackwardPlan.of(problem, config, device).shared > 0
+    return problem.dtype, problem.padded_head_dim, problem.padded_head_dim_v, problem.mask, config, shared
+
+
 def difference(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], largest: float) -> str | None:
     """What is off by more than `largest` of its norm."""
     for name, right in expected.items():
@@ -150,10 +183,12 @@ def difference(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], larges
 
 def compile_one(job: Job) -> Resources:
     """Into Triton's cache; in a child process."""
-    problem, config, arch = job
+    problem, config, device = job
     warnings.simplefilter("ignore")  # products that the assembler has serialised: then it is slow, which is timed
     torch.set_num_threads(1)
-    return resources(compiled_for(problem, config, arch))
+    if isinstance(config, HopperBackward):
+        return resources(main_kernel(BackwardPlan.of(problem, config, device)))
+    return resources(compiled_for(problem, config, device.arch))
 
 
 @contextlib.contextmanager

@@ -22,12 +22,15 @@ from bench.ahead import cores
 from bench.provenance import provenance
 from bench.tune.card import AGAIN, RealCard
 from bench.tune.forward import Forward
+from bench.tune.gradients import Gradients
 from bench.tune.search import GENERATIONS, Again, Card, Progress, Search, Stop
 from gluon_attn import tuning
+from gluon_attn.backward.table import BackwardRow
 from gluon_attn.device import Device
-from gluon_attn.explain import DEVICES, add_problem_options, described, problem_of, shape
+from gluon_attn.explain import DEVICES, add_problem_options, problem_of, shape
 from gluon_attn.forward.table import Row
-from gluon_attn.problem import Problem
+from gluon_attn.gradients import ARCHS
+from gluon_attn.problem import FP8_DTYPES, Problem
 from gluon_attn.tuning import Measured
 
 OUT = Path("table.json")
@@ -46,22 +49,23 @@ def tune(
     limit_s: float = math.inf,
     generations: int = GENERATIONS,
     reach: float = REACH,
+    of_gradients: bool = False,
     say: Callable[[str], None] = print,
-    keep: Callable[[list[Row], list[Measured], list[Measured]], None] = lambda *_: None,
+    keep: Callable[[list[Any], list[Measured], list[Measured]], None] = lambda *_: None,
 ) -> None:
-    """Rows for the problems for which the table in use is not the fastest.
+    """Rows for the problems, or their gradients, for which the table in use is not the fastest.
 
     limit_s: seconds, of this run and those that it resumes. keep: is given the rows after each problem, what each was
     chosen from, and what was found of every problem.
     """
-    rows: list[Row] = []
+    rows: list[Row | BackwardRow] = []
     of_rows: list[Measured] = []
     measured: list[Measured] = []
     weights = weights_of(problems)
     for i, problem in enumerate(problems):
         share = (limit_s - progress.spent_s) * weights[i] / sum(weights[i:])
-        say(described(problem) + (f", in {share:.0f} s" if math.isfinite(share) else ""))
-        choices = Forward(problem, device, tuning.rows_for(device))
+        choices = choices_for(problem, device, of_gradients)
+        say(choices.title + (f", in {share:.0f} s" if math.isfinite(share) else ""))
         search = Search(choices, card, progress, say, share)
         found = search.run(generations)
         measured.append(found)
@@ -76,6 +80,13 @@ def tune(
         f"gain over the table in use, geometric mean of {len(problems)} shapes: "
         f"{statistics.geometric_mean(1 + found.gain for found in measured) - 1:+.1%}"
     )
+
+
+def choices_for(problem: Problem, device: Device, of_gradients: bool) -> Any:
+    """`Forward` or `Gradients`."""
+    if of_gradients:
+        return Gradients(problem, device, tuning.backward_rows_for(device))
+    return Forward(problem, device, tuning.rows_for(device))
 
 
 def weights_of(problems: Sequence[Problem]) -> list[int]:
@@ -96,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
         "--shape", type=shape, nargs="+", required=True, metavar="B,H,S,D", help="of q: batch, heads, queries, head dim"
     )
     add_problem_options(command)
+    command.add_argument("--backward", action="store_true", help="of their gradients, instead of the forward pass")
     command.add_argument("--out", type=Path, default=OUT, help=f"the table file (default: {OUT})")
     command.add_argument("--table", metavar="FILE", help="a table file that is in use already, to be improved on")
     command.add_argument(
@@ -135,6 +147,8 @@ def main(arguments: Sequence[str]) -> None:
         command.error("--device: expected with --list only, as only the card here can be timed; add --list")
     try:
         problems = list(dict.fromkeys(problem_of(of_q, args) for of_q in args.shape))
+        if args.backward and problems[0].dtype in FP8_DTYPES:
+            raise ValueError("--backward: expected --dtype fp16 or bf16, as fp8 has no gradients")
         if args.table:
             tuning.load(args.table)
     except (OSError, ValueError) as error:
@@ -145,8 +159,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(last_of(lambda resume: process(problems, args, resume), args.resume))
     try:
         device = DEVICES[args.device] if args.device else here()
+        require(device, args.backward)
         for problem in problems:
-            show(problem, device)
+            show(choices_for(problem, device, args.backward))
     except (NotImplementedError, RuntimeError) as error:
         sys.exit(f"bench tune: {error}")
 
@@ -158,9 +173,13 @@ def here() -> Device:
     return device
 
 
-def show(problem: Problem, device: Device) -> None:
-    print(described(problem))
-    choices = Forward(problem, device, tuning.rows_for(device))
+def require(device: Device, of_gradients: bool) -> None:
+    if of_gradients and device.arch not in ARCHS:
+        raise NotImplementedError(f"--backward: expected a Hopper card, as no other has gradients, got {device.name}")
+
+
+def show(choices: Any) -> None:
+    print(choices.title)
     for config in dict.fromkeys([choices.in_use, *choices.first()]):
         why = choices.why_pruned(config)
         kind = "in use" if config == choices.in_use else "pruned" if why else ""
@@ -192,6 +211,7 @@ def run_here(problems: Sequence[Problem], args: argparse.Namespace, resume: bool
         if args.table:
             tuning.load(args.table)
         device = here()
+        require(device, args.backward)
         with RealCard(device, args.jobs, args.limit) as card:
             run(problems, device, card, args, resume)
     except Again as error:
@@ -209,19 +229,21 @@ def run(problems: Sequence[Problem], device: Device, card: Card, args: argparse.
     args.out.parent.mkdir(parents=True, exist_ok=True)
     partial = args.out.with_suffix(".partial.json")
     progress = Progress.begin(partial, key, resume)
-    written: list[Row] = []
+    written: list[Any] = []
 
-    def keep(rows: list[Row], of_rows: list[Measured], measured: list[Measured]) -> None:
+    def keep(rows: list[Any], of_rows: list[Measured], measured: list[Measured]) -> None:
         written[:] = rows
         found = source | {"command": command_of(args, progress), "shapes": [summary(m) for m in measured]}
-        table = tuning.as_json([device], found, rows, of_rows)
+        of_forward: Any = ([], []) if args.backward else (rows, of_rows)
+        of_gradients: Any = (rows, of_rows) if args.backward else ([], [])
+        table = tuning.as_json([device], found, *of_forward, *of_gradients)
         args.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         tuning.read(args.out)
 
     say = functools.partial(print, flush=True)
     tune(
         problems, device, card, progress, limit_s=60 * args.minutes, generations=args.generations, reach=args.reach,
-        say=say, keep=keep,
+        of_gradients=args.backward, say=say, keep=keep,
     )  # fmt: skip
     partial.unlink(missing_ok=True)
     say(f"written: {args.out}, {len(written)} rows; use it with gluon_attn.tuning.load({str(args.out)!r})")
@@ -230,7 +252,12 @@ def run(problems: Sequence[Problem], device: Device, card: Card, args: argparse.
 def command_of(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What was asked for, and the minutes that it took."""
     limit = {"limit_minutes": args.minutes} if math.isfinite(args.minutes) else {}
-    return {"reach": args.reach, "generations": args.generations, "minutes": progress.spent_s / 60} | limit
+    return {
+        "backward": args.backward,
+        "reach": args.reach,
+        "generations": args.generations,
+        "minutes": progress.spent_s / 60,
+    } | limit
 
 
 def summary(found: Measured) -> dict[str, Any]:

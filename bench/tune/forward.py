@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from bench.candidates import CANDIDATES
 from gluon_attn.device import Device
+from gluon_attn.explain import described
 from gluon_attn.forward.configs import (
     REGISTERS_PER_SM,
     WARPGROUP,
@@ -63,7 +64,11 @@ class Forward:
     device: Device
     rows: Sequence[Row]
 
-    MOST_SPILLS: ClassVar[int] = 0  # in the loops over key blocks
+    MOST_SPILLS: ClassVar[int] = 0  # in a loop over key blocks
+
+    @property
+    def title(self) -> str:
+        return described(self.problem)
 
     @property
     def in_use(self) -> ForwardConfig:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from bench.ahead import Failed
-from gluon_attn.explain import described
+from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.problem import Problem
 from gluon_attn.resources import Resources
@@ -26,7 +26,8 @@ SHARE_OF_TRYING = 0.75
 LEAST_OF_A_GENERATION_S = 10.0  # with less time left, none is begun
 FIRST_CONFIRMING_S = 5.0  # that confirming may take, before anything was timed
 
-Config = ForwardConfig
+Config = ForwardConfig | HopperBackward
+C = TypeVar("C", bound=Config)
 
 
 class Stop(Exception):
@@ -37,7 +38,7 @@ class Again(Exception):
     """Ends the process: something took it along, which another, with what this one has left, passes over."""
 
 
-class Choices(Protocol):
+class Choices(Protocol[C]):
     """What can be chosen for a problem."""
 
     MOST_SPILLS: ClassVar[int]
@@ -46,15 +47,18 @@ class Choices(Protocol):
     def problem(self) -> Problem: ...
 
     @property
-    def in_use(self) -> Config: ...
+    def title(self) -> str: ...
 
-    def name(self, config: Config) -> str: ...
+    @property
+    def in_use(self) -> C: ...
 
-    def first(self) -> Sequence[Config]: ...
+    def name(self, config: C) -> str: ...
 
-    def neighbours(self, config: Config) -> Iterator[Config]: ...
+    def first(self) -> Sequence[C]: ...
 
-    def why_pruned(self, config: Config) -> str | None: ...
+    def neighbours(self, config: C) -> Iterator[C]: ...
+
+    def why_pruned(self, config: C) -> str | None: ...
 
 
 class Card(Protocol):
@@ -122,7 +126,7 @@ class Progress:
     def spent_s(self) -> float:
         return self.now() - self.started
 
-    def of(self, problem: Problem) -> dict[str, Any]:
+    def of(self, title: str) -> dict[str, Any]:
         empty: dict[str, Any] = {
             "failed": {},
             "compiled": {},
@@ -132,7 +136,7 @@ class Progress:
             "confirmed": {},
             "trying": None,
         }
-        of_shape: dict[str, Any] = self.found["shapes"].setdefault(described(problem), empty)
+        of_shape: dict[str, Any] = self.found["shapes"].setdefault(title, empty)
         if of_shape["trying"] is not None:
             of_shape["failed"][of_shape["trying"]] = "the process ended while it ran for the first time"
             of_shape["trying"] = None
@@ -145,7 +149,7 @@ class Progress:
         other.replace(self.path)
 
 
-class Search:
+class Search(Generic[C]):
     """For the fastest config for one problem.
 
     limit_s: seconds that it may take; when they are over, the fastest so far is confirmed.
@@ -153,7 +157,7 @@ class Search:
 
     def __init__(
         self,
-        choices: Choices,
+        choices: Choices[C],
         card: Card,
         progress: Progress,
         say: Callable[[str], None],
@@ -162,7 +166,7 @@ class Search:
         self.choices, self.problem, self.card, self.progress = choices, choices.problem, card, progress
         self.say, self.name = say, choices.name
         self.in_use = choices.in_use
-        self.found = progress.of(self.problem)
+        self.found = progress.of(choices.title)
         self.configs = {self.name(self.in_use): self.in_use}
         self.until = progress.now() + limit_s
 
@@ -191,7 +195,7 @@ class Search:
             self.compile(new, begun + SHARE_OF_COMPILING * left)
             able = [name for name in new if self.runs(name, begun + SHARE_OF_TRYING * left)]
             if in_use in self.found["failed"]:
-                raise Stop(f"{described(self.problem)}: the config in use fails: {self.found['failed'][in_use]}")
+                raise Stop(f"{self.choices.title}: the config in use fails: {self.found['failed'][in_use]}")
             before = leader
             leader = self.race(list(dict.fromkeys([in_use, leader, *able])))
             self.say(f"  generation {generation}: {len(able)} configs, the fastest is {leader}: {self.gain(leader)}")
@@ -200,7 +204,7 @@ class Search:
             asked = list(self.choices.neighbours(self.configs[leader]))
         return self.confirmed(leader)
 
-    def compile(self, configs: Mapping[str, Config], until: float) -> None:
+    def compile(self, configs: Mapping[str, C], until: float) -> None:
         """Those that were not; which spill in their loops, have failed."""
         done = {*self.found["compiled"], *self.found["failed"]}
         names = [name for name in configs if name not in done]
@@ -215,9 +219,9 @@ class Search:
                     self.found["failed"][name] = answer.why
                 else:
                     self.found["compiled"][name] = asdict(answer)
-                    spills = sum(loop.spills for loop in answer.loops)
+                    spills = max((loop.spills for loop in answer.loops), default=0)
                     if spills > self.choices.MOST_SPILLS and name != self.name(self.in_use):
-                        self.found["failed"][name] = f"spills: {spills} in the loops"
+                        self.found["failed"][name] = f"spills: {spills} in a loop"
                 self.progress.save()
                 left = min((now - start) / i * (len(names) - i), until - now)
                 self.say(f"  [{left:3.0f} s left] compiled {i} of {len(names)}: {name}")

@@ -81,3 +81,11 @@ class HopperBackward:
     def bias_bytes(self, bias: Bias) -> int:
         """Shared memory that a bias takes besides."""
         return self.query_slots * bias.tile_bytes(self.block_m, self.keys)
+
+
+def label(config: HopperBackward) -> str:
+    """Rows x keys, slots of Q, dO and dS, and of parts of dQ if several; registers of the single warps."""
+    slots = f"q{config.query_slots}do{config.dout_slots}ds{config.ds_slots}" + f"dq{config.dq_slots}" * (
+        config.dq_slots > 1
+    )
+    return f"{config.block_m}x{config.keys} {slots}{' in step' * config.rings_in_step} r{config.load_registers}"

@@ -221,6 +221,35 @@ def compiled_backward(
     return tuple(build.compile(arch) for build in builds)
 
 
+def compiled_backward_for(
+    plan: BackwardPlan, used: bool = False, of_bias: bool = False, device_index: int | None = None
+) -> tuple[CompiledKernel, ...]:
+    """As `compiled_backward`, of a plan."""
+    problem = plan.problem
+    head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
+    return compiled_backward(
+        problem.dtype,
+        head_dim,
+        problem.mask,
+        plan.config,
+        deterministic=plan.deterministic,
+        shared=plan.shared > 0,
+        score_mod=problem.score_mod,
+        packed=problem.sequences is not None,
+        used=used,
+        padded_head_dim_v=head_dim_v,
+        bias=problem.bias,
+        of_bias=of_bias,
+        arch=plan.arch,
+        device_index=device_index,
+    )
+
+
+def main_kernel(plan: BackwardPlan) -> CompiledKernel:
+    """Of a plan, the one that computes: after those that list and prepare."""
+    return compiled_backward_for(plan)[-2]
+
+
 def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R), and
     the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded; how many key
@@ -319,23 +348,7 @@ def backward_on_card(
 ) -> Launches:
     """A call on q's card. All but the plan: as for `backward_launches_of`."""
     problem, index = plan.problem, tensors["q"].device.index
-    head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
-    kernels = compiled_backward(
-        problem.dtype,
-        head_dim,
-        problem.mask,
-        plan.config,
-        deterministic=plan.deterministic,
-        shared=plan.shared > 0,
-        score_mod=problem.score_mod,
-        packed=problem.sequences is not None,
-        used=used,
-        padded_head_dim_v=head_dim_v,
-        bias=problem.bias,
-        of_bias=of_bias,
-        arch=plan.arch,
-        device_index=index,
-    )
+    kernels = compiled_backward_for(plan, used, of_bias, index)
     if problem.has_documents:
         kernels = (compiled_documents(of_keys=True, arch=plan.arch, device_index=index), *kernels)
     if problem.sinks is not None:

@@ -1,9 +1,11 @@
 """Which configuration of the backward serves which problem."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ..device import Device
 from ..problem import PADDED_HEAD_DIMS, Problem
+from ..sizes import Sizes
 from .configs import HopperBackward
 
 HOPPER = {
@@ -22,6 +24,41 @@ UNLIKE = {
 }
 
 
+@dataclass(frozen=True)
+class BackwardRow(Sizes):
+    """A choice of config for the problems it fits.
+
+    head_dims: of Q and of V, padded. causal: None for both. result_file (under bench/results/), card, date: where it
+    was timed; None for a row that waits for its measurement. Fields of `Sizes` are given by name.
+    """
+
+    head_dims: tuple[int, int]
+    config: HopperBackward
+    causal: bool | None = None
+    result_file: str | None = None
+    card: str | None = None
+    date: str | None = None
+
+    def is_of_kind(self, problem: Problem) -> bool:
+        """Whether it is for such head dims and mask, whatever the sizes."""
+        of_mask = self.causal is None or self.causal == problem.mask.causal
+        return of_mask and self.head_dims == padded_head_dims(problem.head_dim, problem.head_dim_v)
+
+    def unmet(self, problem: Problem) -> str | None:
+        """The field of the row that keeps it from serving the problem, the first of them; "kind" for what `is_of_kind`
+        asks. None: it serves it."""
+        return self.unmet_size(problem) if self.is_of_kind(problem) else "kind"
+
+
+PACKAGED = (
+    *(
+        BackwardRow((d, d), config, result_file=RESULT_FILES[d], card="NVIDIA H200", date="2026-11-23")
+        for d, config in HOPPER.items()
+    ),
+    *(BackwardRow(dims, config) for dims, config in UNLIKE.items()),
+)
+
+
 def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """Of Q and of V in the kernels that compute such gradients. TMA fills the columns between with zeros. Where there
     are none for two head dims, both are padded to one."""
@@ -36,13 +73,61 @@ def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 WITH_BIAS = {64: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2)}
 
 
-def pick_config(problem: Problem) -> HopperBackward:
-    """By the padded head dims; with a bias, with fewer slots for Q if it leaves no room."""
-    d, d_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
-    config = HOPPER[d] if d == d_v else UNLIKE[d, d_v]
+def pick_row(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED) -> BackwardRow:
+    """The first row that fits. Pure. With a bias, of the packaged ones: others were timed without, and may leave it no
+    room."""
+    typical = problem.typical
+    asked = PACKAGED if problem.bias is not None else rows
+    return next(row for row in asked if row.unmet(typical) is None)  # one of the packaged ones does
+
+
+def pick_config(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED) -> HopperBackward:
+    """The config for a problem, by `pick_row`; with a bias, with fewer slots for Q if it leaves no room. rows: the
+    table; `tuning.backward_rows_for` has the one in use."""
+    row = pick_row(problem, rows)
+    d, d_v = row.head_dims
     if problem.bias is None:
-        return config
-    if problem.bias.each_row and d == d_v:
-        config = WITH_BIAS.get(d, config)
+        return row.config
+    config = WITH_BIAS.get(d, row.config) if problem.bias.each_row and d == d_v else row.config
     room = Device.hopper().smem_bytes - config.smem_bytes(d, d_v)
     return config if config.bias_bytes(problem.bias) <= room else replace(config, query_slots=1)
+
+
+def require_fits(config: HopperBackward, head_dims: tuple[int, int], device: Device) -> None:
+    """ValueError unless there are such kernels for these padded head dims, of Q and of V, and they fit into the
+    device's memory."""
+    known = {row.head_dims: row.config for row in PACKAGED}
+    if device.arch != 90:
+        raise ValueError(f"config: expected a Hopper card for gradients, got {device.name}")
+    if head_dims not in known:
+        kinds = ", ".join(f"{d} and {d_v}" for d, d_v in known)
+        raise ValueError(f"config: expected padded head dims of {kinds}, got {head_dims[0]} and {head_dims[1]}")
+    like = known[head_dims]
+    for name in ("keys", "q_pieces"):
+        if getattr(config, name) != getattr(like, name):
+            raise ValueError(
+                f"config: expected {name}={getattr(like, name)} at head_dim {head_dims[0]}, got {getattr(config, name)}"
+            )
+    if config.dq_slots > config.q_pieces:
+        raise ValueError(
+            f"config: expected at most as many dq_slots as q_pieces, {config.q_pieces}, got {config.dq_slots}"
+        )
+    needed = config.smem_bytes(*head_dims)
+    if needed > device.smem_bytes:
+        raise ValueError(
+            f"config: expected a config that fits the {device.smem_bytes} bytes of shared memory of {device.name}, "
+            f"got one that needs {needed} at head_dim {head_dims[0]}; lower query_slots, dout_slots or ds_slots"
+        )
+
+
+def rows_by_default(
+    head_dims: tuple[int, int], causal: bool, rows: Sequence[BackwardRow] = PACKAGED
+) -> list[BackwardRow]:
+    """The rows that `pick_config` chooses from, by sizes: up to one that fits whatever they are. head_dims: padded."""
+    found: list[BackwardRow] = []
+    for row in rows:
+        if row.head_dims == head_dims and row.causal in (None, causal):
+            found.append(row)
+            if row.are_any:
+                break
+    return found

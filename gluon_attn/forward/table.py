@@ -13,6 +13,7 @@ from ..kernels.common.mask import Mask
 from ..problem import FP8_DTYPES, Problem, needs_no_maximum
 from ..runtime.descriptors import Bases
 from ..score_mod import NEAR_ZERO, ScoreFunction
+from ..sizes import Sizes
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 from .plan import Plan
 
@@ -22,36 +23,24 @@ CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Sizes):
     """A choice of config for the problems it fits, on the architectures that the config is for.
 
-    element_bytes: of q, k and v. min_kv_len: from how many keys on, of those that a query sees. min_reuse: from how
-    many queries of a KV head on, which is how often each of its keys is used, and pays for what is done to it once.
-    one_round: only if no program has more than one item to do: with little work small row blocks win, as more
-    processors have some. result_file (under bench/results/), card, date: where the configs were timed that it was
-    chosen from; None for a row that waits for its measurement. The rows are few: they are not the fastest at every
-    length, and a few per cent are within the noise.
-
-    Of rows of a table file, which serve what is like the shape that they were timed at: max_kv_len, the most keys that
-    a query sees; q_lens, the fewest and the most queries; sequence_heads, likewise heads times the batch;
-    heads_per_kv_head, exactly so many query heads.
+    element_bytes: of q, k and v. one_round: only if no program has more than one item to do: with little work small row
+    blocks win, as more processors have some. result_file (under bench/results/), card, date: where the configs were
+    timed that it was chosen from; None for a row that waits for its measurement. The rows are few: they are not the
+    fastest at every length, and a few per cent are within the noise. Fields of `Sizes` are given by name.
     """
 
     padded_head_dim: int
     causal: bool
     config: ForwardConfig
     element_bytes: int = 2
-    min_kv_len: int = 1
-    min_reuse: int = 1
     one_round: bool = False
     result_file: str | None = None
     card: str | None = None
     date: str | None = None
     padded_head_dim_v: int | None = None  # None: as Q's
-    max_kv_len: int | None = None  # None, here and below: any
-    q_lens: tuple[int, int] | None = None
-    sequence_heads: tuple[int, int] | None = None
-    heads_per_kv_head: int | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -61,11 +50,6 @@ class Row:
     @property
     def mask(self) -> Mask:
         return Mask(causal=self.causal)
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether it is for sizes around one that was timed."""
-        return (self.max_kv_len, self.q_lens, self.sequence_heads, self.heads_per_kv_head) != (None,) * 4
 
     def is_of_kind(self, problem: Problem, device: Device) -> bool:
         """Whether it is for such head dims, mask, dtype and architecture, whatever the sizes."""
@@ -82,20 +66,8 @@ class Row:
             return "kind"
         if num_ctas is not None and num_ctas != self.config.num_ctas:
             return "num_ctas"
-        keys = problem.mask.most_keys(problem.kv_len)
-        if keys < self.min_kv_len:
-            return "min_kv_len"
-        if self.max_kv_len is not None and keys > self.max_kv_len:
-            return "max_kv_len"
-        if problem.q_len * problem.heads // problem.kv_heads < self.min_reuse:
-            return "min_reuse"
-        if self.q_lens is not None and not self.q_lens[0] <= problem.q_len <= self.q_lens[1]:
-            return "q_lens"
-        heads = problem.batch * problem.heads
-        if self.sequence_heads is not None and not self.sequence_heads[0] <= heads <= self.sequence_heads[1]:
-            return "sequence_heads"
-        if self.heads_per_kv_head is not None and self.heads_per_kv_head * problem.kv_heads != problem.heads:
-            return "heads_per_kv_head"
+        if (unmet := self.unmet_size(problem)) is not None:
+            return unmet
         if self.config.smem_bytes(self.padded_head_dim, self.element_bytes, self.padded_head_dim_v) > device.smem_bytes:
             return "smem_bytes"
         if self.one_round and self.takes_rounds(problem, device):

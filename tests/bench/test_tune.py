@@ -22,13 +22,18 @@ from bench.tune import command
 from bench.tune import search as searching
 from bench.tune.card import RealCard
 from bench.tune.forward import Forward
-from bench.tune.search import Again, Estimate, Progress, Search, Stop
+from bench.tune.gradients import Gradients
+from bench.tune.search import Again, Config, Estimate, Progress, Search, Stop
 from gluon_attn import ForwardConfig, HopperConfig, tuning
+from gluon_attn.backward import table as backward_table
+from gluon_attn.backward.configs import HopperBackward
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import BackwardRow
 from gluon_attn.device import Device
 from gluon_attn.forward import launch
 from gluon_attn.forward.configs import label
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import PACKAGED, Row, hopper_config, pick_config
+from gluon_attn.forward.table import PACKAGED, hopper_config, pick_config
 from gluon_attn.problem import Problem, empty_output
 from gluon_attn.reference import reference_attention
 from gluon_attn.resources import Loop, Resources
@@ -40,7 +45,13 @@ H200 = Device.hopper()
 ASKED = problem(batch=3, heads=12, kv_heads=4, q_len=3000, kv_len=3000, head_dim=96)
 CHOICES = Forward(ASKED, H200, PACKAGED)
 IN_USE = CHOICES.in_use
-name_of = CHOICES.name
+OF_GRADIENTS = Gradients(ASKED, H200, backward_table.PACKAGED)
+
+
+def name_of(config: Config) -> str:
+    return OF_GRADIENTS.name(config) if isinstance(config, HopperBackward) else CHOICES.name(config)
+
+
 BEST = hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=1, integer_max=True)
 COMPILING_S = 2.0  # on the card that is made up
 KEY = {"commit": "abc"}
@@ -58,7 +69,7 @@ def taken(spills: int = 0) -> Resources:
 class FakeCard:
     """A config takes the longer, the more of its fields are unlike BEST's; 1 % of noise, and clocks that drift."""
 
-    def __init__(self, best: ForwardConfig = BEST) -> None:
+    def __init__(self, best: Config = BEST) -> None:
         self.best = best
         self.random = random.Random(0)
         self.clock_s = 0.0
@@ -69,17 +80,17 @@ class FakeCard:
         self.broken = False
         self.calls_left = 10**9  # of `time`, before it is interrupted
 
-    def seconds(self, config: ForwardConfig) -> float:
+    def seconds(self, config: Any) -> float:
         fields = [f.name for f in dataclasses.fields(config)]
         return 1e-3 * (1 + 0.04 * sum(getattr(config, name) != getattr(self.best, name) for name in fields))
 
-    def compile(self, problem: Problem, configs: Sequence[ForwardConfig]) -> Iterator[tuple[int, Any]]:
+    def compile(self, problem: Problem, configs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for i, config in enumerate(configs):
             self.compiled.append(name_of(config))
             self.clock_s += COMPILING_S
             yield i, self.fails.get("compile", {}).get(name_of(config), taken())
 
-    def try_out(self, problem: Problem, config: ForwardConfig, in_use: ForwardConfig) -> str | None:
+    def try_out(self, problem: Problem, config: Any, in_use: Any) -> str | None:
         self.tried.append(name_of(config))
         outcome = self.fails.get("try_out", {}).get(name_of(config))
         if isinstance(outcome, BaseException):
@@ -89,7 +100,7 @@ class FakeCard:
     def works(self) -> bool:
         return not self.broken
 
-    def time(self, problem: Problem, configs: Sequence[ForwardConfig], rounds: int) -> list[Sequence[float]]:
+    def time(self, problem: Problem, configs: Sequence[Any], rounds: int) -> list[Sequence[float]]:
         if self.calls_left == 0:
             raise KeyboardInterrupt
         self.calls_left -= 1
@@ -114,7 +125,7 @@ def search(
     resume: bool = False,
     said: list[str] | None = None,
     limit_s: float = math.inf,
-) -> Search:
+) -> Search[ForwardConfig]:
     progress = Progress.begin(path, KEY, resume, lambda: card.clock_s)
     say = (lambda line: None) if said is None else said.append
     return Search(CHOICES, card, progress, say, limit_s)
@@ -159,9 +170,9 @@ def test_a_race_ends_when_the_first_is_out_of_the_noise(tmp_path):
 
 def tuned(
     card: FakeCard, path: Path, *problems: Problem, **options: Any
-) -> tuple[list[Row], list[Measured], list[str]]:
+) -> tuple[list[Any], list[Measured], list[str]]:
     """Rows, what they were chosen from, and what was said."""
-    kept: list[tuple[list[Row], list[Measured]]] = []
+    kept: list[tuple[list[Any], list[Measured]]] = []
     said: list[str] = []
     progress = Progress.begin(path, KEY, False, lambda: card.clock_s)
     command.tune(
@@ -237,7 +248,7 @@ def test_resuming_asks_for_the_same_tree(tmp_path):
     ("when", "outcome", "why"),
     [
         ("compile", Failed("took more than 9 s"), "took more than 9 s"),
-        ("compile", taken(spills=3), "spills: 3 in the loops"),
+        ("compile", taken(spills=3), "spills: 3 in a loop"),
         ("try_out", RuntimeError("no room"), "RuntimeError: no room"),
         ("try_out", "O is off by 1", "O is off by 1"),
     ],
@@ -299,7 +310,7 @@ def stand_in(monkeypatch):
     wrong: dict[ForwardConfig, Callable[[torch.Tensor, torch.Tensor], None]] = {}
 
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, config: ForwardConfig, **options: Any
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, config: Any = None, **options: Any
     ) -> Any:
         assert (q.shape, k.shape, v.shape, causal) == ((1, 4, 64, 64), (1, 2, 32, 64), (1, 2, 32, 64), True)
         right, right_lse = reference_attention(q, k, v, causal=causal)
@@ -376,7 +387,7 @@ def test_what_is_compiled_ahead_is_what_a_call_compiles(monkeypatch):
     monkeypatch.setattr(Build, "compile", lambda build, arch: builds.append((build, arch)))
     monkeypatch.setattr(on_card, "resources", lambda kernel: taken())
     launch.compiled.cache_clear()
-    on_card.compile_one((asked, config, 90))
+    on_card.compile_one((asked, config, H200))
     launch.compiled.cache_clear()
     monkeypatch.setattr(launch, "CardLaunch", lambda *_: None)
     q, k, v = (torch.empty(1, n, s, 64, dtype=torch.bfloat16, device="meta") for n, s in ((4, 32), (2, 64), (2, 64)))
@@ -509,6 +520,92 @@ def test_a_reach_of_one_is_the_shape_alone():
     assert Forward(problem(q_len=1), H200, PACKAGED).row(BEST, 1.25).q_lens == (1, 1)
 
 
+GRADIENTS = dataclasses.replace(ASKED, batch=1)  # D=128, where they have 2 slots for each of Q and dO, and 2 tiles
+BEST_OF_GRADIENTS = dataclasses.replace(backward_table.HOPPER[128], query_slots=3, ds_slots=1, load_registers=32)
+
+
+def test_gradients_are_searched_too(tmp_path):
+    rows, measured, said = tuned(
+        FakeCard(BEST_OF_GRADIENTS), tmp_path / "p.json", GRADIENTS, generations=6, of_gradients=True
+    )
+    [row] = rows
+    assert row == BackwardRow(
+        (128, 128), BEST_OF_GRADIENTS, False, min_kv_len=2400, max_kv_len=3750, q_lens=(2400, 3750),
+        sequence_heads=(10, 15), heads_per_kv_head=3,
+    )  # fmt: skip
+    [found] = measured
+    assert (found.chosen, found.in_use) == ("64x128 q3do2ds1 r32", "64x128 q2do2ds2 r24")
+    assert said[0] == "gradients of q (1, 12, 3000, 96), k (1, 4, 3000, 96), bf16, no mask"
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256), (192, 128)])
+def test_configs_of_gradients(head_dims):
+    """None of the table's is pruned; neighbours have names of their own; some of the first are no neighbours."""
+    asked = problem(head_dim=head_dims[0], head_dim_v=head_dims[1])
+    choices = Gradients(asked, H200, backward_table.PACKAGED)
+    first, beside = choices.first(), list(choices.neighbours(choices.in_use))
+    assert choices.in_use in first
+    assert choices.why_pruned(choices.in_use) is None
+    assert choices.in_use not in beside
+    for found in (first, beside):
+        assert len({choices.name(config) for config in found}) == len(set(found)) == len(found)
+    assert len([config for config in first if choices.why_pruned(config) is None]) > 3
+    assert {*first} - {*beside, choices.in_use}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"block_m": 128, "query_slots": 1, "dout_slots": 1, "ds_slots": 1}, "needs 288 registers a thread that comp"),
+        ({"query_slots": 4, "dout_slots": 4}, "config: expected a config that fits the 232448 bytes of shared memory"),
+        ({"keys": 64}, "config: expected keys=128 at head_dim 128, got 64"),
+        ({"dq_slots": 2}, "config: expected at most as many dq_slots as q_pieces, 1, got 2"),
+    ],
+)
+def test_what_is_pruned_of_gradients(fields, why):
+    config = dataclasses.replace(backward_table.HOPPER[128], **fields)
+    assert str(OF_GRADIENTS.why_pruned(config)).startswith(why)
+
+
+def test_gradients_on_the_cards_path(stand_in, monkeypatch):
+    """By other kernels on the CPU: inputs once, all three gradients looked at, in memory of NaN."""
+    asked, card, _ = stand_in
+    config = backward_table.HOPPER[64]
+    other = dataclasses.replace(config, load_registers=32)
+    calls: list[tuple[HopperBackward, bool]] = []
+    off = {"dQ": 0.0, "dK": 0.0, "dV": 0.0}
+
+    def call_of(config: HopperBackward, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> Any:
+        assert options.pop("causal") is True
+        assert (dout.shape, out.shape, lse.shape) == (q.shape, q.shape, q.shape[:3])
+        calls.append((config, bool(options)))
+        if options:
+            assert options["output"](q).isnan().all()
+            assert options["workspaces"]("lse", lse).isnan().all()
+            whole = torch.zeros(3, dtype=torch.int32)
+            assert options["workspaces"]("added", whole) is whole
+        error = [off[name] if config == other else 0.0 for name in ("dQ", "dK", "dV")]
+        return lambda: tuple(t * (1 + e) for t, e in zip((q, k, v), error, strict=True))
+
+    monkeypatch.setattr(on_card, "backward_call", call_of)
+    assert card.try_out(asked, other, config) is None
+    for name in off:
+        off[name] = 0.1
+        assert str(card.try_out(asked, other, config)).startswith(f"{name} is off by 0.1")
+        off[name] = 0.0
+    assert [timed for timed in calls if not timed[1]] == [(other, False)]  # what is timed is made once
+    assert len([timed for timed in calls if timed[0] == config]) == 1
+
+
+def test_kernels_of_gradients_depend_on_whether_key_blocks_are_shared():
+    config = backward_table.HOPPER[128]
+    asked = problem(batch=1, kv_len=100, q_len=2**14)
+    plain = problem()
+    assert [BackwardPlan.of(p, config, H200).shared > 0 for p in (asked, plain)] == [True, False]
+    assert on_card.kernel_of(asked, config, H200) != on_card.kernel_of(plain, config, H200)
+    assert on_card.kernel_of(asked, BEST, H200) == on_card.kernel_of(plain, BEST, H200)
+
+
 def test_estimates():
     assert Estimate.of([1.0, 1.0, 1.0]) == Estimate(1.0, 0.0)
     assert Estimate.of([0.9, 0.91, 0.92]).faster_than(Estimate(1.0, 0.0))
@@ -534,6 +631,7 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--shape", "1,2,3,64", "--reach", "0.5"], "--reach: expected 1 or more, got 0.5"),
         (["--shape", "1,2,3,64", "--generations", "0"], "--generations: expected 1 or more, got 0"),
         (["--shape", "1,2,3,64", "--minutes", "0"], "--minutes: expected 1 or more, got 0"),
+        (["--shape", "1,2,3,64", "--backward", "--dtype", "e4m3"], "--backward: expected --dtype fp16 or bf16"),
         (["--shape", "1,2,3,64", "--out", "table"], "--out: expected a file name that ends in .json, got table"),
         (["--shape", "1,2,3,64", "--device", "h100"], "--device: expected with --list only"),
         (["--shape", "1,2,3,300"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 300"),
@@ -558,6 +656,26 @@ def test_the_first_configs_are_listed(monkeypatch, capsys):
     assert lines[0] == "q (3, 12, 3000, 96), k (3, 4, 3000, 96), bf16, no mask"
     assert lines[1].split() == ["in", "use", *name_of(IN_USE).split()]
     assert any(line.startswith("  pruned  ") and "which without a mask are alike" in line for line in lines)
+
+
+def test_the_first_configs_of_gradients_are_listed(monkeypatch, capsys):
+    run(monkeypatch, "--shape", "4,16,4096,128", "--device", "h100", "--list", "--backward")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split(maxsplit=2) == ["in", "use", name_of(backward_table.HOPPER[128])]
+    assert "pruned  128x128 q1do1ds1 r24: needs 288 registers" in lines[-2]
+    with pytest.raises(SystemExit, match="--backward: expected a Hopper card"):
+        run(monkeypatch, "--shape", "4,16,4096,128", "--device", "b200", "--list", "--backward")
+
+
+def test_a_run_for_gradients_writes_rows_of_theirs(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "provenance", lambda commit: PROVENANCE | {"driver": "1"})
+    out = tmp_path / "table.json"
+    args = command.parser().parse_args(["--shape", "1,2,3,64", "--out", str(out), "--generations", "6", "--backward"])
+    command.run([GRADIENTS], H200, FakeCard(BEST_OF_GRADIENTS), args, resume=False)
+    table = tuning.read(out)
+    assert table.rows == ()
+    assert [row.config for row in table.backward_rows] == [BEST_OF_GRADIENTS]
+    assert table.provenance["command"]["backward"] is True
 
 
 def test_a_whole_run_writes_a_table_file_that_loads(monkeypatch, tmp_path, capsys):

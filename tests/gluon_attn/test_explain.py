@@ -9,6 +9,7 @@ import torch
 
 from gluon_attn import __main__ as command
 from gluon_attn import explain, tuning
+from gluon_attn.backward.table import HOPPER, BackwardRow
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import label
 from gluon_attn.forward.table import PACKAGED, Row, hopper_config, pick_config
@@ -148,9 +149,43 @@ def test_a_row_of_a_table_file(tmp_path):
     assert f"{label(CONFIG)}: for (512, 2048) queries, there are 4096" in text
 
 
+def test_gradients_and_which_row_serves_them(results):
+    text = said("--shape", "4,16,4096,128", "--causal", "--backward")
+    assert text.startswith("gradients of q (4, 16, 4096, 128)")
+    assert "served by row 1 of the packaged table (measured on an NVIDIA H200, 2026-11-23): 64x128 q2do2ds2 r24" in text
+    assert "launch: 132 programs, for 2048 key blocks of 128" in text
+    assert "an item is two key blocks, one that many queries see with one that few; it walks row blocks of 64" in text
+    assert "at the nearest point, D=128 causal 4096, batch 4, 16 heads" in text
+    assert "* ours  " in text
+    text = said("--shape", "1,4,16384,128", "--kv-length", "100", "--backward")
+    assert "the last 4 key blocks are shared by 132 programs" in text
+    waits = said("--shape", "1,8,1024,192", "--head-dim-v", "128", "--backward")
+    assert "row 3 of the packaged table (not measured)" in waits
+    assert "this row waits for its measurement" in waits
+
+
+def test_a_row_of_a_table_file_for_gradients(tmp_path):
+    path = tmp_path / "mine.json"
+    config = dataclasses.replace(HOPPER[128], query_slots=3, ds_slots=1)
+    row = BackwardRow((128, 128), config, False, q_lens=(512, 2048))
+    found = tuning.Measured(shape={"batch": 2}, ms={"a": 2, "b": 3}, chosen="a", in_use="b", gain=0.5, spread=0.01)
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [], [], [row], [found])))
+    text = said("--shape", "2,16,1024,128", "--table", str(path), "--backward")
+    assert f"served by row 0 of {path}: 64x128 q3do2ds1 r24" in text
+    assert "  no mask\n  512 to 2048 queries: it has 1024" in text
+    assert "2026-11-25: +50.0% ±1.0% over b" in text
+    tuning.reset()
+    text = said("--shape", "2,16,4096,128", "--table", str(path), "--backward")
+    assert "64x128 q3do2ds1 r24: for (512, 2048) queries, there are 4096" in text
+    assert "served by row 1 of the packaged table" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--shape", "1,8,64,64", "--backward", "--dtype", "e4m3"], "expected --dtype fp16 or bf16, as fp8 has no"),
+        (["--shape", "1,8,64,64", "--backward", "--num-ctas", "1"], "--num-ctas: expected none with --backward"),
+        (["--shape", "1,8,64,64", "--backward", "--device", "b200"], "--backward: expected a Hopper card"),
         (["--shape", "1,8,1024"], "expected four numbers from 1 on, as 4,16,4096,128, got '1,8,1024'"),
         (["--shape", "1,8,0,64"], "expected four numbers from 1 on"),
         (["--shape", "1,8,64,260"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 260"),
@@ -177,4 +212,4 @@ def test_without_a_card_a_device_has_to_be_named(monkeypatch, capsys):
 
 def test_a_compiled_kernel():
     text = said("--shape", "1,16,512,64", "--compile")
-    assert "spills: 0 in the loops over key blocks" in text
+    assert "spills: 0 in the loops over blocks" in text

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ import pytest
 import torch
 
 from gluon_attn import api, attention, supports, tuning
+from gluon_attn import gradients as api_gradients
+from gluon_attn.backward import table as backward
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import HOPPER, UNLIKE, BackwardRow
+from gluon_attn.bias import Bias
 from gluon_attn.device import Device
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import (
@@ -220,7 +226,8 @@ def changed(place: str, value: Any) -> dict[str, Any]:
     ("place", "value", "says"),
     [
         ("schema", 2, "schema: expected 1, got 2, as another version of gluon_attn writes it"),
-        ("backward", [], "table: expected schema, devices, provenance, forward, got an unknown 'backward'"),
+        ("sideways", [], "table: expected schema, devices, provenance, forward, backward, got an unknown 'sideways'"),
+        ("backward", {}, "backward: expected a list, got {}"),
         ("forward", None, "table: expected 'forward', got none"),
         ("forward", {}, "forward: expected a list, got {}"),
         ("devices", [], "devices: expected at least one device, got none"),
@@ -270,6 +277,155 @@ def test_measurements_are_checked(written, field, value, says):
     with pytest.raises(ValueError, match=r"table\.json: ") as refused:
         tuning.read(written(given))
     assert says in str(refused.value)
+
+
+BACKWARD_CONFIG = dataclasses.replace(HOPPER[128], query_slots=3, ds_slots=1, load_registers=32)
+BACKWARD_ROW = BackwardRow((128, 128), BACKWARD_CONFIG, False, min_kv_len=512, max_kv_len=2048, q_lens=(512, 2048))
+
+
+def gradients(row: BackwardRow = BACKWARD_ROW, devices: Sequence[Device] = (H200,)) -> dict[str, Any]:
+    return tuning.as_json(devices, PROVENANCE, [], [], [row], [MEASURED])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        BACKWARD_ROW,
+        BackwardRow((64, 64), HOPPER[64], True, sequence_heads=(1, 9), heads_per_kv_head=4, min_reuse=2),
+        BackwardRow((192, 128), UNLIKE[192, 128], False),
+    ],
+)
+def test_rows_of_gradients_are_read_as_they_are_written(written, row):
+    table = tuning.read(written(gradients(row)))
+    assert table.backward_rows == (dataclasses.replace(row, card="NVIDIA H200", date="2026-11-25"),)
+    assert table.backward_measured == (MEASURED,)
+    assert table.rows == ()
+
+
+def test_a_file_without_gradients(written):
+    given = content()
+    del given["backward"]
+    assert tuning.read(written(given)).backward_rows == ()
+
+
+def test_every_packaged_row_of_gradients_can_be_in_a_file(written):
+    for row in backward.PACKAGED:
+        [found] = tuning.read(written(gradients(dataclasses.replace(row, causal=True)))).backward_rows
+        assert (found.head_dims, found.config) == (row.head_dims, row.config)
+
+
+@pytest.mark.parametrize(
+    ("unlike", "served"),
+    [
+        ({}, True),
+        ({"head_dim": 96, "head_dim_v": 96}, True),
+        ({"deterministic": True}, True),
+        ({"causal": True}, False),
+        ({"head_dim": 64, "head_dim_v": 64}, False),
+        ({"kv_len": 4096}, False),
+        ({"q_len": 300}, False),
+        (
+            {"bias": Bias(dtype=torch.bfloat16, each_row=True, shared=False)},
+            False,
+        ),  # none was timed with the row's config
+    ],
+    ids=str,
+)
+def test_rows_of_gradients_serve_what_they_are_for(written, unlike, served):
+    asked = problem(**{name: value for name, value in unlike.items() if name != "deterministic"})
+    before = backward.pick_config(asked)
+    tuning.load(written(gradients()))
+    assert (backward.pick_config(asked, tuning.backward_rows_for(H200)) == BACKWARD_CONFIG) == served
+    assert backward.pick_config(asked, tuning.backward_rows_for(H100)) == before
+    assert backward.pick_config(asked) == before  # pure
+    assert pick_config(asked, H200, None, tuning.rows_for(H200)) == pick_config(asked, H200)
+
+
+def test_gradients_ask_the_tables_that_serve_when_they_are_computed(written, monkeypatch):
+    """Whatever served in the forward pass."""
+    seen: list[Any] = []
+
+    def launch(plan: BackwardPlan, *_: Any) -> Any:
+        seen.append(plan.config)
+        return lambda tensors: None
+
+    monkeypatch.setattr("gluon_attn.cpu.launches_on_cpu", lambda *_: lambda tensors: None)
+    monkeypatch.setattr("gluon_attn.cpu.backward_on_cpu", launch)
+    monkeypatch.setattr(api, "_launches", {})
+    monkeypatch.setattr(api_gradients, "_launches", {})
+    tensors = [t.requires_grad_() for t in qkv()]
+
+    def forward() -> torch.Tensor:
+        out = attention(*tensors, device=H200)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    outs = [forward() for _ in range(3)]
+    outs[0].sum().backward()
+    with tuning.load(written(gradients())):
+        outs[1].sum().backward()
+    outs[2].sum().backward()
+    assert [config == BACKWARD_CONFIG for config in seen] == [False, True]
+
+
+def test_kernels_of_gradients_compiled_ahead_are_those_of_the_table_too(written):
+    def rows(causal: bool) -> list[BackwardRow]:
+        return backward.rows_by_default((128, 128), causal, tuning.backward_rows_of_arch(90))
+
+    packaged = rows(False)
+    assert [row.config for row in packaged] == [HOPPER[128]]
+    tuning.load(written(gradients()))
+    assert [row.config for row in rows(False)] == [BACKWARD_CONFIG, HOPPER[128]]
+    assert rows(True) == packaged
+    tuning.load(written(gradients(BackwardRow((128, 128), BACKWARD_CONFIG, False))))  # of all sizes
+    assert [row.config for row in rows(False)] == [BACKWARD_CONFIG]
+    assert tuning.backward_rows_of_arch(100) == backward.PACKAGED
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (
+            "conditions.element_bytes",
+            2,
+            "backward[0].conditions: expected padded_head_dim, padded_head_dim_v, causal, ",
+        ),
+        ("conditions.one_round", True, "got an unknown 'one_round'"),
+        ("conditions.causal", None, "backward[0].conditions: expected 'causal', got none"),
+        (
+            "conditions.padded_head_dim",
+            256,
+            "expected padded head dims of 64 and 64, 128 and 128, 256 and 256, 192 and",
+        ),
+        ("config.kind", "blackwell", "backward[0].config.kind: expected one of hopper, got 'blackwell'"),
+        ("config.turns", True, "backward[0].config: expected kind, block_m"),
+        ("config.block_m", 96, "backward[0].config: self.block_m=96 must be 64 or 128"),
+        ("config.keys", 64, "not for a row of these conditions: config: expected keys=128 at head_dim 128, got 64"),
+        ("config.dq_slots", 2, "config: expected at most as many dq_slots as q_pieces, 1, got 2"),
+        (
+            "config.query_slots",
+            4,
+            "config: expected a config that fits the 232448 bytes of shared memory of NVIDIA H200",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_row_of_gradients_is_said(written, place, value, says):
+    given = gradients(dataclasses.replace(BACKWARD_ROW, config=dataclasses.replace(BACKWARD_CONFIG, dout_slots=4)))
+    if place != "config.query_slots":
+        given = gradients()
+    part, name = place.split(".")
+    if value is None:
+        del given["backward"][0][part][name]
+    else:
+        given["backward"][0][part][name] = value
+    with pytest.raises(ValueError, match=r"table\.json: backward\[0\]") as refused:
+        tuning.load(written(given))
+    assert says in str(refused.value)
+
+
+def test_only_hopper_has_gradients(written):
+    with pytest.raises(ValueError, match="config: expected a Hopper card for gradients, got NVIDIA B200"):
+        tuning.load(written(gradients(devices=[Device.blackwell()])))
 
 
 def test_a_config_of_another_architecture(written):

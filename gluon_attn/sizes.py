@@ -1,0 +1,51 @@
+"""What a row of a tuning table asks of the sizes of a problem."""
+
+from dataclasses import dataclass
+
+from .problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """min_kv_len: from how many keys on, of those that a query sees. min_reuse: from how many queries of a KV head on,
+    which is how often each of its keys is used, and pays for what is done to it once.
+
+    Of rows of a table file, which serve what is like the shape that they were timed at: max_kv_len, the most keys that
+    a query sees; q_lens, the fewest and the most queries; sequence_heads, likewise heads times the batch;
+    heads_per_kv_head, exactly so many query heads. None: any.
+    """
+
+    min_kv_len: int = 1
+    min_reuse: int = 1
+    max_kv_len: int | None = None
+    q_lens: tuple[int, int] | None = None
+    sequence_heads: tuple[int, int] | None = None
+    heads_per_kv_head: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it is for sizes around one that was timed."""
+        return (self.max_kv_len, self.q_lens, self.sequence_heads, self.heads_per_kv_head) != (None,) * 4
+
+    @property
+    def are_any(self) -> bool:
+        """Whether it serves all sizes."""
+        return not self.is_limited and (self.min_kv_len, self.min_reuse) == (1, 1)
+
+    def unmet_size(self, problem: Problem) -> str | None:
+        """The first of these fields that the problem does not meet."""
+        keys = problem.mask.most_keys(problem.kv_len)
+        if keys < self.min_kv_len:
+            return "min_kv_len"
+        if self.max_kv_len is not None and keys > self.max_kv_len:
+            return "max_kv_len"
+        if problem.q_len * problem.heads // problem.kv_heads < self.min_reuse:
+            return "min_reuse"
+        if self.q_lens is not None and not self.q_lens[0] <= problem.q_len <= self.q_lens[1]:
+            return "q_lens"
+        heads = problem.batch * problem.heads
+        if self.sequence_heads is not None and not self.sequence_heads[0] <= heads <= self.sequence_heads[1]:
+            return "sequence_heads"
+        if self.heads_per_kv_head is not None and self.heads_per_kv_head * problem.kv_heads != problem.heads:
+            return "heads_per_kv_head"
+        return None
