@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench import features, learn, report, sweep, varlen
+from bench import features, learn, report, sweep, unlike, varlen
 from bench.points import DTYPES, LENGTHS, SETS, Point
 from bench.tune import command as tune
 
@@ -35,9 +35,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--sets",
         nargs="+",
-        choices=[*SETS, *features.SETS, *varlen.SETS],
+        choices=[*SETS, *features.SETS, *varlen.SETS, *unlike.SETS],
         default=["sweep"],
-        help="of bench/points.py; or of bench/features.py or bench/varlen.py, then alone",
+        help="of bench/points.py; or of bench/features.py, varlen.py or unlike.py, then alone",
     )
     top.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["bf16"], help="of these sets, what has these")
     top.add_argument("--head-dim", type=int, nargs="+", help="only these")
@@ -48,7 +48,9 @@ def parser() -> argparse.ArgumentParser:
         "--ctas", type=int, nargs="+", choices=[1, 2], default=[1, 2], help="to time, beside the table's pick"
     )
     top.add_argument("--candidates", action="store_true", help="time every config of bench/candidates.py instead")
-    top.add_argument("--peers", nargs="*", choices=["fa2", "flex"], default=[], help="to time beside cuDNN")
+    top.add_argument(
+        "--peers", nargs="*", choices=["fa2", "flex"], help="to time beside cuDNN; default: none, with masks flex"
+    )
     top.add_argument("--sustained", action="store_true", help="also long loops at S=8192, of every kind")
     top.add_argument("--alone", action="store_true", help="also time cuDNN and ours for 100 ms on end each")
     top.add_argument("--rounds", type=int, default=9, help="of 15 runs of each call, interleaved")
@@ -113,7 +115,7 @@ def main() -> None:
     elif args.show == "plot":
         print("written:", report.plot(read, args.to, args.all))
     else:
-        alone = [name for module in (features, varlen) if (name := module_sets(module, args.sets))]
+        alone = [name for module in (features, varlen, unlike) if (name := module_sets(module, args.sets))]
         for names in alone:
             if len(names) < len(args.sets):
                 others = ", ".join(name for name in args.sets if name not in names)
@@ -129,7 +131,10 @@ def main() -> None:
             features.run(args)
         elif args.sets[0] in varlen.SETS:
             varlen.run(args)
+        elif args.sets[0] in unlike.SETS:
+            unlike.run(args)
         else:
+            args.peers = args.peers or []
             sweep.run(points, args)
 
 

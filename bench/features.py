@@ -1,8 +1,10 @@
 """Times what changes a causal call, masks and changed scores, against the plain call, cuDNN's and FlexAttention.
 
-`python -m bench --sets masks`, with `--peers flex` for FlexAttention; one process, interleaved.
+`python -m bench --sets masks`, forward and backward; one process, interleaved. FlexAttention is left out with `--peers`
+and nothing after it.
 
-Times are also given over those of two calls of the same run: our own plain causal one and cuDNN's. A set is a list of
+Times are also given over those of three calls of the same run: our own plain causal one, cuDNN's, and FlexAttention's
+of the same case. A set is a list of
 `Case`s; to add one, say what attention() is given for it, and what FlexAttention is.
 """
 
@@ -19,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.mask_mods import near, near_keys, near_rows
 from bench.provenance import SEED, provenance
-from bench.timing import time_interleaved
+from bench.timing import Timing, time_interleaved
 from gluon_attn import MaskMod, attention
 
 CUDNN, PLAIN = "cudnn causal", "ours causal"
@@ -73,6 +75,7 @@ class Case:
 
     @property
     def is_in_flex(self) -> bool:
+        """FlexAttention has no sinks: nothing that enters the denominator alone."""
         return self.keeps is not None or self.score_mod is not None
 
 
@@ -223,6 +226,16 @@ def calls_of(which: str, forwards: Mapping[str, Callable[[], Any]], tensors: lis
     return calls
 
 
+def ratios(name: str, timings: Mapping[str, Timing]) -> dict[str, float]:
+    """A call's time over others' of the same run; over FlexAttention's only what that computes too."""
+    found = {
+        "over_ours_causal": timings[name].median / timings[PLAIN].median,
+        "over_cudnn_causal": timings[name].median / timings[CUDNN].median,
+    }
+    by_flex = timings.get(name.replace("ours", "flex")) if name.startswith("ours") else None
+    return found if by_flex is None else found | {"over_flex": timings[name].median / by_flex.median}
+
+
 def measure(cases: tuple[Case, ...], shape: Shape, which: str, rounds: int, with_flex: bool) -> dict[str, Any]:
     tensors = shape.tensors()
     if which == "backward":
@@ -234,36 +247,46 @@ def measure(cases: tuple[Case, ...], shape: Shape, which: str, rounds: int, with
         name: {
             "ms": t.median * 1e3,
             "spread": t.spread,
-            "over_ours_causal": t.median / timings[PLAIN].median,
-            "over_cudnn_causal": t.median / timings[CUDNN].median,
+            **ratios(name, timings),
         }
         for name, t in timings.items()
     }
-    return {"name": f"{shape.name} {which}", "shape": asdict(shape), "pass": which, "results": results}
+    absent = [case.name for case in cases if not case.is_in_flex]
+    return {
+        "name": f"{shape.name} {which}", "shape": asdict(shape), "pass": which, "results": results,
+        "not_in_flex": absent,
+    }  # fmt: skip
 
 
 def table(found: dict[str, Any]) -> str:
-    """Times over our own plain causal call's, in Markdown."""
-    points = found["points"]
-    lines = [
-        "| time over ours, causal | " + " | ".join(p["name"] for p in points) + " |",
-        "|---" * (len(points) + 1) + "|",
-    ]
+    """Times over our own plain causal call's; and of each case ours over FlexAttention's, in Markdown."""
+    over_ours = rows_of("time over ours, causal", "over_ours_causal", found["points"])
+    over_flex = rows_of("time over FlexAttention's", "over_flex", found["points"])
+    if all("over_flex" not in cell for p in found["points"] for cell in p["results"].values()):
+        return over_ours
+    absent = ", ".join(found["points"][0]["not_in_flex"])
+    return f"{over_ours}\n\n{over_flex}" + (f"\n\nFlexAttention has no {absent}." if absent else "")
+
+
+def rows_of(title: str, ratio: str, points: list[dict[str, Any]]) -> str:
+    """A row for each call that has this ratio, a column for each point."""
+    lines = [f"| {title} | " + " | ".join(p["name"] for p in points) + " |", "|---" * (len(points) + 1) + "|"]
     for name in points[0]["results"]:
-        cells = (p["results"].get(name) for p in points)
-        of_points = " | ".join("–" if cell is None else f"{cell['over_ours_causal']:.3f}" for cell in cells)
-        lines.append(f"| {name} | {of_points} |")
+        cells = [p["results"].get(name, {}).get(ratio) for p in points]
+        if any(cell is not None for cell in cells):
+            lines.append(f"| {name} | " + " | ".join("–" if c is None else f"{c:.3f}" for c in cells) + " |")
     return "\n".join(lines)
 
 
 def run(args: argparse.Namespace) -> None:
     """args: of `python -m bench`; its `sets` are of SETS."""
     cases = tuple(case for name in args.sets for case in SETS[name])
+    with_flex = args.peers is None or "flex" in args.peers
     found: dict[str, Any] = {"provenance": provenance(args.commit), "points": []}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
         for which in PASSES:
-            found["points"].append(measure(cases, shape, which, args.rounds, "flex" in args.peers))
+            found["points"].append(measure(cases, shape, which, args.rounds, with_flex))
             args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             print("timed", found["points"][-1]["name"], flush=True)
     print(table(found))

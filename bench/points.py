@@ -148,8 +148,8 @@ def uneven() -> list[Point]:
     return [Point(head_dim=d, causal=True, length=n) for d in (64, 128) for n in (1501, 3000)]
 
 
-def unlike() -> list[Point]:
-    """The head dims of DeepSeek's: 192, and of V 128; 16 heads."""
+def d192() -> list[Point]:
+    """The head dims of DeepSeek's: 192, and of V 128; 16 heads. Both passes beside each other: bench/unlike.py."""
     choices = itertools.product((False, True), LENGTHS)
     return [Point(head_dim=192, head_dim_v=128, causal=causal, length=n, heads=16) for causal, n in choices]
 
@@ -160,5 +160,5 @@ SETS: dict[str, list[Point]] = {
     "variants": variants(),
     "small": small(),
     "uneven": uneven(),
-    "unlike": unlike(),
+    "d192": d192(),
 }

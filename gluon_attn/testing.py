@@ -211,6 +211,7 @@ def check(
     scale: float | None = None,
     layout: str = "bhsd",
     scales: Sequence[Tensor | None] = (),
+    bias: Tensor | None = None,
     what: str = "",
 ) -> None:
     """O and LSE against float64; raises AssertionError with what is wrong, after `what`.
@@ -218,7 +219,7 @@ def check(
     q and out are (B, H, Sq, D), k and v (B, Hkv, Sk, D); with layout "bshd" heads and lengths change places. lse is
     (B, H, Sq) in fp32, or None where there is none to check. causal, scale, layout: as attention() was given them;
     window, chunk: as `reference_attention` takes them.
-    scales: of q, k and v, (B, Hkv), if they are in fp8; None is 1.
+    scales: of q, k and v, (B, Hkv), if they are in fp8; None is 1. bias: that was added to scores, of 16 bits.
 
     O may be off by twice what plain PyTorch in the same dtype is, plus one unit in the last place at the largest |O|.
     Of fp8 inputs the products are those of the numbers they stand for, times their scales, and plain PyTorch is
@@ -245,6 +246,7 @@ def check(
         q, k, v = (stands_for(t, s, kv_heads, layout) for t, s in zip((q, k, v), by, strict=True))
         plain = plain_fp8(q, k, v, **options)
     else:
+        options["bias"] = bias
         plain, _ = reference_attention(q, k, v, **options)
     want, want_lse = reference_attention(q.double(), k.double(), v.double(), **options)
     _, single_lse = reference_attention(q.float(), k.float(), v.float(), **options)
@@ -290,6 +292,9 @@ class GradientError:
         return math.inf if math.isnan(self.error) else self.error / max(self.budget, 2.0**-126)
 
 
+GRADIENTS = ("dQ", "dK", "dV", "dBias")  # their names in messages
+
+
 def gradient_errors(
     q: Tensor,
     k: Tensor,
@@ -303,13 +308,19 @@ def gradient_errors(
     chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
+    bias: Tensor | None = None,
 ) -> list[GradientError]:
-    """Of dQ, dK and dV against float64, the largest of several runs. dout, dlse: of O and of LSE."""
+    """Of dQ, dK and dV against float64, the largest of several runs. dout, dlse: of O and of LSE. With a bias, of that
+    too: runs have four gradients then."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
     def plain(dtype: torch.dtype) -> list[Tensor]:
-        inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        out, lse = reference_attention(*inputs, causal=causal, window=window, chunk=chunk, scale=scale, layout=layout)
+        given = (q, k, v) if bias is None else (q, k, v, bias)
+        inputs = [t.detach().to(dtype).requires_grad_() for t in given]
+        out, lse = reference_attention(
+            *inputs[:3], causal=causal, window=window, chunk=chunk, scale=scale, layout=layout,
+            bias=None if bias is None else inputs[3],
+        )  # fmt: skip
         outputs, with_grads = [out], [dout.to(dtype)]
         if dlse is not None:
             # A row that sees no key has an LSE that no input moves.
@@ -324,7 +335,7 @@ def gradient_errors(
         plain_error = largest(same_dtype.double() - want)
         budget = 2 * plain_error + last_place(q.dtype, largest(want)) + single
         error = float(errors.max())  # NaN, if there is one
-        found.append(GradientError(name="d" + "QKV"[i], error=error, plain_error=plain_error, budget=budget))
+        found.append(GradientError(name=GRADIENTS[i], error=error, plain_error=plain_error, budget=budget))
     return found
 
 
@@ -341,20 +352,23 @@ def check_gradients(
     chunk: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
+    bias: Tensor | None = None,
     what: str = "",
 ) -> None:
-    """The gradients (dQ, dK, dV) against float64; raises AssertionError with what is wrong, after `what`.
+    """The gradients (dQ, dK, dV), and dBias if there is a bias, against float64; raises AssertionError with what is
+    wrong, after `what`.
 
     dout, dlse: of O and of LSE. How far off each may be: `GradientError.budget`.
     """
-    for name, t, got in zip("QKV", (q, k, v), grads, strict=True):
-        assert got is not None, f"{what}: no gradient of {name}"
-        assert (got.shape, got.dtype, got.device) == (t.shape, t.dtype, t.device), f"{what}: d{name} {got.shape}"
+    inputs = (q, k, v) if bias is None else (q, k, v, bias)
+    for name, t, got in zip(GRADIENTS[: len(inputs)], inputs, grads, strict=True):
+        assert got is not None, f"{what}: no {name}"
+        assert (got.shape, got.dtype, got.device) == (t.shape, t.dtype, t.device), f"{what}: {name} {got.shape}"
         bad = int((~got.isfinite()).sum())
-        assert bad == 0, f"{what}: {bad} of {got.numel()} elements of d{name} are not finite"
+        assert bad == 0, f"{what}: {bad} of {got.numel()} elements of {name} are not finite"
     runs = [[g for g in grads if g is not None]]
     limits: dict[str, Any] = {"causal": causal, "window": window, "chunk": chunk}
-    for e in gradient_errors(q, k, v, dout, runs, dlse=dlse, **limits, scale=scale, layout=layout):
+    for e in gradient_errors(q, k, v, dout, runs, dlse=dlse, **limits, scale=scale, layout=layout, bias=bias):
         assert e.error <= e.budget, (
             f"{what}: {e.name} is off by {e.error:.3e}, budget {e.budget:.3e} ({e.plain_error:.3e} in torch)"
         )

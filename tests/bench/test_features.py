@@ -73,6 +73,32 @@ def test_a_run_times_each_pass_of_each_case(stand_ins, monkeypatch, tmp_path, ca
     assert "| ours sinks | 2.000 | 2.000 |" in capsys.readouterr().out
 
 
+def test_flex_attention_is_timed_beside_ours(stand_ins, monkeypatch, tmp_path, capsys):
+    """Unless it is left out; and what it has not is said to be missing."""
+    monkeypatch.setattr(features, "flex", lambda *_: lambda: torch.zeros((), requires_grad=True) + 0)
+    monkeypatch.setattr(features, "calls_of", lambda which, forwards, tensors: {name: lambda: 0 for name in forwards})
+    monkeypatch.setitem(features.SETS, "few", (features.window(8), features.SINKS))
+    given = argparse.Namespace(sets=["few"], rounds=1, peers=None, commit="abc", out=tmp_path / "found.json")
+    features.run(given)
+    for point in json.loads(given.out.read_text())["points"]:
+        results = point["results"]
+        assert list(results) == ["cudnn causal", "ours causal", "ours window 8", "flex window 8", "ours sinks"]
+        assert results["ours window 8"]["over_flex"] == pytest.approx(3 / 4)
+        assert [name for name in results if "over_flex" in results[name]] == ["ours window 8"]
+        assert point["not_in_flex"] == ["sinks"]
+    said = capsys.readouterr().out
+    assert "| ours window 8 | 0.750 | 0.750 |" in said
+    assert "FlexAttention has no sinks." in said
+    given.peers = []
+    features.run(given)
+    assert "flex" not in given.out.read_text().replace("not_in_flex", "")
+
+
+def test_only_sinks_are_not_in_flex_attention():
+    assert [case.name for case in ALL if not case.is_in_flex] == ["sinks"]
+    assert {"window 128", "window 1024", "softcap 30", "alibi", "documents", "bias"} <= {case.name for case in FLEX}
+
+
 def test_sets_of_features_are_run_alone(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench", "--sets", "sweep", "masks"])
     with pytest.raises(SystemExit):

@@ -39,12 +39,13 @@ class Run:
         num_ctas: int = 1,
         config: ForwardConfig | None = None,
         programs: int | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         """scales: of q, k and v in fp8. device: default an H200. config: default the table's for much work, whatever
         the problem's size. programs: of the persistent grid, at most one for each item; default: as many as the
-        device has."""
+        device has. bias: that is added to scores."""
         self.q, self.k, self.v, self.scales = q, k, v, scales
-        self.options: dict[str, Any] = {"causal": causal, "layout": layout}
+        self.options: dict[str, Any] = {"causal": causal, "layout": layout, "bias": bias}
         problem = Problem.of(q, k, v, **self.options, scales=scales or (None, None, None))
         device = Device.hopper() if device is None else device
         config = config_for_rounds(problem, device, num_ctas) if config is None else config
@@ -55,8 +56,8 @@ class Run:
         self.out = torch.empty_like(q, dtype=output_dtype(q.dtype))
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
         self.target = f"sm_{plan.arch}a"
-        *before, self.launch = launches_of(plan, q, k, v, self.out)
-        self.tensors: Tensors = {**NOT_GIVEN, "q": q, "k": k, "v": v, "out": self.out, "lse": self.lse}
+        *before, self.launch = launches_of(plan, q, k, v, self.out, bias=bias)
+        self.tensors: Tensors = {**NOT_GIVEN, "bias": bias, "q": q, "k": k, "v": v, "out": self.out, "lse": self.lse}
         self.tensors |= dict(zip(SCALES, scales, strict=False))
         self.before = TransposeRun(plan, v, before[0]) if before else None
         if self.before is not None:
@@ -114,46 +115,64 @@ class BackwardRun:
     KERNELS = ("before", "main", "after")
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, deterministic: bool, programs: int, which: str = "main"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        deterministic: bool,
+        programs: int,
+        which: str = "main",
+        bias: Tensor | None = None,
     ) -> None:
         """programs: of the main kernel, unless it is deterministic: then it has one for each key block. If that leaves
         programs over and there are queries enough, these share the key blocks. which: of KERNELS the one that `launch`
-        is."""
+        is. bias: that is added to scores, whose gradient is computed too."""
         self.inputs = (q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype))
-        self.causal = causal
+        self.causal, self.bias = causal, bias
         device = dataclasses.replace(Device.hopper(), sm_count=programs)
-        problem = Problem.of(q, k, v, causal=causal)
+        problem = Problem.of(q, k, v, causal=causal, bias=bias)
         plan = BackwardPlan.of(problem, pick_config(problem), device, deterministic=deterministic)
         self.sharers = plan.sharers
         self.target = f"sm_{plan.arch}a"
-        out, lse = reference_attention(q, k, v, causal=causal)
+        out, lse = reference_attention(q, k, v, causal=causal, bias=bias)
         self.grads = [torch.empty_like(t) for t in (q, k, v)]
         self.tensors: Tensors = dict(zip(("q", "k", "v", "dout"), self.inputs, strict=True))
         self.tensors |= {"out": out, "lse": lse, "dlse": None, **NOT_THERE}
         self.tensors |= dict(zip(("dq", "dk", "dv"), self.grads, strict=True))
         described = {n: t for n, t in self.tensors.items() if n not in ("lse", "dlse", *NOT_THERE)}
-        self.launches = backward_launches_of(plan, described)
+        self.launches = backward_launches_of(plan, described, bias=bias, of_bias=bias is not None)
         self.launch = self.launches[self.KERNELS.index(which)]
         self.deterministic = deterministic
         self.kept: list[Tensor] | None = None
         self.between = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in workspaces(plan).items()}
         self.tensors |= self.between
+        self.dbias: Tensor | None = None
+        if bias is not None and problem.bias is not None:
+            self.sums_dbias = problem.bias.sums_gradient
+            self.dbias = torch.empty(bias.shape, dtype=problem.bias.gradient_dtype)
+            self.tensors |= {"bias": bias, "dbias": self.dbias}
 
     def __call__(self, **options: Any) -> Any:
         """The report of the last launch."""
         for t in (*self.grads, *self.between.values()):
             t.fill_(float("nan") if t.is_floating_point() else -1)
+        if self.dbias is not None:
+            self.dbias.zero_()  # as a call does: blocks that no query sees are not stored, and some are sums
         return [run(launch, self.tensors, self.target, **options) for launch in self.launches][-1]
 
     def check(self, what: str = "") -> None:
         """The gradients of the last launch against float64."""
         q, k, v, dout = self.inputs
-        check_gradients(q, k, v, dout, self.grads, causal=self.causal, what=what)
+        of_bias = [] if self.bias is None or self.dbias is None else [self.dbias.to(self.bias.dtype)]
+        check_gradients(q, k, v, dout, [*self.grads, *of_bias], causal=self.causal, bias=self.bias, what=what)
 
     def bits(self) -> list[Tensor]:
         """What has the same bits under every schedule, of the last launch: dK and dV; if it is deterministic dQ too,
-        and the sums in fp32 that it is rounded from."""
-        return [*self.grads, self.between["dq_sums"]] if self.deterministic else self.grads[1:]
+        and the sums in fp32 that it is rounded from; dBias, unless that is a sum."""
+        of_q = [self.grads[0], self.between["dq_sums"]] if self.deterministic else []
+        return [*of_q, *self.grads[1:], *([] if self.dbias is None or self.sums_dbias else [self.dbias])]
 
     def keep_bits(self) -> None:
         """Launch it and remember them."""
@@ -185,6 +204,16 @@ def normal_qkv(
     kv_heads = heads if kv_heads is None else kv_heads
     kv_len = q_len if kv_len is None else kv_len
     return normal(heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len)
+
+
+def bias_of(kind: str, q: Tensor, k: Tensor) -> Tensor | None:
+    """For scores of (B, H, Sq, D) queries and keys. kind: "a row each" for each query its own row, "one row" for all;
+    "": there is none. In rows as long as TMA asks for; what is behind them is NaN."""
+    if not kind:
+        return None
+    keys, rows = k.shape[2], {"a row each": q.shape[2], "one row": 1}[kind]
+    numbers = torch.randn(*q.shape[:2], rows, keys, generator=torch.Generator().manual_seed(2))
+    return torch.nn.functional.pad(numbers, (0, -keys % 8), value=float("nan")).to(q.dtype)[..., :keys]
 
 
 def kv_scales(batch: int, kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

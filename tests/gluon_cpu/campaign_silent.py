@@ -2,8 +2,9 @@
 
     python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--shard 1/4] [--seconds N] [...]
 
-They are those of the tuning table; with names that begin with "gradients", the three of each backward pass; and, with
-names that begin with "twins", the right twins of small kernels with a bug.
+They are those of the tuning table and, with names that begin with "gradients", the three of each backward pass; of
+both, with a bias too ("bias" in their names). And, with names that begin with "twins", the right twins of small
+kernels with a bug.
 Prints a line for each kernel and dtype and one with the sum, and ends with status 1 at the first finding.
 """
 
@@ -22,7 +23,7 @@ from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellConfig, HopperConfig
 from gluon_attn.forward.table import TABLE, Row
 from tests.gluon_cpu.arguments import at_least_one, shard
-from tests.gluon_cpu.attention import BackwardRun, Run, kv_scales, normal_qkv
+from tests.gluon_cpu.attention import BackwardRun, Run, bias_of, kv_scales, normal_qkv
 from tests.gluon_cpu.twins import TWINS, Twin
 
 HOPPER, BLACKWELL, BLACKWELL_ULTRA = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()
@@ -109,6 +110,31 @@ def of_shared(head_dim: int, causal: bool, deterministic: bool) -> Twin:
     return checked_once(run, run.bits)
 
 
+def of_bias(head_dim: int, kind: str) -> Twin:
+    """The forward kernel with a bias, in the table's config: programs walk several row blocks, of several key blocks.
+    kind: as for `bias_of`."""
+    q, k, v = normal_qkv(heads=4, kv_heads=2, q_len=333, kv_len=401, head_dim=head_dim)
+    run = Run(q, k, v, causal=True, programs=2, bias=bias_of(kind, q, k))
+    return checked_once(run, lambda: (run.out, run.lse))
+
+
+def of_gradients_with_bias(head_dim: int, kind: str) -> Twin:
+    """`of_gradients`, with a bias and its gradient. kind: as for `bias_of`."""
+    q_len, kv_len = {64: (400, 300), 128: (200, 300), 256: (200, 150)}[head_dim]
+    q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+    run = BackwardRun(q, k, v, causal=True, deterministic=False, programs=2, bias=bias_of(kind, q, k))
+    return checked_once(run, run.bits)
+
+
+def with_bias() -> dict[str, Callable[[], Twin]]:
+    return {
+        f"{name} D={head_dim} causal bias {kind}": functools.partial(of_kind, head_dim, kind)
+        for (name, of_kind), head_dim, kind in itertools.product(
+            (("sm_90", of_bias), ("gradients", of_gradients_with_bias)), (64, 128, 256), ("a row each", "one row")
+        )
+    }
+
+
 def gradients() -> dict[str, Callable[[], Twin]]:
     return {
         f"gradients D={head_dim} {'causal' if causal else 'full'}{' in order' if deterministic else ''}{name}": (
@@ -160,7 +186,12 @@ def kernels() -> dict[str, Callable[[], Twin]]:
         for dtype in DTYPES[row.element_bytes]:
             # Rows may differ in no more than slots or registers, so each has its number in the table.
             table[f"{name_of(row, dtype)} row {i}"] = functools.partial(of_the_table, row, dtype)
-    return {**table, **gradients(), **{name: functools.partial(TWINS.__getitem__, name) for name in TWINS}}
+    return {
+        **table,
+        **gradients(),
+        **with_bias(),
+        **{name: functools.partial(TWINS.__getitem__, name) for name in TWINS},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,13 +4,18 @@ ConSan watches the one schedule that runs, buffer by buffer. A finding is a devi
 check has a process of its own.
 """
 
+import contextlib
 import dataclasses
 import itertools
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from gluon_attn import attention
+from bench.mask_mods import near, near_keys, near_rows
+from gluon_attn import MaskMod, attention
 from gluon_attn.apart import Apart
 from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import HOPPER as BACKWARD
@@ -18,8 +23,10 @@ from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
 from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.runtime import kernel as runtime_kernel
 from gluon_attn.sanitizer import FINDING, HAND_OVERS, SANITIZER, run_hand_over
 from gluon_attn.testing import backward_call, check, check_gradients, normal, normal_qkv
+from tests.gluon_attn.backward import test_features, test_varlen
 from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(900)
@@ -72,7 +79,77 @@ def run_persistent(num_ctas: int) -> None:
     check(q, k, v, out, lse, causal=True)
 
 
+# Rows of the tests of gradients without a card: each with a kernel of its own.
+FEATURES = (
+    "window", "window to both sides", "window, D=256", "chunks", "soft cap", "ALiBi, D=128", "documents",
+    "documents, D=256", "sinks, window and soft cap", "bias", "bias, D=128", "bias, one for the heads, D=256",
+    "bias, a row", "bias, a row, D=128", "bias, a row, D=256", "bias in fp32",
+)  # fmt: skip
+PACKED = ("edges", "edges, causal", "D=256", "window, sinks and soft cap", "keys that do not count")
+UNLIKE = ((192, 128), (64, 192), (192, 64), (256, 128))  # head dims of Q and of V
+FEATURE_LENGTHS = ((300, 333), (333, 300))
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Asserts that what was compiled within is instrumented, and that a kernel of each pass is among it."""
+    compiled_here: dict[str, bool] = {}
+    compile_gluon = runtime_kernel.compile_gluon
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        kernel = compile_gluon(*arguments, **options)
+        compiled_here[kernel.metadata.name] = kernel.metadata.profile_scratch_size > 0
+        return kernel
+
+    with unittest.mock.patch.object(runtime_kernel, "compile_gluon", recorded):
+        yield
+    assert compiled_here.get("attention_forward"), compiled_here
+    assert compiled_here.get("attention_backward"), compiled_here
+
+
+def run_feature(name: str) -> None:
+    options, _, head_dim = test_features.CASES[name]
+    with watched():
+        for lengths in FEATURE_LENGTHS:
+            test_features.check(options, lengths, head_dim, where="cuda")
+
+
+def run_unlike(head_dim: int, head_dim_v: int) -> None:
+    with watched():
+        for lengths in FEATURE_LENGTHS:
+            test_features.check({"causal": True}, lengths, head_dim, where="cuda", head_dim_v=head_dim_v)
+
+
+def run_packed(name: str, deterministic: bool) -> None:
+    lengths, head_dim, options, used = test_varlen.CASES[name]
+    with watched():
+        given = test_varlen.packed(lengths, head_dim, options, used, where="cuda")
+        test_varlen.check(*given, device=None, deterministic=deterministic)
+
+
+def run_mask_mod() -> None:
+    """A window as a function that leaves blocks out."""
+    mod = MaskMod(near, keys=near_keys, rows=near_rows, constants=(70,))
+    with watched():
+        q, k, v = (t.requires_grad_() for t in normal_qkv(heads=2, kv_heads=1, q_len=300, kv_len=300, head_dim=64))
+        dout = normal(*q.shape, seed=7)
+        out = attention(q, k, v, causal=True, mask_mod=mod)
+        assert isinstance(out, torch.Tensor)
+        grads = torch.autograd.grad(out, [q, k, v], dout)
+        torch.cuda.synchronize()
+        check(q.detach(), k.detach(), v.detach(), out.detach(), None, causal=True, window=(70, None))
+        check_gradients(q, k, v, dout, grads, causal=True, window=(70, None))
+
+
 RUNS = {
+    **{f"feature: {name}": (run_feature, (name,)) for name in FEATURES},
+    **{f"head dims {d} and {d_v}": (run_unlike, (d, d_v)) for d, d_v in UNLIKE},
+    **{
+        f"packed: {name}{', in a fixed order' * fixed}": (run_packed, (name, fixed))
+        for name in PACKED
+        for fixed in (False, True)
+    },
+    "a mask by a function": (run_mask_mod, ()),
     **{name: (run_attention, (row,)) for name, row in CASES.items()},
     **{
         f"gradients, D={d}, {'causal' if causal else 'full'}{', in a fixed order' * fixed}": (
