@@ -85,7 +85,7 @@ def scope_names(ttgir: str) -> list[tuple[int, str]]:
 
 
 def wait_name(kind: str, frames: list[tuple[str, str]]) -> str:
-    """What is waited for, as a role says it: `k, keys = blocks.keys.acquire()` waits for keys. kind: of WAITS."""
+    """What is waited for, as a role says it: `k, keys = ends.keys.acquire()` waits for keys. kind: of WAITS."""
     line = next((text for file, text in frames if ROLE_FILES in file), frames[-1][1])
     if kind == "store_wait":
         return "stores"

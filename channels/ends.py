@@ -19,7 +19,7 @@ from .compat import JITFunction
 MOVING = {"acquire", "take", "ask"}  # methods of this package that return the next end
 WAITING_AGAIN = {"wait_again"}  # made for an end that is spent
 MAKING = {"producer", "consumer"}  # methods of this package that return a first end
-Path = tuple[str, ...]  # ("blocks", "keys") is `blocks.keys`
+Path = tuple[str, ...]  # ("ends", "keys") is `ends.keys`
 
 
 @dataclass(frozen=True, order=True)
@@ -126,7 +126,7 @@ def definition(function: Any) -> tuple[ast.FunctionDef, str, int]:
 
 
 def path_of(node: ast.AST) -> Path | None:
-    """`blocks.keys` as ("blocks", "keys"); None for what is no chain of names."""
+    """`ends.keys` as ("ends", "keys"); None for what is no chain of names."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from .kernels.common.documents import TILE, TILES, WHOLE, prepare_documents
+from .kernels.common.documents import STRETCH, STRETCHES, WHOLE, prepare_documents
 from .problem import Problem
 from .runtime.compat import CompiledKernel
 from .runtime.kernel import Build, Kernel, Launch, Pointer, Scalar
@@ -39,7 +39,7 @@ def padded_lengths(problem: Problem) -> tuple[int, int]:
 def documents_launch(problem: Problem, *, of_keys: bool) -> Launch:
     return Launch(
         build=documents_build(of_keys=of_keys),
-        programs=problem.batch * max(padded_lengths(problem)) // (TILE.value * TILES.value),
+        programs=problem.batch * max(padded_lengths(problem)) // (STRETCH.value * STRETCHES.value),
         views={},
         scalars={"q_len": problem.q_len, "k_len": problem.kv_len},
     )
@@ -53,7 +53,7 @@ def documents_given(problem: Problem) -> dict[str, str]:
 
 def documents_shape(problem: Problem) -> tuple[int, int]:
     """Of what it writes, int32."""
-    return problem.batch, sum(padded_lengths(problem)) // TILE.value * (TILE.value + 4)
+    return problem.batch, sum(padded_lengths(problem)) // STRETCH.value * (STRETCH.value + 4)
 
 
 def empty_documents(problem: Problem, device: torch.device) -> torch.Tensor:

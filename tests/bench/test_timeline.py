@@ -27,9 +27,9 @@ TAKE = ("/any/channels/turns.py", "return Turn(self.mine.acquire(), self.followi
 STEP = (ROLES, "p, acc, stats, blocks = next_block(")  # whoever called the function that waits
 
 NAMES = [
-    ("keys", "wait", [FILLED, (ROLES, "k, keys = blocks.keys.acquire()"), STEP]),
-    ("values again", "wait", [FILLED, (ROLES, "blocks.values.wait_again()"), STEP]),
-    ("turn", "wait", [SENT, TAKE, (ROLES, "turn = blocks.turn.take()"), STEP]),
+    ("keys", "wait", [FILLED, (ROLES, "k, keys = ends.keys.acquire()"), STEP]),
+    ("values again", "wait", [FILLED, (ROLES, "ends.values.wait_again()"), STEP]),
+    ("turn", "wait", [SENT, TAKE, (ROLES, "turn = ends.turn.take()"), STEP]),
     ("queries", "wait", [FILLED, (ROLES, "q_slot, queries = queries.acquire()")]),
     ("freed keys", "wait", [FREED, (ROLES, "k, keys = keys.acquire()")]),
     ("peer's keys", "wait", [HANDOVER, (ROLES, "k, keys = keys.acquire()")]),
@@ -50,7 +50,7 @@ def test_scopes_are_numbered_as_they_stand_in_the_code(tmp_path):
     """One `acquire`, inlined at two places."""
     files = {
         "channels/shared_memory.py": f"\n{FILLED[1]}\n",
-        "kernels/hopper/forward/softmax.py": "k, keys = blocks.keys.acquire()\nv, values = blocks.values.acquire()\n",
+        "kernels/hopper/forward/softmax.py": "k, keys = ends.keys.acquire()\nv, values = ends.values.acquire()\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_scopes_are_numbered_as_they_stand_in_the_code(tmp_path):
     channel, role = (tmp_path / name for name in files)
     ttgir = f"""
 #loc = loc(unknown)
-#loc6 = loc("blocks.values"(#loc5))
+#loc6 = loc("ends.values"(#loc5))
       proton.record start "wait" loc(#loc6)
       proton.record end "wait" loc(#loc6)
       proton.record start "wait" loc(#loc4)

@@ -259,13 +259,13 @@ LAST_STORE_WAIT = in_softmax(
 ORDERED_BY_TURNS = "|".join(
     (
         in_softmax("q_slot, queries = queries.acquire()"),
-        in_softmax("k, keys = blocks.keys.acquire()"),
-        in_softmax("v, values = blocks.values.acquire()", FIRST),
+        in_softmax("k, keys = ends.keys.acquire()"),
+        in_softmax("v, values = ends.values.acquire()", FIRST),
     )
 )
 
 WAITED_AGAIN = in_softmax(
-    "blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch"
+    "ends.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch"
 )
 
 SKIPS = "|".join(

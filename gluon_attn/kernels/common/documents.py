@@ -1,18 +1,18 @@
 """Documents: several of them in one sequence, of which each query sees its own. A mask function like anybody's.
 
 What it reads is made before, by a kernel of its own. Ids are copied, padded to whole blocks, and loads need no mask.
-Each tile's least and largest id is compared with those of every other tile, so that blocks are left out wherever ids
-are sorted, or lie in long runs.
+Ids are looked at in stretches of 64 positions. Each one's least and largest id is compared with those of every other,
+so that blocks are left out wherever ids are sorted, or lie in long runs.
 
 Of each batch one after the other: ids of queries, ids of keys, and ranges: for the forward those of keys, one for each
-tile of queries, for the backward those of queries, one for each tile of keys.
+stretch of queries, for the backward those of queries, one for each stretch of keys.
 """
 
 from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents, gl, jit
 
-TILE = gl.constexpr(64)  # positions: no role has a smaller share of a row block, and no key block is smaller
-TILES = gl.constexpr(8)  # that a program looks at
-OTHERS = gl.constexpr(64)  # tiles that it compares with at a time
+STRETCH = gl.constexpr(64)  # positions: no role has a smaller share of a row block, and no key block is smaller
+STRETCHES = gl.constexpr(8)  # that a program looks at
+OTHERS = gl.constexpr(64)  # stretches that it compares with at a time
 WHOLE = gl.constexpr(1024)  # positions of the largest block, of four CTAs
 LEAST = gl.constexpr(-(2**31))
 LARGEST = gl.constexpr(2**31 - 1)
@@ -26,8 +26,8 @@ def padded(length):
 
 @jit
 def of_batch(documents, batch, q_len, k_len):
-    """Where a batch's part begins: ids, and four numbers of each tile."""
-    return documents + batch.to(gl.int64) * ((padded(q_len) + padded(k_len)) // WHOLE * (WHOLE + WHOLE // TILE * 4))
+    """Where a batch's part begins: ids, and four numbers of each stretch."""
+    return documents + batch.to(gl.int64) * ((padded(q_len) + padded(k_len)) // WHOLE * (WHOLE + WHOLE // STRETCH * 4))
 
 
 @jit
@@ -44,7 +44,7 @@ def keys_of_documents(first_row, last_row, q_len, k_len, head, batch, documents)
 @jit
 def rows_of_documents(first_key, last_key, q_len, k_len, kv_head, batch, documents):
     of_rows = of_batch(documents, batch, q_len, k_len) + padded(q_len) + padded(k_len)
-    return ranges_of(first_key, last_key, of_rows + padded(q_len) // TILE * 4)
+    return ranges_of(first_key, last_key, of_rows + padded(q_len) // STRETCH * 4)
 
 
 @constexpr_function
@@ -55,11 +55,11 @@ def same_everywhere(num_warps, num_ctas):
 
 @jit
 def ranges_of(first, last, ranges):
-    """What all tiles of a block, from position `first` to `last`, have in common."""
-    TOGETHER: gl.constexpr = WHOLE // TILE
-    tile = first // TILE + gl.arange(0, TOGETHER, same_everywhere(gl.num_warps(), gl.num_ctas()))
-    inside = tile <= last // TILE
-    at = ranges + tile * 4
+    """What all stretches of a block, from position `first` to `last`, have in common."""
+    TOGETHER: gl.constexpr = WHOLE // STRETCH
+    stretch = first // STRETCH + gl.arange(0, TOGETHER, same_everywhere(gl.num_warps(), gl.num_ctas()))
+    inside = stretch <= last // STRETCH
+    at = ranges + stretch * 4
     start = gl.min(gl.load(at, mask=inside, other=LARGEST), axis=0)
     end = gl.max(gl.load(at + 1, mask=inside, other=0), axis=0)
     full_start = gl.max(gl.load(at + 2, mask=inside, other=0), axis=0)
@@ -69,19 +69,19 @@ def ranges_of(first, last, ranges):
 
 @jit
 def copy_ids(target, ids, first, length):
-    """TILES tiles of ids from position `first` on."""
-    position = first + gl.arange(0, TILE * TILES, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+    """STRETCHES stretches of ids from position `first` on."""
+    position = first + gl.arange(0, STRETCH * STRETCHES, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
     found = gl.load(ids + position, mask=position < length, other=0)
     gl.store(target + position, found, mask=position < padded(length))
 
 
 @jit
-def least_and_largest(ids, first_tile, length, COUNT: gl.constexpr):
-    """Of each of COUNT tiles of ids: int32 [COUNT] each. Of a tile without positions: the largest int32 and the
+def least_and_largest(ids, first_stretch, length, COUNT: gl.constexpr):
+    """Of each of COUNT stretches of ids: int32 [COUNT] each. Of a stretch without positions: the largest int32 and the
     least."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
-    tile = first_tile + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
-    position = tile[:, None] * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))[None, :]
+    stretch = first_stretch + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
+    position = stretch[:, None] * STRETCH + gl.arange(0, STRETCH, gl.SliceLayout(0, LAYOUT))[None, :]
     inside = position < length
     least = gl.min(gl.load(ids + position, mask=inside, other=LARGEST), axis=1)
     largest = gl.max(gl.load(ids + position, mask=inside, other=LEAST), axis=1)
@@ -89,37 +89,37 @@ def least_and_largest(ids, first_tile, length, COUNT: gl.constexpr):
 
 
 @jit
-def store_ranges(ranges, first_tile, ids, other_ids, length, other_length):
-    """For TILES tiles of ids: the positions of the other sequence from the first to the last tile that may have an id
-    of this one's; and those of a run of tiles that have one id, which is all that this one has."""
+def store_ranges(ranges, first_stretch, ids, other_ids, length, other_length):
+    """For STRETCHES stretches of ids: the positions of the other sequence from the first to the last stretch that may
+    have an id of this one's; and those of a run of stretches that have one id, which is all that this one has."""
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [2, gl.num_warps() // 2], [1, 0])
     OWN: gl.constexpr = gl.SliceLayout(1, PAIRS)
     OTHER: gl.constexpr = gl.SliceLayout(0, PAIRS)
-    other_tiles = (other_length + TILE - 1) // TILE
-    least, largest = least_and_largest(ids, first_tile, length, TILES)
+    other_stretches = (other_length + STRETCH - 1) // STRETCH
+    least, largest = least_and_largest(ids, first_stretch, length, STRETCHES)
     least, largest = gl.convert_layout(least, OWN)[:, None], gl.convert_layout(largest, OWN)[:, None]
 
-    zeros = gl.zeros([TILES], gl.int32, OWN)
-    first, end, full_first, full_end = zeros + other_tiles, zeros, zeros + other_tiles, zeros + other_tiles
-    for at in range(0, other_tiles, OTHERS):
+    zeros = gl.zeros([STRETCHES], gl.int32, OWN)
+    first, end, full_first, full_end = zeros + other_stretches, zeros, zeros + other_stretches, zeros + other_stretches
+    for at in range(0, other_stretches, OTHERS):
         other_least, other_largest = least_and_largest(other_ids, at, other_length, OTHERS)
         other_least = gl.convert_layout(other_least, OTHER)[None, :]
         other_largest = gl.convert_layout(other_largest, OTHER)[None, :]
-        tile = (at + gl.arange(0, OTHERS, OTHER))[None, :]
+        stretch = (at + gl.arange(0, OTHERS, OTHER))[None, :]
         meet = (other_least <= largest) & (other_largest >= least)
-        first = gl.minimum(first, gl.min(gl.where(meet, tile, other_tiles), axis=1))
-        end = gl.maximum(end, gl.max(gl.where(meet, tile + 1, 0), axis=1))
+        first = gl.minimum(first, gl.min(gl.where(meet, stretch, other_stretches), axis=1))
+        end = gl.maximum(end, gl.max(gl.where(meet, stretch + 1, 0), axis=1))
         alike = (least == largest) & (other_least == least) & (other_largest == least)
-        full_first = gl.minimum(full_first, gl.min(gl.where(alike, tile, other_tiles), axis=1))
-        ended = (tile >= full_first[:, None]) & (alike == 0)
-        full_end = gl.minimum(full_end, gl.min(gl.where(ended, tile, other_tiles), axis=1))
+        full_first = gl.minimum(full_first, gl.min(gl.where(alike, stretch, other_stretches), axis=1))
+        ended = (stretch >= full_first[:, None]) & (alike == 0)
+        full_end = gl.minimum(full_end, gl.min(gl.where(ended, stretch, other_stretches), axis=1))
 
-    tile = first_tile + gl.arange(0, TILES, OWN)
-    target, inside = ranges + tile * 4, tile * TILE < length
-    gl.store(target, first * TILE, mask=inside)
-    gl.store(target + 1, gl.minimum(end * TILE, other_length), mask=inside)
-    gl.store(target + 2, full_first * TILE, mask=inside)
-    gl.store(target + 3, gl.minimum(full_end * TILE, other_length), mask=inside)
+    stretch = first_stretch + gl.arange(0, STRETCHES, OWN)
+    target, inside = ranges + stretch * 4, stretch * STRETCH < length
+    gl.store(target, first * STRETCH, mask=inside)
+    gl.store(target + 1, gl.minimum(end * STRETCH, other_length), mask=inside)
+    gl.store(target + 2, full_first * STRETCH, mask=inside)
+    gl.store(target + 3, gl.minimum(full_end * STRETCH, other_length), mask=inside)
 
 
 @jit(do_not_specialize=["q_len", "k_len"])
@@ -129,11 +129,11 @@ def prepare_documents(
     k_ids_ptr,  # (B, Sk) int32
     q_len,
     k_len,
-    OF_KEYS: gl.constexpr,  # ranges of queries for tiles of keys, as gradients need them; or the other way round
+    OF_KEYS: gl.constexpr,  # ranges of queries for stretches of keys, as gradients need them; or the other way round
 ):
-    """A program for each TILES tiles of the longer of the two."""
+    """A program for each STRETCHES stretches of the longer of the two."""
     gdc_launch_dependents()
-    SPAN: gl.constexpr = TILE * TILES
+    SPAN: gl.constexpr = STRETCH * STRETCHES
     programs = gl.maximum(padded(q_len), padded(k_len)) // SPAN  # of a batch
     batch, program = gl.program_id(0) // programs, gl.program_id(0) % programs
     q_ids, k_ids = q_ids_ptr + batch.to(gl.int64) * q_len, k_ids_ptr + batch.to(gl.int64) * k_len
@@ -143,7 +143,7 @@ def prepare_documents(
     ranges = target + padded(q_len) + padded(k_len)
     if OF_KEYS:
         if program * SPAN < k_len:
-            store_ranges(ranges + padded(q_len) // TILE * 4, program * TILES, k_ids, q_ids, k_len, q_len)
+            store_ranges(ranges + padded(q_len) // STRETCH * 4, program * STRETCHES, k_ids, q_ids, k_len, q_len)
     else:
         if program * SPAN < q_len:
-            store_ranges(ranges, program * TILES, q_ids, k_ids, q_len, k_len)
+            store_ranges(ranges, program * STRETCHES, q_ids, k_ids, q_len, k_len)

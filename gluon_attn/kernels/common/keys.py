@@ -141,26 +141,23 @@ class Rows:
             first = gl.minimum(self.first, last)
             head, batch = self.block.head, self.block.batch
             limits = limits_of_keys(self.MASK.function, self.SCORE_MOD, first, last, sequence, head, batch, self.aux)
-            return self.part(self.first, self.seen, self.ROWS, (limits, first_block, end_block))
+            return gl.aggregate_replace(self, limits=(limits, first_block, end_block))
         else:
             return self
 
     @jit
-    def part(self, first, seen, ROWS: gl.constexpr, limits):
-        return Rows(self.block, first, seen, ROWS, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux, limits)
-
-    @jit
     def slice(self, offset, ROWS: gl.constexpr):
         """ROWS of these rows, from row first + offset on."""
-        rows = self.part(self.first + offset, self.visible(offset), ROWS, ())
+        first, seen = self.first + offset, self.visible(offset)
+        rows = gl.aggregate_replace(self, first=first, seen=seen, ROWS=ROWS, limits=())
         if leaves_out_keys(self.MASK):
-            keys = self.keys()
-            return rows.limited(keys.first, keys.end)
+            key_range = self.key_range()
+            return rows.limited(key_range.first, key_range.end)
         else:
             return rows
 
     @jit
-    def keys(self):
+    def key_range(self):
         """The KeyRange that they walk: at least one block, even if all of it is masked, as its statistics are then
         those of no key."""
         seen_end, unmasked_end = self.visible(self.ROWS - 1), gl.maximum(self.seen, 0) // self.BLOCK_N

@@ -162,7 +162,7 @@ class Keys:
         return end
 
     @jit
-    def queries(self):
+    def query_range(self):
         """The QueryRange that they walk: their shares of the row blocks that see them. The last block of keys alone
         may have fewer than KEYS, and is masked throughout."""
         sequence = self.sequence

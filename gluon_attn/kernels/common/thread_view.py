@@ -24,6 +24,24 @@ def thread_view(x):
 
 
 @jit
+def rows_of_view(view):
+    """Row numbers [M] of a thread's view."""
+    return gl.arange(0, view.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, view.type.layout))))
+
+
+@jit
+def columns_of_view(view):
+    """The column of each element of a thread's view as a sum: what is a constant in every thread, the same in all, and
+    what the thread adds."""
+    layout: gl.constexpr = view.type.layout
+    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    constant = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
+    return constant, (2 * threads)[None, None, :, None]
+
+
+@jit
 def halves(x):
     """The left and the right half of the columns of x [M, N]. No thread gives anything away."""
     return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
@@ -56,12 +74,8 @@ def hide_first_columns(x, columns, other):
 @jit
 def columns_and_limits(view, columns, THREADS: gl.constexpr, DIAGONAL: gl.constexpr):
     """What `keep_first_columns` compares, in a thread's view: the first is less where the column is below."""
-    layout: gl.constexpr = view.type.layout
-    rows = gl.arange(0, view.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
+    rows = rows_of_view(view)
+    column, of_thread = columns_of_view(view)
     if not DIAGONAL:
         limits = columns + rows * 0
     elif THREADS == 1:
@@ -69,7 +83,7 @@ def columns_and_limits(view, columns, THREADS: gl.constexpr, DIAGONAL: gl.conste
     else:
         limits = columns + (rows & ~8)
         column = column - (rows & 8)[:, None, None, None]
-    return column, limits[:, None, None, None] - 2 * threads[None, None, :, None]
+    return column, limits[:, None, None, None] - of_thread
 
 
 @jit
@@ -80,15 +94,10 @@ def ramp(start, row_step, column_step, SHAPE: gl.constexpr, LAYOUT: gl.constexpr
     so each element costs one multiply-add, with a constant.
     """
     view = thread_view(gl.zeros(SHAPE, gl.float32, LAYOUT))
-    layout: gl.constexpr = view.type.layout
-    rows = gl.arange(0, view.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
-    of_row = start + row_step * rows.to(gl.float32)
-    of_thread = of_row[:, None, None, None] + column_step * (2 * threads).to(gl.float32)[None, None, :, None]
-    values = of_thread + column_step * column.to(gl.float32)
+    of_row = start + row_step * rows_of_view(view).to(gl.float32)
+    column, of_thread = columns_of_view(view)
+    first = of_row[:, None, None, None] + column_step * of_thread.to(gl.float32)
+    values = first + column_step * column.to(gl.float32)
     return gl.convert_layout(values.reshape(SHAPE), LAYOUT, assert_trivial=True)
 
 
@@ -102,23 +111,17 @@ def keep_columns_from(x, column, rows, other, DIAGONAL: gl.constexpr):
         index = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
         return gl.where((index < rows)[:, None], x, other)
     view = thread_view(x)
-    layout: gl.constexpr = view.type.layout
-    row = gl.arange(0, view.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    columns = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
+    row = rows_of_view(view)
+    columns, of_thread = columns_of_view(view)
     limits = gl.where(row < rows, column + row, x.shape[1])
-    limit = limits[:, None, None, None] - 2 * threads[None, None, :, None]
-    kept = gl.where(columns >= limit, view, other)
+    kept = gl.where(columns >= limits[:, None, None, None] - of_thread, view, other)
     return gl.convert_layout(kept.reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
 @jit
 def rows_of(x):
     """Row numbers [M] of x [M, N], for the limits that `keep_columns` takes."""
-    view = thread_view(x)
-    return gl.arange(0, x.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, view.type.layout))))
+    return rows_of_view(thread_view(x))
 
 
 @jit
@@ -130,12 +133,7 @@ def keep_columns(x, first, end, other):
     comparisons of its own.
     """
     view = thread_view(x)
-    layout: gl.constexpr = view.type.layout
-    groups = gl.arange(0, view.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    threads = gl.arange(0, view.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    column = (view.shape[2] * 2) * groups[None, :, None, None] + pair[None, None, None, :]
-    of_thread = 2 * threads[None, None, :, None]
+    column, of_thread = columns_of_view(view)
     if first is None:
         kept = column < end[:, None, None, None] - of_thread
     elif end is None:

@@ -39,7 +39,7 @@ def describe_rows(found, batch, head, index, q_len, kv_len, MASK: gl.constexpr):
     for half in gl.static_range(2):
         share = rows.slice(half * 64, 64)
         at = found + half * 26
-        store_range(at, share.keys(), 1)
+        store_range(at, share.key_range(), 1)
         gl.store(at + 9, share.first)
         gl.store(at + 10, share.visible(0))
         gl.store(at + 11, share.visible(63))
@@ -48,8 +48,8 @@ def describe_rows(found, batch, head, index, q_len, kv_len, MASK: gl.constexpr):
         gl.store(at + 14, share.block.first_row)
         gl.store(at + 15, share.hidden(0))
         gl.store(at + 16, share.hidden(63))
-        store_range(at + 17, rows.keys().masked_as(share.keys()), 1)
-    store_range(found + 52, rows.keys(), 1)
+        store_range(at + 17, rows.key_range().masked_as(share.key_range()), 1)
+    store_range(found + 52, rows.key_range(), 1)
 
 
 @dataclass(frozen=True)

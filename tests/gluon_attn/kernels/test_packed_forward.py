@@ -24,7 +24,7 @@ def note_work(visits, rounds, loads, records_ptr, heads, count, MASK: gl.constex
         at = rows.block.head * count + rows.block.batch  # the records' numbers stand for sequences
         gl.atomic_add(visits + at, 1)
         gl.atomic_add(rounds + at, step)
-        load += rows.keys().steps()
+        load += rows.key_range().steps()
         work, step = work.next(), step + 1
     gl.store(loads + gl.program_id(0), load)
 

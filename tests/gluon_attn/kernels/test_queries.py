@@ -40,7 +40,7 @@ def describe(
     keys = Keys(
         zero, five, first, sequence, KEYS, BLOCK_M, group, shares, share_first, share_end, MASK, ROTATED, None, (), ()
     )
-    walked = keys.queries()
+    walked = keys.query_range()
     steps = walked.steps()
     gl.store(found, walked.first)
     gl.store(found + 1, walked.end)
@@ -126,7 +126,7 @@ def describe_windows(found, first, q_len, kv_len, group, KEYS: gl.constexpr, BLO
     sequence = whole_sequence(q_len, kv_len)
     zero, one = gl.to_tensor(0), gl.to_tensor(1)
     keys = Keys(zero, zero, first, sequence, KEYS, BLOCK_M, group, one, zero, one, MASK, False, None, (), ())
-    walked = keys.queries()
+    walked = keys.query_range()
     steps = walked.steps()
     gl.store(found, steps)
     gl.store(found + 1, walked.masked_steps_before() * group)

@@ -201,7 +201,7 @@ def note_shares(steps, tasks, q_desc, k_desc, shared, sharers, MASK: gl.constexp
             gl.store(at, block)
             gl.store(at + 1, keys.share_first)
             gl.store(at + 2, keys.share_end)
-        walked = keys.queries()
+        walked = keys.query_range()
         for step in range(walked.steps()):
             member, row_block = walked.visit(step)
             head = keys.batch * order.kv_heads * order.group + keys.head(member)

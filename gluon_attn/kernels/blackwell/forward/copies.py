@@ -21,20 +21,20 @@ def load(wires, order, operands):
         if wires.CONFIG.dynamic:
             asking = asking.ask()
         rows = work.rows()
-        row_block, keys = rows.block, rows.keys()
+        row_block, key_range = rows.block, rows.key_range()
         kv_head = operands.kv_head(row_block)
 
         q, queries = queries.acquire()
         tma.load(q, operands.q, query_coords(row_block, row_block.first_row))
-        key = keys.block(0) * BLOCK_N
+        key = key_range.block(0) * BLOCK_N
         k, keys_values = keys_values.acquire()
         tma.load(k, operands.k, key_coords(row_block, kv_head, key))
         q, queries = queries.acquire()
         tma.load(q, operands.q, query_coords(row_block, row_block.first_row + ROWS))
-        for step in range(1, keys.steps()):
+        for step in range(1, key_range.steps()):
             v, keys_values = keys_values.acquire()
             tma.load(v, operands.v, key_coords(row_block, kv_head, key))
-            key = keys.block(step) * BLOCK_N
+            key = key_range.block(step) * BLOCK_N
             k, keys_values = keys_values.acquire()
             tma.load(k, operands.k, key_coords(row_block, kv_head, key))
         v, keys_values = keys_values.acquire()

@@ -110,7 +110,7 @@ def correction(wires, order, operands):
     work = first_work(wires, order)
     while work.is_left():
         rows = work.rows()
-        for _ in range(1, rows.keys().steps()):
+        for _ in range(1, rows.key_range().steps()):
             one = one.correct(wires.CONFIG)
             two = two.correct(wires.CONFIG)
 

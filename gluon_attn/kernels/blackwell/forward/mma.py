@@ -12,7 +12,7 @@ from .work import first_work
 class Products:
     """The products of one query tile. Immutable: what moves an end on returns the next `Products`.
 
-    The role holds the tile's slot of the scores from when P is in it until it has issued the next QKᵀ into it.
+    The role holds the query tile's slot of the scores from when P is in it until it has issued the next QKᵀ into it.
     """
 
     held: TensorMemorySlot
@@ -75,7 +75,7 @@ def mma(wires, order, operands):
 
     work = first_work(wires, order)
     while work.is_left():
-        steps = work.rows().keys().steps()
+        steps = work.rows().key_range().steps()
 
         q_one, queries = queries.acquire()
         k, keys_values = keys_values.acquire()

@@ -1,4 +1,4 @@
-"""Scores out of tensor memory, probabilities back into it: the work of the softmax role on one tile, in pieces."""
+"""Scores out of tensor memory, probabilities back into it: the work of the softmax role on one key block, in pieces."""
 
 from gluon_attn.runtime.compat import gl, jit
 

@@ -37,8 +37,8 @@ class RowStats:
 
 @jit
 def first_block(ends, rows, block, scale, dtype: gl.constexpr, CONFIG: gl.constexpr):
-    """The first block walked: nothing to rescale. Masked whether it needs it or not, once per tile; unlike on Hopper in
-    16 bits."""
+    """The first block walked: nothing to rescale. Masked whether it needs it or not, once per row block; unlike on
+    Hopper in 16 bits."""
     slot, ends = ends.acquire_scores()
     pieces, row_max = load_scores(slot.memory, rows, block, scale.before, MASKED=True, CONFIG=CONFIG)
     ends = ends.take_turn()
@@ -87,19 +87,23 @@ def softmax(wires, order, operands, QUERY_TILE: gl.constexpr):
         all_rows = work.rows()
         rows = all_rows.slice(QUERY_TILE * ROWS, ROWS)
         scale = operands.score_scale(rows)
-        keys = all_rows.keys().masked_as(rows.keys())  # both query tiles walk what either of them sees
+        # Both query tiles walk what either of them sees.
+        key_range = all_rows.key_range().masked_as(rows.key_range())
         # The first block is masked in any case.
-        unmasked, end = gl.maximum(keys.masked_steps(), 1), keys.unmasked_end_step()
+        unmasked, end = gl.maximum(key_range.masked_steps(), 1), key_range.unmasked_end_step()
 
-        stats, ends = first_block(ends, rows, keys.block(0), scale, dtype, CONFIG)
+        stats, ends = first_block(ends, rows, key_range.block(0), scale, dtype, CONFIG)
         if rows.MASK.hides_late_keys:  # otherwise no block but the first one needs a mask before the unmasked ones
             for j in range(1, unmasked):
-                stats, ends = next_block(ends, stats, rows, keys.block(j), scale, dtype, MASKED=True, CONFIG=CONFIG)
+                block = key_range.block(j)
+                stats, ends = next_block(ends, stats, rows, block, scale, dtype, MASKED=True, CONFIG=CONFIG)
         for j in range(unmasked, end):
-            stats, ends = next_block(ends, stats, rows, keys.block(j), scale, dtype, MASKED=False, CONFIG=CONFIG)
+            block = key_range.block(j)
+            stats, ends = next_block(ends, stats, rows, block, scale, dtype, MASKED=False, CONFIG=CONFIG)
         if rows.MASK.hides_early_keys:
-            for j in range(gl.maximum(end, 1), keys.steps()):
-                stats, ends = next_block(ends, stats, rows, keys.block(j), scale, dtype, MASKED=True, CONFIG=CONFIG)
+            for j in range(gl.maximum(end, 1), key_range.steps()):
+                block = key_range.block(j)
+                stats, ends = next_block(ends, stats, rows, block, scale, dtype, MASKED=True, CONFIG=CONFIG)
 
         store_statistic(scores, MAX, stats.max)
         store_statistic(scores, SUM, stats.sum)

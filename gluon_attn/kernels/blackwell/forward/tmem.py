@@ -1,10 +1,11 @@
 """Tensor memory: what is in which columns. All aliasing of the kernel is in this file.
 
-A CTA has 128 lanes of 512 columns of 32 bits. A lane is a row of a tile: each of the CTA's two query tiles has
-its 128 rows in all of them. With BLOCK_N = D = 128 every column is taken:
+A CTA has 128 lanes of 512 columns of 32 bits. A lane is a row of a query tile: each of the CTA's two has its
+128 rows in all of them. With BLOCK_N = D = 128 every column is taken:
 
     0                     128                   256         384         512
-    | scores of tile 0    | scores of tile 1    | output 0  | output 1  |
+    | scores of query     | scores of query     | output 0  | output 1  |
+    | tile 0              | tile 1              |           |           |
 
 and over the scores of a query tile, once the softmax role has them in registers, it writes what it makes of them:
 
@@ -17,7 +18,8 @@ Why that is safe:
   P over S       the products' role multiplies with P when the softmax role has freed the slot, and writes the next S
                  into it with the next product it issues: the tensor cores take products in order.
   alpha over S   the correction role reads it before it frees the output for the product with P: as above.
-  max, sum       are written after the last block; the products' role waits for `statistics_read` before the next tile.
+  max, sum       are written after the last block; the products' role waits for `statistics_read` before the next row
+                 block.
 """
 
 from gluon_attn.runtime.compat import TensorMemoryLayout, constexpr_function, gl, jit
@@ -81,7 +83,7 @@ def statistic_of(scores, STATISTIC: gl.constexpr):
 def own_statistic_of(scores, STATISTIC: gl.constexpr):
     """As `statistic_of`, but of the rows of this CTA: [128, 1] fp32, another one in each CTA.
 
-    A reduction of it stays within the CTA, where one of a tile that is sharded over the cluster would not.
+    A reduction of it stays within the CTA, where one of rows that are sharded over the cluster would not.
     """
     column = scores.slice(scores.shape[1] // 2 + STATISTIC, 1)
     return column.reinterpret(gl.float32, [ROWS_PER_CTA, 1], own_rows_only(scores.layout))

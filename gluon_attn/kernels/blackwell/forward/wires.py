@@ -14,8 +14,8 @@ ITEM_SLOTS = gl.constexpr(2)  # with one, the load role could not begin an item 
 class Wires:
     """Each channel's contract: who fills it -> who reads it, its slots, who frees them.
 
-    A CTA has two query tiles at a time, so that the softmax of one runs beside the products of the
-    other. With more than one CTA, pairs: the lead's mma role issues the products of both, and waits for both.
+    A CTA has two query tiles at a time, so that the softmax of one runs beside the products of the other. With more
+    than one CTA, pairs: the lead's mma role issues the products of both, and waits for both.
 
     queries:    load -> mma; 2 slots, query tiles 0, 1, 0 and so on; freed by the last QKᵀ with them.
     keys_values: load -> mma; KV_SLOTS slots, for a tile of K or of V each; freed by the last product with it. The CTAs

@@ -274,7 +274,7 @@ def walk(state, k, v, keys, first, steps, after, wires, operands, scale, MASKED:
     """Steps without a mask of all heads, or those with one of one head, that come before or after. Only for a mask it
     counts which row block it is; and for a function, of scores or of masks, or for the gradient of a bias, by the
     number `first` of the first of these steps."""
-    walked = keys.queries()
+    walked = keys.query_range()
     COUNTED: gl.constexpr = keys.SCORE_MOD is not None or operands.bias[1] is not None
     for step in range(steps):
         if not COUNTED and (keys.MASK.function is None or not MASKED):
@@ -341,7 +341,7 @@ def gradient(wires, order, operands):
     work = first_work(order)
     while work.is_left():
         keys = work.keys()
-        walked = keys.queries()
+        walked = keys.query_range()
         kv_slot, keys_values = keys_values.acquire()
         k, v = pieces_of(kv_slot, [KEYS, D], 0, PIECES), kv_slot.view([KEYS, DV], part=PIECES)
         dk = zeros_in_pieces(PIECES, [KEYS, D], accumulator_layout(KEYS, D))

@@ -29,7 +29,7 @@ def load(wires, order, operands):
         kv, keys_values = keys_values.acquire()
         tma.load(kv, operands.of_keys_values(), in_pieces(coords, operands.k, operands.PIECES) + (coords,))
         gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after
-        walked = keys.queries()
+        walked = keys.query_range()
         for step in range(walked.steps()):
             member, block = walked.visit(step)
             row_block = RowBlock(keys.batch, keys.head(member), block * keys.BLOCK_M, keys.sequence)

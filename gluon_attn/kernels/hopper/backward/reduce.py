@@ -90,7 +90,7 @@ def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
     work = first_work(order)
     while work.is_left():
         keys = work.keys()
-        walked = keys.queries()
+        walked = keys.query_range()
         for step in range(walked.steps()):
             member, block = walked.visit(step)
             head = keys.head(member)

@@ -121,7 +121,7 @@ class Work:
     """
 
     item: gl.tensor
-    way_back: gl.tensor  # at the second block of an item
+    at_second: gl.tensor  # whether it is the second one of its item
     order: Order
 
     @jit
@@ -148,7 +148,7 @@ class Work:
     def keys(self):
         order = self.order
         head, index = self.item // order.items_per_head, self.item % order.items_per_head
-        index = gl.where(self.way_back, order.key_blocks - 1 - index, index)
+        index = gl.where(self.at_second, order.key_blocks - 1 - index, index)
         shares, share_first, share_end = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
         place = self.place()
         if place >= 0:
@@ -176,16 +176,16 @@ class Work:
         order = self.order
         alone = 2 * (self.item % order.items_per_head) + 1 >= order.key_blocks  # the middle one of an odd number
         is_whole_item = alone | (self.item >= order.items) | (order.blocks_per_item == 1)
-        way_back = ~self.way_back & ~is_whole_item
-        return skip_empty(self.item + gl.where(way_back, 0, gl.num_programs(0)), way_back, order)
+        at_second = ~self.at_second & ~is_whole_item
+        return skip_empty(self.item + gl.where(at_second, 0, gl.num_programs(0)), at_second, order)
 
 
 @jit
-def skip_empty(item, way_back, order):
+def skip_empty(item, at_second, order):
     """The Work of an item, or of the one after if it is a program's share of a next key block, and it has none."""
     programs = gl.num_programs(0)
     at_next = (order.shared > 0) & (item >= order.items) & (item < order.items + programs)
-    return Work(item + gl.where(at_next & (share_of_program(order).of_next == 0), programs, 0), way_back, order)
+    return Work(item + gl.where(at_next & (share_of_program(order).of_next == 0), programs, 0), at_second, order)
 
 
 @aggregate
@@ -255,8 +255,8 @@ def first_work(order):
     """A Work; of packed sequences a PackedWork."""
     number = gl.program_id(0)
     if order.records[0] is None:
-        way_back = number < 0  # false, as a tensor
-        return skip_empty(number, way_back, order)
+        at_second = number < 0  # false, as a tensor
+        return skip_empty(number, at_second, order)
     else:
         gdc_wait()  # for the kernel that makes the list
         return PackedWork(number, order)

@@ -33,7 +33,7 @@ def load(wires, order, operands, heads_per_kv_head):
         tma.load(q, (operands.q,) * QUERIES, coords)
 
         # In one step a softmax role multiplies with the keys of a block and the values of the block before it.
-        key_range = rows.keys()
+        key_range = rows.key_range()
         key = key_range.block(0) * BLOCK_N
         k, keys = keys.acquire()
         load_keys(k, wires, operands, row_block, kv_head, key)

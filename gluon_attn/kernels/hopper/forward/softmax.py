@@ -23,7 +23,7 @@ from .online_softmax import (
     total,
 )
 from .store import store_output
-from .wires import Blocks
+from .wires import Ends
 from .work import first_work, may_skip_early_keys, may_skip_late_keys, share_of
 
 
@@ -138,26 +138,26 @@ def scaled(pieces, factor):
 class State:
     """What a softmax role carries from one key block to the next."""
 
-    blocks: Blocks
+    ends: Ends
     p: gl.tensor  # [ROWS, BLOCK_N], packed: of the block before, whose V is still to come
     stats: RowStats
     acc: gl.tuple  # [ROWS, D] fp32: its pieces
 
 
 @jit
-def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr, BIAS: gl.constexpr):
+def first_block(q, ends, rows, block, operands, SCORES: gl.constexpr, BIAS: gl.constexpr):
     """(P [ROWS, BLOCK_N], packed; its row statistics; the ScoreScale; what the output is multiplied with; next ends)
     of the first block walked.
 
     It has nothing to rescale and no product of an earlier block to overlap with. Keys end in it, maybe within it, so
     one kernel serves every length: for that it may need a mask where no other block does.
     """
-    k, keys = blocks.keys.acquire()
+    k, keys = ends.keys.acquire()
     if BIAS is None:
         start = None
     else:
         start = bias_of_scores(k, rows, operands.scale_log2, SCORES, BIAS)
-    turn = blocks.turn.take()
+    turn = ends.turn.take()
     scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES, start)
     turn.pass_on()
     # Beside the product: in fp8, scales are loaded; and a slope, so that this product does not start with it.
@@ -167,7 +167,7 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr, BIAS: gl
     release_keys(k, BIAS)
     scores = rows.modified(scores, block, scale.before)
     # 8-bit kernels always mask: without, up to 7 % slower from 1024 keys on: docs/lab_log.md#8-bit-masks.
-    if rows.MASK.differs_by_row or q[0].dtype.primitive_bitwidth == 8 or rows.keys().masked_steps() > 0:
+    if rows.MASK.differs_by_row or q[0].dtype.primitive_bitwidth == 8 or rows.key_range().masked_steps() > 0:
         scores = rows.mask(scores, block)
     if needs_no_maximum(rows.SCORE_MOD, q[0].dtype):
         row_max = no_maximum(scores)
@@ -175,7 +175,7 @@ def first_block(q, blocks, rows, block, operands, SCORES: gl.constexpr, BIAS: gl
         row_max = gl.max(scores, axis=1)
     p, sums = probabilities(quarters(scores), row_max, scale.log2, q[0].dtype, MASKED=True)
     stats = RowStats(first_maximum(row_max, scale.log2), total(sums))
-    return join_quarters(p), stats, scale, v_scale, Blocks(keys, blocks.values, turn)
+    return join_quarters(p), stats, scale, v_scale, Ends(keys, ends.values, turn)
 
 
 @jit
@@ -192,7 +192,7 @@ def next_block(
 ):
     """One step: the scores of this block and the product P V of the block before, then the softmax: a part of it beside
     that product, the rest beside those of the other roles. Returns the next State."""
-    p, acc, stats, blocks = state.p, state.acc, state.stats, state.blocks
+    p, acc, stats, ends = state.p, state.acc, state.stats, state.ends
     DTYPE: gl.constexpr = q[0].dtype
     OUT: gl.constexpr = acc[0].type.layout
     SCORES: gl.constexpr = scores_layout(OUT, rows.BLOCK_N)
@@ -200,13 +200,13 @@ def next_block(
     HALF: gl.constexpr = CONFIG.half_by_polynomial and not MASKED  # no exponential of -inf
     if BIAS is None:
         start = start_of_scores(rows, block, scale, DTYPE, SCORES)  # before the waits, while there is time
-        k, keys = blocks.keys.acquire()
+        k, keys = ends.keys.acquire()
     else:
-        k, keys = blocks.keys.acquire()
+        k, keys = ends.keys.acquire()
         start = bias_of_scores(k, rows, scale.log2, SCORES, BIAS)  # before the wait for a turn
-    turn = blocks.turn.take()
+    turn = ends.turn.take()
     scores = multiply_transposed(q, pieces_of(k, [rows.BLOCK_N, q[0].shape[1]], 0, len(q)), SCORES, start)
-    v, values = blocks.values.acquire()
+    v, values = ends.values.acquire()
     left = to_left_operand(p, DTYPE, OUT)
     acc = multiply_pv(left, v, acc, rows.BLOCK_N)
 
@@ -223,7 +223,7 @@ def next_block(
     in_quarters = quarters(scores)
     early, early_sums = probabilities(in_quarters[: CONFIG.early_exp], row_max, scale.log2, DTYPE, MASKED, HALF)
     if CONFIG.early_exp > 0:
-        blocks.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch
+        ends.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch
     # Not after the last exponential: once PV is done, P of this block takes the registers of P of the last one, and the
     # exponentials left hide the multiplications of O.
     acc = wait_for_pv(acc, held_registers(p, left))
@@ -234,7 +234,7 @@ def next_block(
         row_sum = rescale(row_sum, alpha)
     late, late_sums = probabilities(in_quarters[CONFIG.early_exp :], row_max, scale.log2, DTYPE, MASKED, HALF)
     stats = RowStats(row_max, row_sum + total(early_sums + late_sums))
-    return State(Blocks(keys, values, turn), join_quarters(early + late), stats, acc)
+    return State(Ends(keys, values, turn), join_quarters(early + late), stats, acc)
 
 
 @jit
@@ -251,20 +251,20 @@ def walk(
     AS_INTEGERS: gl.constexpr = False,
 ):
     """Steps `first` to `end` - 1 of the rows' key range."""
-    key_range = rows.keys()
+    key_range = rows.key_range()
     for step in range(first, end):
         state = next_block(state, q, rows, key_range.block(step), scale, CONFIG, BIAS, MASKED, AS_INTEGERS)
     return state
 
 
 @jit
-def last_product(p, acc, blocks, rows):
+def last_product(p, acc, ends, rows):
     """P V of the last block, with nothing left to overlap."""
-    v, values = blocks.values.acquire()
+    v, values = ends.values.acquire()
     left = to_left_operand(p, v.part(0).dtype, acc[0].type.layout)
     acc = wait_for_pv(multiply_pv(left, v, acc, rows.BLOCK_N), held_registers(p, left))
     v.release()
-    return acc, Blocks(blocks.keys, values, blocks.turn)
+    return acc, Ends(ends.keys, values, ends.turn)
 
 
 @constexpr_function
@@ -300,28 +300,28 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
     BIAS: gl.constexpr = part_of_bias(wires.keys.PARTS, QK, ROLE)
     queries = wires.queries.consumer()
     turn = turn_of(wires.turns, ROLE, CONFIG.turns)
-    blocks = Blocks(wires.keys.consumer(), wires.values.consumer(), turn)
+    ends = Ends(wires.keys.consumer(), wires.values.consumer(), turn)
 
     work = first_work(order)
     while work.is_left():
         all_rows = work.rows()
         share = share_of(work, order.lengths.MASK, ROLE, ROLES)
         rows = all_rows.slice(share * ROWS, ROWS)
-        last = rows.keys().block(0)
+        last = rows.key_range().block(0)
 
         q_slot, queries = queries.acquire()
         q = pieces_of(q_slot, [ROWS, COLUMNS], share * QK, QK)
         if may_skip_late_keys(rows.MASK, ROLE, ROLES):
-            for _ in range(rows.keys().end, all_rows.keys().end):
-                blocks = blocks.skip()
+            for _ in range(rows.key_range().end, all_rows.key_range().end):
+                ends = ends.skip()
 
-        p, stats, scale, v_scale, blocks = first_block(q, blocks, rows, last, operands, SCORES, BIAS)
+        p, stats, scale, v_scale, ends = first_block(q, ends, rows, last, operands, SCORES, BIAS)
         AS_INTEGERS: gl.constexpr = CONFIG.integer_max and not needs_no_maximum(rows.SCORE_MOD, operands.q.dtype)
         as_integers = AS_INTEGERS  # if not, only the loop with floats is compiled
         if AS_INTEGERS:
             as_integers = may_compare_as_integers(stats.max, scale.log2)
-        state = State(blocks, p, stats, zeros_in_pieces(V, [ROWS, D], OUT))
-        key_range = rows.keys()
+        state = State(ends, p, stats, zeros_in_pieces(V, [ROWS, D], OUT))
+        key_range = rows.key_range()
         if rows.MASK.hides_late_keys:  # otherwise no block but the first one needs a mask before the unmasked ones
             state = walk(state, q, rows, 1, key_range.masked_steps(), scale, CONFIG, BIAS, MASKED=True)
         unmasked, end = gl.maximum(key_range.masked_steps(), 1), key_range.unmasked_end_step()
@@ -336,10 +336,10 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
         sink, UNSHIFT = operands.sink(rows.block), unshift(operands.q.dtype)
         factor, lse = finish(state.stats, scale.log2, sink, v_scale, UNSHIFT, gl.SliceLayout(1, OUT))
         store_lse(operands.lse, operands.q.shape, rows, lse)
-        acc, blocks = last_product(state.p, state.acc, state.blocks, rows)
+        acc, ends = last_product(state.p, state.acc, state.ends, rows)
         if may_skip_early_keys(rows.MASK, ROLE, ROLES):  # before the store: others wait for their turns
-            for _ in range(all_rows.keys().first, rows.keys().first):
-                blocks = blocks.skip()
+            for _ in range(all_rows.key_range().first, rows.key_range().first):
+                ends = ends.skip()
         out = as_blocks(scaled(acc, factor), operands.o)
         store_output(out, wires, operands, rows, q_slot, share, ROLE)
         work = work.next()

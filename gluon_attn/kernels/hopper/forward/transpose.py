@@ -17,7 +17,7 @@ def transpose(wires, order, operands):
 
     work = first_work(order)
     while work.is_left():
-        for _ in range(work.rows().keys().steps()):
+        for _ in range(work.rows().key_range().steps()):
             loaded, loaded_values = loaded_values.acquire()
             v = transposed(loaded, BLOCK_N, D, operands.v.layout.cga_layout)
             loaded.release_accessed()

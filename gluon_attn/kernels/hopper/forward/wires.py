@@ -92,7 +92,7 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, bias, CONFIG: gl.constexpr, PIEC
 
 
 @aggregate
-class Blocks:
+class Ends:
     """The ends through which a softmax role gets one key block after the other."""
 
     keys: SharedMemoryConsumer
@@ -113,4 +113,4 @@ class Blocks:
         turn.pass_on()
         v, values = self.values.acquire()
         v.release()
-        return Blocks(keys, values, turn)
+        return Ends(keys, values, turn)
