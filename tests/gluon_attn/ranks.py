@@ -8,6 +8,7 @@ import copy
 import datetime
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -165,7 +166,9 @@ def sdpa_is_ours(place: torch.device) -> Iterator[None]:
             yield
         return
 
-    def of_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    def of_cpu(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False
+    ) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
     with contextlib.ExitStack() as stack:
@@ -223,11 +226,15 @@ def by_fsdp(model: nn.Module, place: torch.device, **options: Any) -> Any:
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[float, list[Tensor]]:
-    """A step of training: the loss here, and the gradients, whole."""
+    """A step of training: the loss here, and the gradients."""
     loss = model(x).float().square().mean()
     loss.backward()
+    return loss.item(), whole_gradients(model)
+
+
+def whole_gradients(model: nn.Module) -> list[Tensor]:
     grads: list[Any] = [p.grad for p in model.parameters()]
-    return loss.item(), [(g.full_tensor() if isinstance(g, DTensor) else g).float() for g in grads]
+    return [(g.full_tensor() if isinstance(g, DTensor) else g).float() for g in grads]
 
 
 def wrapped(size: int, place: torch.device, device: Device | None) -> dict[str, list[Tensor]]:
@@ -408,21 +415,55 @@ def every_case(size: int) -> dict[str, Any]:
     return found
 
 
-def script(size: int, folder: Path) -> dict[str, Any]:
-    """That in the folder, for several cards, with all of them on the CPU and fewer queries and keys."""
+def check_script(text: str, device: Device | None = None) -> None:
+    """Run one of the page's for several cards: its gradients are those of one process."""
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    names: dict[str, Any] = {}
+    with Spy(torch_sdpa) as spy:
+        exec(text.replace('"cuda", (2,)', f'"cuda", ({size},)'), names)
+    parts = size if "context_parallel" in text else int("model" in names)
+    assert [call[0] for call in spy.calls] == ["attention"] * parts + ["attention_backward"] * parts
+    if "model" in names:
+        alone = re.sub(r"(fully_shard|DistributedDataParallel)\(layer", "(layer", text)
+        alone = alone.replace("gluon_attn.torch_sdpa.enabled()", "contextlib.nullcontext()")
+        plain: dict[str, Any] = {"contextlib": contextlib}
+        exec("\n".join(line for line in alone.splitlines() if "init_device_mesh" not in line), plain)
+        got, want = (whole_gradients(of["model"]) for of in (names, plain))
+        for g, w in zip(got, want, strict=True):
+            assert (g - w).norm() < 0.03 * w.norm()
+        return
+    q, k, v = (names[name].detach() for name in "qkv")
+    grads = [t.grad for t in names["shares"]] if "shares" in names else [names["q"].grad]
+    if "shares" not in names:
+        q, k, v = (unshard(t, dim=2) for t in (q, k, v))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out: Any = attention(*inputs, causal=True, device=device)
+    for grad, of_one in zip(grads, torch.autograd.grad(out.sum(), inputs), strict=False):
+        assert (unshard(grad, dim=2).float() - of_one.float()).abs().max() <= 2**-6 * of_one.abs().max()
+
+
+def script(size: int, folder: Path) -> None:
+    """That in the folder, with all cards on the CPU and fewer queries and keys."""
     randn = torch.randn
+
+    def smaller(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+        assert device == "cuda"
+        middle = (min(n, 2 if n < 100 else 40) for n in shape[1:-1])
+        return randn(shape[0], *middle, shape[-1]).to(dtype)
+
     stand_ins = (
-        (torch, "randn", lambda b, h, s, d, dtype, device: randn(b, 2, 20, d).to(dtype)),
+        (torch, "randn", smaller),
         (torch.cuda, "set_device", range(size).index),
         (dist, "init_process_group", ["nccl"].index),  # there is one already
         (dist, "get_node_local_rank", dist.get_rank),
+        (dist, "init_device_mesh", lambda device, shape: init_device_mesh("cpu", shape)),
         (distributed, "ring_attention", functools.partial(ring_attention, device=HOPPER)),
+        (torch_sdpa, "enabled", functools.partial(sdpa_is_ours, torch.device("cpu"))),
+        (nn.Module, "to", lambda module, device, dtype: module.type(dtype)),
     )
     for module, name, stand_in in stand_ins:
         setattr(module, name, stand_in)
-    names: dict[str, Any] = {}
-    exec((folder / "script.py").read_text(encoding="utf-8"), names)
-    return {"dq": names["dq"], "whole": [unshard(names[name].detach(), dim=2) for name in "qkv"]}
+    check_script((folder / "script.py").read_text(encoding="utf-8"), HOPPER)
 
 
 def main(what: str, rank: int, size: int, folder: Path) -> None:

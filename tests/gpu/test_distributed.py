@@ -4,7 +4,6 @@ It needs two cards. A rank that hangs is ended with the others.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,18 +13,17 @@ import pytest
 import torch
 
 from gluon_attn.testing import check, check_gradients
+from tests.docs.test_integrations_page import CARDS
 from tests.gluon_attn.ranks import BY_TORCH, CASES, longer, options_of, run_ranks, whole_tensors
 from tests.gluon_attn.test_distributed import check_by_torch, check_switched, check_wrapped
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = re.findall(
-    r"^```python\n(.*?)^```$", (ROOT / "docs/integrations.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-)[-1]
-AGAINST_ONE_CARD = """
-from gluon_attn import attention
-whole = [unshard(t.detach(), dim=2).requires_grad_() for t in (q, k, v)]
-want = torch.autograd.grad(attention(*whole, causal=True).sum(), whole[0])[0]
-assert (dq.float() - want.float()).abs().max() <= 2**-6 * want.abs().max()
+RUN = """
+import sys
+import torch.distributed as dist
+from tests.docs.test_integrations_page import CARDS
+from tests.gluon_attn.ranks import check_script
+check_script(open(sys.argv[1], encoding="utf-8").read())
 print("the same as on one card")
 dist.destroy_process_group()
 """
@@ -84,12 +82,14 @@ def test_what_is_not_ours_falls_through(by, found):
             assert (of_on - grad).norm() < 1e-5 * grad.norm()
 
 
-def test_the_script_of_the_page(size, tmp_path):
-    """docs/integrations.md, as torchrun starts it."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT + AGAINST_ONE_CARD, encoding="utf-8")
+@pytest.mark.parametrize("name", CARDS)
+def test_the_scripts_of_the_page(name, size, tmp_path):
+    """docs/integrations.md, as torchrun starts them."""
+    run, script = tmp_path / "run.py", tmp_path / "script.py"
+    run.write_text(RUN, encoding="utf-8")
+    script.write_text(CARDS[name], encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [*torchrun, "--nproc-per-node", str(size), str(script)]
+    command = [*torchrun, "--nproc-per-node", str(size), str(run), str(script)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
