@@ -130,14 +130,23 @@ def assigned_name(file: str, line: int, column: int) -> str:
 
 
 def target_name(target: ast.expr, value: ast.expr, line: int, column: int) -> str:
+    """The name of what is at a place within `value`; as `wires.keys`, if `Wires(keys=...)` is assigned to `wires`."""
     if isinstance(target, ast.Name | ast.Attribute):
-        return ast.unparse(target)
+        within = [k.arg for k in getattr(value, "keywords", ()) if k.arg and is_within(k.value, line, column)]
+        return ".".join([ast.unparse(target), *within])
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         for t, v in zip(target.elts, value.elts, strict=True):
-            start, end = (v.lineno, v.col_offset), (v.end_lineno or v.lineno, v.end_col_offset or v.col_offset)
-            if start <= (line, column - 1) < end:
+            if is_within(v, line, column):
                 return target_name(t, v, line, column)
     return ""
+
+
+def is_within(node: ast.expr, line: int, column: int) -> bool:
+    start, end = (
+        (node.lineno, node.col_offset),
+        (node.end_lineno or node.lineno, node.end_col_offset or node.col_offset),
+    )
+    return start <= (line, column - 1) < end
 
 
 def buffer_name(site: Site) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gluon_cpu
+from gluon_cpu.ir.locations import assigned_name
 from tests.compat import TensorDescriptor, gl, jit, mbarrier, tma
 from tests.gluon_cpu import findings_more
 from tests.gluon_cpu.findings_cases import CASES
@@ -280,3 +281,33 @@ def test_every_finding_can_be_caught_by_name():
     assert len(classes) >= 15
     assert all(getattr(gluon_cpu, c.__name__) is c for c in classes)
     assert all(c.__name__ in gluon_cpu.__all__ for c in classes)
+
+
+NAMED = """\
+wires = Wires(
+    keys=alloc(1),
+    values=alloc(2),
+)
+plain = alloc(3, two=2)
+left, both = alloc(4), Pair(first=alloc(5), second=alloc(6))
+Pair(first=alloc(7))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("alloc(1)", "wires.keys"),
+        ("alloc(2)", "wires.values"),
+        ("alloc(3", "plain"),
+        ("alloc(4)", "left"),
+        ("alloc(5)", "both.first"),
+        ("alloc(6)", "both.second"),
+        ("alloc(7)", ""),
+    ],
+)
+def test_a_buffer_is_named_by_its_variable_and_field(tmp_path, call, name):
+    file = tmp_path / "named.py"
+    file.write_text(NAMED, encoding="utf-8")
+    [(line, column)] = [(i, text.index(call) + 1) for i, text in enumerate(NAMED.splitlines(), start=1) if call in text]
+    assert assigned_name(str(file), line, column) == name
