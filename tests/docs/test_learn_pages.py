@@ -249,6 +249,16 @@ def test_the_report_of_an_exercise_points_at_its_fault(name, tmp_path):
     assert hint in str(found.value), found.value
 
 
+def test_the_report_of_a_channel_among_several_names_it(tmp_path):
+    """Lesson 5, exercise 2: V is freed before the wait for its product."""
+    wait, free = "        acc, _ = warpgroup_mma_wait(0, deps=[acc, p])\n", "        v.release()\n"
+    text = source("05_turns")
+    assert text.count(wait + free) == 1
+    module = module_of("05_turns", text.replace(wait + free, free + wait), tmp_path)
+    with pytest.raises(gluon_cpu.DataRace, match=r"data race on wires\.values\.tiles\[\d\], shared memory"):
+        gluon_cpu.check(module.checked, schedules=6, quiet=True)
+
+
 def test_an_exercise_with_wrong_numbers_says_so():
     def wrong() -> None:
         module = lessons.load("03_ring")
