@@ -9,13 +9,14 @@ import difflib
 import importlib
 import importlib.util
 import io
+import itertools
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,24 @@ def test_the_measured_times_are_those_of_the_result_file():
     shown = MEASURED.search(INDEX.read_text(encoding="utf-8"))
     assert shown is not None
     assert shown[2] == measured()
+
+
+@pytest.mark.parametrize("order", ["by head", "longest first", "snake"])
+def test_the_work_of_lesson_7_is_divided_as_its_page_says(order):
+    """In blocks of keys, with 32 heads of 32 blocks; `place` is run as Python."""
+    heads, items, programs = 32, 1024, 132
+    language = SimpleNamespace(num_programs=lambda _: programs, where=lambda wanted, x, y: x if wanted else y)
+    place = FunctionType(lessons.load("07_persistent").place.fn.__code__, {"gl": language})
+    given = [[place(item, items, heads, order) for item in range(i, items, programs)] for i in range(programs)]
+    assert sorted(itertools.chain(*given)) == list(itertools.product(range(heads), range(items // heads)))
+    work = [sum(block + 1 for _, block in one) for one in given]
+    text = " ".join(page("07_persistent").split())
+    said = re.search(
+        r"132 programs have (\d+) each on average.* (\d+) by head, (\d+) longest first, and (\d+) in", text
+    )
+    assert said is not None
+    assert sum(work) == int(said[1]) * programs
+    assert max(work) == int(said[2 + ["by head", "longest first", "snake"].index(order)])
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], target: str) -> list[tuple[Any, ...]]:
