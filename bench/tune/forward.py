@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from bench import predict
 from bench.candidates import CANDIDATES
 from gluon_attn.device import Device
 from gluon_attn.explain import described
@@ -80,13 +81,18 @@ class Forward:
 
     def first(self) -> list[ForwardConfig]:
         """What the search begins with: what the tables and bench/candidates.py have for the kind; and on Hopper each
-        cut into roles and blocks of keys, with as many slots as there is memory for. Not pruned."""
+        cut into roles and blocks of keys, with as many slots as there is memory for. Where bench/predict.py can tell,
+        the fastest by it come first: there may not be time for all. Not pruned."""
         kind = self.problem.padded_head_dim, self.problem.padded_head_dim_v, self.problem.dtype.itemsize
         found = [row.config for row in self.rows if row.is_of_kind(self.problem, self.device)]
         if self.device.arch == 90:
             found += CANDIDATES.get(kind, [])
             found += self.cuts()
-        return list(dict.fromkeys(found))
+        found = list(dict.fromkeys(found))
+        if not predict.can_order(self.problem, self.device):
+            return found
+        able = [c for c in found if isinstance(c, HopperConfig) and self.why_pruned(c) is None]
+        return [*predict.in_order(able, self.problem, self.device), *(c for c in found if c not in able)]
 
     def cuts(self) -> Iterator[ForwardConfig]:
         base = HopperConfig(
