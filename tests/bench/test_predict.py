@@ -12,10 +12,11 @@ import torch
 
 from bench import predict
 from bench.predict import Constants, Counts, Sample
+from bench.tune.forward import Forward
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import label
+from gluon_attn.forward.configs import HopperConfig, label
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import hopper_config
+from gluon_attn.forward.table import PACKAGED, hopper_config
 from tests.gluon_attn.problems import problem
 
 ROOT = Path(__file__).parents[2]
@@ -148,3 +149,14 @@ def test_configs_in_order():
     slow, fast = hopper_config(1, 128, 2, 2, 232), hopper_config(2, 128, 2, 2, 232, turns=True)
     asked = problem(q_len=4096, kv_len=4096)
     assert predict.in_order([slow, fast], asked, H200) == predict.in_order([fast, slow], asked, H200) == [fast, slow]
+
+
+def test_the_tuner_begins_with_what_is_predicted_to_be_fast():
+    """Where that can be told; what is pruned comes last, and nothing is left out."""
+    asked = problem(q_len=4096, kv_len=4096)
+    choices = Forward(asked, H200, PACKAGED)
+    first = [config for config in choices.first() if isinstance(config, HopperConfig)]
+    able = [config for config in first if choices.why_pruned(config) is None]
+    assert first[: len(able)] == able == predict.in_order(able[::-1], asked, H200)
+    assert len(able) < len(first) == len(set(first))
+    assert {row.config for row in PACKAGED if row.is_of_kind(asked, H200)} <= set(first)
