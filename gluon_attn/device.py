@@ -37,6 +37,12 @@ class Device:
         return Device(name="NVIDIA B300", capability=(10, 3), sm_count=148, smem_bytes=232448, l2_bytes=126 * 2**20)
 
     @property
+    def model(self) -> str:
+        """What its name has of letters and a number, as H100; the whole name if there is no such word."""
+        words = [word for word in self.name.split() if word[:1].isalpha() and word[-1:].isdigit() and word.isalnum()]
+        return words[0] if words else self.name
+
+    @property
     def arch(self) -> int:
         """What kernels for it are compiled for: 90, 100 or 103."""
         major, minor = self.capability

@@ -193,7 +193,8 @@ def named(row: Row | BackwardRow, device: Device) -> str:
     for table in tuning.active(device):
         for i, own in enumerate(rows_like(row, table)):
             if own is row:
-                return f"row {i} of {table.source}"
+                elsewhere = f" (measured on an {row.card})" if row.card != device.name else ""
+                return f"row {i} of {table.source}{elsewhere}"
     packaged: Sequence[Row | BackwardRow] = tuning.PACKAGED if isinstance(row, Row) else backward.PACKAGED
     number = next(i for i, own in enumerate(packaged) if own is row)
     measured = f"measured on an {row.card}, {row.date}" if row.card else "not measured"

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .backward import table as backward
 from .backward.table import BackwardRow
@@ -17,6 +18,7 @@ from .table_file import TableFile
 from .table_file import as_json as as_json
 from .table_file import read as read
 
+TABLES = Path(__file__).parent / "tables"
 VARIABLE = "GLUON_ATTN_TABLE"  # of the environment: a table file that is loaded at import
 
 
@@ -31,6 +33,10 @@ class Table(TableFile):
         unload(self)
 
 
+# Those that come with the package. Read at import: what asks for them may be traced by torch.compile.
+OF_CARDS = tuple(
+    Table(**vars(read(path)) | {"source": f"gluon_attn/tables/{path.name}"}) for path in sorted(TABLES.glob("*.json"))
+)
 _active: tuple[Table, ...] = ()
 _changing = threading.Lock()
 
@@ -61,38 +67,50 @@ def reset() -> None:
 
 
 def active(device: Device | None = None) -> tuple[Table, ...]:
-    """The tables that were loaded, those asked first coming first; of a device, those that serve it. After them comes
-    the packaged one."""
-    return _active if device is None else tuple(t for t in _active if t.serves(device))
+    """The tables that were loaded, those asked first coming first; of a device, those that serve it, and then those
+    that come with the package. After them comes the packaged table for all cards."""
+    return _active if device is None else (*(t for t in _active if t.serves(device)), *of_card(device))
+
+
+def of_card(device: Device) -> tuple[Table, ...]:
+    """The table files of the package that were measured on a card of the same model. With more processors or fewer, it
+    is still nearer than another model; the nearest come first."""
+    distances: dict[int, list[Table]] = {}
+    for table in OF_CARDS:
+        alike = [d for d in table.devices if (d.model, d.capability) == (device.model, device.capability)]
+        if alike:
+            distance = min(abs(d.sm_count - device.sm_count) for d in alike)
+            distances.setdefault(distance, []).append(table)
+    return tuple(table for distance in sorted(distances) for table in distances[distance])
 
 
 def rows_for(device: Device) -> Sequence[Row]:
     """The rows that are in use for a device, in the order in which they are asked."""
     rows: tuple[Row, ...] = PACKAGED
-    for table in reversed(_active):
-        if table.serves(device):
-            rows = table.rows + rows
+    for table in reversed(active(device)):
+        rows = table.rows + rows
     return rows
 
 
 def backward_rows_for(device: Device) -> Sequence[BackwardRow]:
     """Likewise, of gradients."""
     rows: tuple[BackwardRow, ...] = backward.PACKAGED
-    for table in reversed(_active):
-        if table.serves(device):
-            rows = table.backward_rows + rows
+    for table in reversed(active(device)):
+        rows = table.backward_rows + rows
     return rows
 
 
 def rows_of_arch(arch: int) -> Sequence[Row]:
     """The rows that are in use for any device of that architecture."""
-    loaded = (row for table in _active for row in table.rows if any(d.arch == arch for d in table.devices))
+    tables = (*_active, *OF_CARDS)
+    loaded = (row for table in tables for row in table.rows if any(d.arch == arch for d in table.devices))
     return (*loaded, *PACKAGED)
 
 
 def backward_rows_of_arch(arch: int) -> Sequence[BackwardRow]:
     """Likewise, of gradients."""
-    loaded = (row for table in _active for row in table.backward_rows if any(d.arch == arch for d in table.devices))
+    tables = (*_active, *OF_CARDS)
+    loaded = (row for table in tables for row in table.backward_rows if any(d.arch == arch for d in table.devices))
     return (*loaded, *backward.PACKAGED)
 
 

@@ -21,7 +21,8 @@ CONFIG = hopper_config(2, 64, 1, 3, 232, turns=True)
 
 
 @pytest.fixture(autouse=True)
-def packaged_alone():
+def packaged_alone(monkeypatch):
+    monkeypatch.setattr(tuning, "OF_CARDS", ())
     tuning.reset()
     yield
     tuning.reset()
@@ -147,6 +148,17 @@ def test_a_row_of_a_table_file(tmp_path):
     tuning.reset()
     text = said("--shape", "2,16,4096,128", "--table", str(path))
     assert f"{label(CONFIG)}: for (512, 2048) queries, there are 4096" in text
+
+
+def test_a_row_of_a_table_file_of_the_package(tmp_path, monkeypatch):
+    path = tmp_path / "x1.json"
+    card = dataclasses.replace(H200, name="NVIDIA X1 80GB")
+    row = Row(128, False, CONFIG)
+    path.write_text(json.dumps(tuning.as_json([card], PROVENANCE | {"card": card.name}, [row], [None])))
+    monkeypatch.setattr(tuning, "OF_CARDS", (tuning.Table(**vars(tuning.read(path))),))
+    for name, says in ((card.name, "x1.json: "), ("NVIDIA X1 PCIe", "x1.json (measured on an NVIDIA X1 80GB): ")):
+        lines = explain.explained(problem(), dataclasses.replace(card, name=name), None, explain.RESULTS)
+        assert f"{says}{label(CONFIG)}" in "\n".join(lines)
 
 
 def test_gradients_and_which_row_serves_them(results):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ MEASURED = tuning.Measured(shape={"batch": 2}, ms={"a": 1.0, "b": 1.1}, chosen="
 
 
 @pytest.fixture(autouse=True)
-def packaged_alone():
+def packaged_alone(monkeypatch):
+    monkeypatch.setattr(tuning, "OF_CARDS", ())
     tuning.reset()
     yield
     tuning.reset()
@@ -426,6 +428,93 @@ def test_what_is_wrong_in_a_row_of_gradients_is_said(written, place, value, says
 def test_only_hopper_has_gradients(written):
     with pytest.raises(ValueError, match="config: expected a Hopper card for gradients, got NVIDIA B200"):
         tuning.load(written(gradients(devices=[Device.blackwell()])))
+
+
+X1 = Device(name="NVIDIA X1 80GB HBM3", capability=(9, 0), sm_count=132, smem_bytes=232448)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        (X1.name, "X1"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA H100 NVL", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("a card", "a card"),
+    ],
+)
+def test_the_model_of_a_card(name, model):
+    assert dataclasses.replace(X1, name=name).model == model
+
+
+@pytest.fixture
+def of_cards(written, monkeypatch):
+    """Two table files in the package, for models of which there are none: of 100 processors and of 132, with rows of
+    other depths."""
+    tables = []
+    for processors, slots in ((100, 2), (132, 3)):
+        device = dataclasses.replace(X1, sm_count=processors)
+        row = dataclasses.replace(ROW, config=dataclasses.replace(CONFIG, kv_slots=slots))
+        of_gradients = dataclasses.replace(BACKWARD_ROW, config=dataclasses.replace(BACKWARD_CONFIG, query_slots=slots))
+        given = tuning.as_json([device], PROVENANCE, [row], [None], [of_gradients], [None])
+        tables.append(tuning.Table(**vars(tuning.read(written(given)))))
+    monkeypatch.setattr(tuning, "OF_CARDS", tuple(tables))
+    return tables
+
+
+def slots_of(device: Device) -> tuple[int, int]:
+    config = pick_config(ASKED, device, None, tuning.rows_for(device))
+    return config.kv_slots, backward.pick_config(ASKED, tuning.backward_rows_for(device)).query_slots
+
+
+def test_a_card_is_served_by_the_nearest_of_its_model(of_cards):
+    few, many = of_cards
+    like = [dataclasses.replace(X1, name="NVIDIA X1 PCIe", sm_count=n) for n in (100, 110, 120, 132)]
+    assert [slots_of(device) for device in like] == [(2, 2), (2, 2), (3, 3), (3, 3)]
+    assert [tuning.active(device) for device in like[1:3]] == [(few, many), (many, few)]
+    other = dataclasses.replace(X1, capability=(10, 0))
+    for device in (H200, H100, other):
+        assert tuning.active(device) == ()
+        assert tuning.rows_for(device) == PACKAGED
+        assert tuning.backward_rows_for(device) == backward.PACKAGED
+    assert {few.rows[0], many.rows[0]} <= {*tuning.rows_of_arch(90)}
+    assert {few.backward_rows[0], many.backward_rows[0]} <= {*tuning.backward_rows_of_arch(90)}
+    assert tuning.rows_of_arch(100) == PACKAGED
+
+
+def test_a_file_that_is_loaded_comes_before_those_of_the_package(of_cards, written):
+    assert tuning.active() == ()
+    mine = tuning.load(written(content(devices=[X1])))
+    assert tuning.active(X1) == (mine, of_cards[1], of_cards[0])
+    assert pick_config(ASKED, X1, None, tuning.rows_for(X1)) == CONFIG
+    tuning.reset()
+    assert tuning.active(X1) == (of_cards[1], of_cards[0])
+
+
+def test_a_graph_asks_the_table_of_the_card(written, planned, monkeypatch):
+    """`supports` is traced with it. In a graph on the CPU there is no other card."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        assert supports(q, k, v, device=H200) is None
+        return attention(q, k, v, device=H200)
+
+    monkeypatch.setattr(tuning, "OF_CARDS", (tuning.Table(**vars(tuning.read(written()))),))
+    with torch.no_grad():
+        torch.compile(call, backend="eager", fullgraph=True)(*qkv())
+    assert planned == [CONFIG]
+
+
+def test_table_files_are_in_the_package():
+    """They can be read, and were measured on the cards that they are for."""
+    for path in sorted(tuning.TABLES.glob("*.json")):
+        table = tuning.read(path)
+        assert table.rows or table.backward_rows
+        assert {device.name for device in table.devices} == {table.provenance["card"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["tool"]["setuptools"]["package-data"]["gluon_attn"] == ["tables/*.json"]
+    assert tuning.TABLES == ROOT / "gluon_attn" / "tables"
 
 
 def test_a_config_of_another_architecture(written):
