@@ -36,8 +36,16 @@ def _round_pair(dtype: Any) -> Twin:
 
 register_asm("cvt.rn.bf16x2.f32 $0, $2, $1;", _round_pair(DTYPES["bf16"]))
 register_asm("cvt.rn.f16x2.f32 $0, $2, $1;", _round_pair(DTYPES["f16"]))
-for _suffix in ("", ".ftz"):
-    register_asm(f"ex2.approx{_suffix}.f32 $0, $1;", np.exp2, elementwise=True)
+
+# One instruction of one number, exact here, as the functions of Gluon are.
+APPROXIMATE: dict[str, Twin] = {
+    "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x), "sqrt": np.sqrt,
+    "sin": np.sin, "cos": np.cos,
+}  # fmt: skip
+for _name, _function in APPROXIMATE.items():
+    for _suffix in ("", ".ftz"):
+        register_asm(f"{_name}.approx{_suffix}.f32 $0, $1;", _function, elementwise=True)
+register_asm("tanh.approx.f32 $0, $1;", np.tanh, elementwise=True)
 
 
 def run_asm(info: Any, *operands: Any) -> tuple[Any, ...]:

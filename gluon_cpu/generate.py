@@ -244,14 +244,10 @@ class Emitter:
         if handler is None:
             raise unsupported(op)
         previous, self.site = self.site, op.site
-        # The result of an atomic is handed to the other warps once it is there: after what the atomic waits for.
-        late = op.name.startswith("tt.atomic_")
         try:
-            if not late:
+            if not op.name.startswith("tt.atomic_"):  # these hand their result on later: they say when
                 self.scratch(op)
             handler(self, op)
-            if late:
-                self.scratch(op)
         except Unsupported:
             raise
         except NotImplementedError as e:

@@ -130,6 +130,8 @@ class Descriptor:
     dimensions of one stride make a box end where one of them does. Addresses have 64 bits, as on a card, and wrap.
     """
 
+    rounds_to_tf32 = False
+
     def __init__(
         self, buffer: GlobalBuffer, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int, nan: bool
     ) -> None:
@@ -148,6 +150,15 @@ class Descriptor:
     @property
     def begins_in_memory(self) -> bool:
         return 0 <= self.offset < self.buffer.size
+
+    def as_loaded(self, raw: Any) -> Any:
+        """Elements on their way into shared memory: rounded to the nearest, halves to even, if they become tf32. Not
+        where the exponent is that of infinity and NaN."""
+        if not self.rounds_to_tf32:
+            return raw
+        half = (raw >> np.uint32(13) & np.uint32(1)) + np.uint32(0xFFF)
+        special = raw & np.uint32(0x7F800000) == np.uint32(0x7F800000)
+        return np.where(special, raw, raw + half & np.uint32(0xFFFFE000))
 
     def clip(self, low: tuple[int, ...], extent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """(first, beyond last) coordinates of a box that lie in the tensor, None if none do."""

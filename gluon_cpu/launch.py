@@ -223,16 +223,16 @@ def convert(machine: Machine, bound: Bound) -> tuple[Any, ...]:
             item = kind.element.bytes
             shape, strides = tuple(int(s) for s in value.shape), tuple(int(s) for s in value.strides)
             steps = tuple(s * item for s in strides)
-            if getattr(value, "round_f32_to_tf32", False):
-                raise NotImplementedError(f"{name}: a descriptor with round_f32_to_tf32; here copies keep their values")
             nan = getattr(value, "padding", "zero") == "nan"
             tensor = (placed[base], offset - elements_before(value) * item, shape, steps, item, nan)
             if getattr(value, "mode", "tiled") == "im2col":
                 pixel_steps = tuple((value.element_strides or [1] * len(shape))[:-1])
                 window = (tuple(value.pixel_box_lower_corner), tuple(value.pixel_box_upper_corner), pixel_steps)
-                out += [Im2colDescriptor(*tensor, *window), *shape, *strides]
+                descriptor: Descriptor = Im2colDescriptor(*tensor, *window)
             else:
-                out += [Descriptor(*tensor), *shape, *strides]
+                descriptor = Descriptor(*tensor)
+            descriptor.rounds_to_tf32 = getattr(value, "round_f32_to_tf32", False)
+            out += [descriptor, *shape, *strides]
         elif i in where:
             base, offset = where[i]
             # On a card an empty tensor has no memory, and so a null address.

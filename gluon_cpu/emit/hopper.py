@@ -30,8 +30,10 @@ def box(e: Emitter, op: Op, m: MemDesc, desc: TensorDesc) -> dict[str, Any]:
     lead = len(m.shape) - len(shard.shape)
     low = [(0,) * lead + shard.offset(c) for c in range(e.num_ctas)]
     extent = tuple(p.shape)
-    if len(desc.shape) != len(extent):
+    more = len(desc.shape) - len(extent)  # dimensions of the box alone, as of a batch: one element each
+    if more < 0 or any(size != 1 for size in desc.shape[:more]):
         raise unsupported(op, "a box whose rank is not that of its tile")
+    low, extent = [(0,) * more + start for start in low], (1,) * more + extent
     zero = (e.num_ctas - 1) & ~shard.cta_bits
     return {"pattern": p, "low": low, "extent": extent, "bytes": p.bytes, "data_zero": zero}
 
@@ -67,8 +69,6 @@ def tma_gather(e: Emitter, op: Op) -> None:
     tile, barrier = by_type(e, op, MemDesc)
     m, b = memdesc(op, tile.type), memdesc(op, barrier.type)
     parts = box(e, op, m, TensorDesc(m.shape, m.element, m.layout))
-    if e.num_ctas > 1 and shared_buffer(m, e.num_ctas).shard.bits[0]:
-        raise unsupported(op, "a gather of rows split over CTAs")
     multicast = "multicast" in op.attrs and op.attrs["multicast"] != "false"
     info = e.info(op, "TMA gather", multicast=multicast, **({"zero": zero_bits(e, b)} | parts))
     call = f"A.tma_gather({info}, {desc.code}, {e.full(rows)}, {column.code}, {barrier.code}, {tile.code})"
@@ -90,8 +90,6 @@ def tma_store(e: Emitter, op: Op) -> None:
         reduce = REDUCTIONS.get(kind.split(":")[0].strip())
         if reduce is None:
             raise unsupported(op, f"TMA reduction {kind}")
-    if e.num_ctas > 1 and parts["data_zero"] and reduce is not None:
-        raise unsupported(op, "a TMA reduction of a tile that every CTA holds")
     info = e.info(op, "TMA store", reduce=reduce, **parts)
     e.emit("yield")
     e.emit(f"A.tma_store({info}, {desc.code}, ({', '.join(coords)},), {tile.code})")
@@ -104,8 +102,6 @@ def tma_scatter(e: Emitter, op: Op) -> None:
     (tile,) = by_type(e, op, MemDesc)
     m = memdesc(op, tile.type)
     parts = box(e, op, m, TensorDesc(m.shape, m.element, m.layout))
-    if e.num_ctas > 1 and shared_buffer(m, e.num_ctas).shard.bits[0]:
-        raise unsupported(op, "a scatter of rows split over CTAs")
     info = e.info(op, "TMA store", reduce=None, **parts)
     e.emit("yield")
     e.emit(f"A.tma_scatter({info}, {desc.code}, {e.full(rows)}, {column.code}, {tile.code})")

@@ -1,6 +1,7 @@
 """Shared memory: allocations, views, loads and stores."""
 
 import math
+from typing import Any
 
 from ..generate import Emitter, handles, unsupported
 from ..ir.layouts import layout_rank, shared_buffer
@@ -157,10 +158,15 @@ def local_store(e: Emitter, op: Op) -> None:
     e.emit(f"A.local_store({info}, {target.code}, {e.full(data)})")
 
 
-def require_one_cta(e: Emitter, op: Op, m: MemDesc) -> None:
-    """That every CTA has all of the buffer: indices are not followed into those of the others."""
-    if shared_buffer(m, e.num_ctas).shard.cta_bits:
-        raise unsupported(op, "across CTAs")
+def over_ctas(e: Emitter, op: Op, m: MemDesc, t: Type) -> dict[str, Any]:
+    """How elements are found by their coordinates, if the CTAs share the buffer: those of tensor `t` that this CTA has,
+    and who has which of the buffer."""
+    target = shared_buffer(m, e.num_ctas).shard
+    if not target.cta_bits:
+        return {"source_shard": None, "target_shard": None}
+    if not m.shape == target.shape == m.alloc_shape[-len(m.shape) :]:
+        raise unsupported(op, "a part of a buffer that the CTAs share")
+    return {"source_shard": e.shard(t), "target_shard": target}
 
 
 @handles("ttg.local_gather")
@@ -168,8 +174,7 @@ def local_gather(e: Emitter, op: Op) -> None:
     source, index = (e.use(op.operands[i]) for i in (0, 1))
     m = memdesc(op, source.type)
     kind = op.result_types[0]
-    info = e.info(op, "local gather", pattern=view_pattern(e, m))
-    require_one_cta(e, op, m)
+    info = e.info(op, "local gather", pattern=view_pattern(e, m), **over_ctas(e, op, m, kind))
     e.emit("yield")
     code = f"A.local_gather({info}, {source.code}, {e.full(index)}, {int_attr(op.attrs['axis'])})"
     e.set(op.results[0], code, kind, e.local(kind), array=True)
@@ -180,8 +185,7 @@ def local_scatter(e: Emitter, op: Op) -> None:
     """`%memory[%indices], %values`"""
     target, index, data = e.operands(op)
     m = memdesc(op, target.type)
-    require_one_cta(e, op, m)
-    info = e.info(op, "local scatter", pattern=view_pattern(e, m))
+    info = e.info(op, "local scatter", pattern=view_pattern(e, m), **over_ctas(e, op, m, data.type))
     e.emit("yield")
     axis = int_attr(op.attrs["axis"])
     e.emit(f"A.local_scatter({info}, {target.code}, {e.full(data)}, {e.full(index)}, {axis})")
@@ -194,9 +198,8 @@ def local_atomic_scatter(e: Emitter, op: Op) -> None:
     m = memdesc(op, target.type)
     if len(op.operands) > 4:
         raise unsupported(op)
-    require_one_cta(e, op, m)
     kind = op.body.split(",")[0].strip()
-    info = e.info(op, f"atomic {kind}", pattern=view_pattern(e, m), kind=kind)
+    info = e.info(op, f"atomic {kind}", pattern=view_pattern(e, m), kind=kind, **over_ctas(e, op, m, data.type))
     mask = f", {e.full(e.use(op.operands[3]))}" if len(op.operands) == 4 else ""
     e.emit("yield")
     axis = int_attr(op.attrs["axis"])

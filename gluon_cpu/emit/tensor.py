@@ -143,7 +143,8 @@ def gather(e: Emitter, op: Op) -> None:
     axis, kind = int_attr(op.attrs["axis"]), result_tensor(op)
     shard = e.shard(x.type)
     if shard.bits[axis]:
-        raise unsupported(op, "across CTAs")
+        # Triton 3.9 compiles it to a write to, and reads of, the CTA's own shared memory, with nothing in between.
+        raise unsupported(op, "across CTAs, where the compiler's code reads each CTA's own part alone")
     code = f"np.take_along_axis({e.full(x)}, {e.full(index)}.astype(np.int64), {axis})"
     e.set(op.results[0], code, kind, e.local(kind), array=True)
 

@@ -96,9 +96,11 @@ class ClusterOps(AgentBase):
         return m.results
 
     def read_scratch(self, info: Any) -> None:
-        """The values lie in each CTA's scratch: it must stay as it is until the others have read theirs."""
+        """The values lie in each CTA's scratch: it must stay as it is until the others have read theirs. If one has it
+        for others, which have bits of `info.zero` in their number, they read that one's."""
         start, size = info.scratch
-        for cta in self.cluster.ctas:
+        givers = [self.cluster.ctas[self.cta.number & ~info.zero]] if info.zero else self.cluster.ctas
+        for cta in givers:
             if cta is not self.cta:
                 cta.shadow.read(((start, start + size),), 0, self.clk, self.access(info))
                 cta.touched[self.slot] = (self.t, self.who, info)

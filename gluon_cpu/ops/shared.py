@@ -1,6 +1,6 @@
 """Shared memory as the threads of a role see it: loads, stores, gathers and scatters."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -8,8 +8,11 @@ from ..findings import OutOfBounds
 from ..memory import OFFSET_MASK, runs_of
 from ..poison import plain
 from ..reductions import combine
-from ..shadow import Scope
+from ..shadow import Access, Scope
 from .base import AgentBase
+
+if TYPE_CHECKING:
+    from ..cta import Cta
 
 
 class NoSlot:
@@ -72,56 +75,82 @@ class SharedOps(AgentBase):
             cta.shadow.write(runs, base, self.clk, self.access(info))
         info.pattern.store(cta.memory, m, plain(data))
 
-    def element_offsets(self, info: Any, m: int, indices: Any, axis: int) -> Any:
-        """Byte offsets in shared memory of elements whose coordinate along `axis` is given by `indices`."""
+    def places(self, info: Any, m: int, indices: Any, axis: int) -> list[tuple["Cta", Any, Any]]:
+        """Where elements lie whose coordinate along `axis` is given by `indices`: for each CTA that has some of them,
+        (it, which of them by their number, their byte offsets in its shared memory)."""
         offsets, start = info.pattern.offsets_at(m)
-        if np.any((indices < 0) | (indices >= offsets.shape[axis])):
-            bad = indices[(indices < 0) | (indices >= offsets.shape[axis])].flat[0]
+        target = info.target_shard
+        size = offsets.shape[axis] if target is None else target.shape[axis]
+        if np.any((indices < 0) | (indices >= size)):
+            bad = indices[(indices < 0) | (indices >= size)].flat[0]
             message = (
                 f"{self.who}: index {bad} along dimension {axis} of {self.cta.name_at(m & OFFSET_MASK)}, which has "
-                f"{offsets.shape[axis]} there\n    at {info.site.where}"
+                f"{size} there\n    at {info.site.where}"
             )
             self.cluster.machine.found(OutOfBounds(message, (info.site,)))
-            indices = np.clip(indices, 0, offsets.shape[axis] - 1)
-        coordinates = list(np.indices(indices.shape, sparse=True))
-        coordinates[axis] = indices
-        return offsets[tuple(coordinates)] + start
+            indices = np.clip(indices, 0, size - 1)
+        if target is None:
+            coordinates = list(np.indices(indices.shape, sparse=True))
+            coordinates[axis] = indices
+            return [(self.cta, slice(None), (offsets[tuple(coordinates)] + start).reshape(-1))]
+        mine = [info.source_shard.coordinates(d, self.cta.number) for d in range(indices.ndim)]
+        coordinates = [np.broadcast_to(c, indices.shape).reshape(-1) for c in np.ix_(*mine)]
+        coordinates[axis] = indices.reshape(-1)
+        # Copies over the other bits: each CTA uses those of its own.
+        owners = np.full(indices.size, self.cta.number & ~target.cta_bits)
+        for c, bits in zip(coordinates, target.bits, strict=True):
+            for bit, cta_bit in bits:
+                owners |= (c >> bit & 1) << cta_bit
+        found = []
+        for number in np.unique(owners).tolist():
+            chosen = np.flatnonzero(owners == number)
+            local = [np.searchsorted(target.coordinates(d, number), c[chosen]) for d, c in enumerate(coordinates)]
+            found.append((self.cluster.ctas[number], chosen, offsets[tuple(local)] + start))
+        return found
+
+    def touch(self, info: Any, cta: "Cta", offsets: Any, access: Access, how: str) -> None:
+        """Tell the CTA whose shared memory it is, if it wants to know."""
+        if cta.checks:
+            getattr(cta.shadow, how)(runs_of(offsets, info.pattern.element_bytes), 0, self.clk, access)
+            if cta is not self.cta:
+                cta.touched[self.slot] = (self.t, self.who, info)
 
     def local_gather(self, info: Any, m: int, indices: Any, axis: int) -> Any:
         self.at = info
-        cta, p = self.cta, info.pattern
-        offsets = self.element_offsets(info, m, indices, axis)
-        if cta.checks:
-            cta.shadow.read(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
-        return cta.memory.views[p.element_bytes].take(offsets // p.element_bytes).view(p.dtype)
+        p = info.pattern
+        out = np.empty(indices.size, p.dtype)
+        for cta, chosen, offsets in self.places(info, m, indices, axis):
+            self.touch(info, cta, offsets, self.access(info), "read")
+            out[chosen] = cta.memory.views[p.element_bytes].take(offsets // p.element_bytes).view(p.dtype)
+        return out.reshape(indices.shape)
 
     def local_scatter(self, info: Any, m: int, data: Any, indices: Any, axis: int) -> None:
         self.at = info
-        cta, p = self.cta, info.pattern
-        offsets = self.element_offsets(info, m, indices, axis)
-        if cta.checks:
-            cta.shadow.write(runs_of(offsets, p.element_bytes), 0, self.clk, self.access(info))
-        view = cta.memory.views[p.element_bytes]
-        view[(offsets // p.element_bytes).reshape(-1)] = np.ascontiguousarray(data).reshape(-1).view(view.dtype)
+        p = info.pattern
+        for cta, chosen, offsets in self.places(info, m, indices, axis):
+            self.touch(info, cta, offsets, self.access(info), "write")
+            view = cta.memory.views[p.element_bytes]
+            view[offsets // p.element_bytes] = np.ascontiguousarray(data).reshape(-1).view(view.dtype)[chosen]
 
     def local_atomic(self, info: Any, m: int, data: Any, indices: Any, axis: int, mask: Any = None) -> Any:
         self.at = info
-        cta, p = self.cta, info.pattern
-        offsets = self.element_offsets(info, m, indices, axis)
-        wanted = np.ones(offsets.shape, np.bool_) if mask is None else mask
-        if cta.checks:
-            access = self.access(info)._replace(atomic=Scope(True, self.cluster.number, cta.number))
-            cta.shadow.read(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
-            cta.shadow.write(runs_of(offsets[wanted], p.element_bytes), 0, self.clk, access)
-        view = cta.memory.views[p.element_bytes].view(p.dtype)
-        old = np.zeros(offsets.shape, p.dtype)
-        cells = (offsets // p.element_bytes).reshape(-1).tolist()
-        values, keep, flat = np.broadcast_to(data, offsets.shape).reshape(-1), wanted.reshape(-1), old.reshape(-1)
-        for i, cell in enumerate(cells):
-            if keep[i]:
-                flat[i] = view[cell]
+        p = info.pattern
+        values, old = np.broadcast_to(data, indices.shape).reshape(-1), np.zeros(indices.size, p.dtype)
+        wanted = np.ones(indices.size, np.bool_) if mask is None else mask.reshape(-1)
+        for cta, chosen, offsets in self.places(info, m, indices, axis):
+            keep = wanted[chosen]
+            # Between CTAs they are atomic too, if the CTAs share the buffer.
+            scope = Scope(info.target_shard is None, self.cluster.number, self.cta.number)
+            access = self.access(info)._replace(atomic=scope)
+            for how in ("read", "write"):
+                self.touch(info, cta, offsets[keep], access, how)
+            view = cta.memory.views[p.element_bytes].view(p.dtype)
+            cells = (offsets // p.element_bytes)[keep].tolist()
+            numbers = np.arange(indices.size)[chosen][keep].tolist()
+            for i, cell in zip(numbers, cells, strict=True):
+                old[i] = view[cell]
                 view[cell : cell + 1] = combine(info.kind, view[cell : cell + 1].copy(), values[i : i + 1])
-        return old
+        return old.reshape(indices.shape)
 
     def fence_async(self, info: Any) -> None:
         """Everything known to have been written through the generic proxy is visible to the async one from here on."""

@@ -85,6 +85,7 @@ def read_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[i
         if machine.checks:
             runs, base = desc.runs(*box)
             machine.global_read(desc.buffer, runs, base, task.clk, task.access(), task.foreign)
+        inside = desc.as_loaded(inside)
         if inside.shape == extent:
             return inside
     data = np.full(extent, NAN_BITS[desc.item] if desc.nan else 0, desc.raw)
@@ -110,7 +111,7 @@ def read_pixels(
     if machine.checks:
         runs = desc.pixel_runs(inside, first, last)
         machine.global_read(desc.buffer, runs, 0, task.clk, task.access(), task.foreign)
-    data[rows, first - start[-1] : last - start[-1]] = desc.array[tuple(inside.T)][:, first:last]
+    data[rows, first - start[-1] : last - start[-1]] = desc.as_loaded(desc.array[tuple(inside.T)][:, first:last])
     return data
 
 
@@ -139,7 +140,7 @@ class LoadTask(Task):
                 runs, base = info.pattern.runs_at(self.m)
                 cta.shadow.write(runs, base, self.clk, access)
                 cta.touched[self.slot] = (self.time, self.who, info)
-            info.pattern.store(cta.memory, self.m, data)
+            info.pattern.store(cta.memory, self.m, data.reshape(info.pattern.shape))
             home = cluster.ctas[d & ~info.zero]
             barrier = home.barriers.get(self.barrier_m)
             if barrier is None:
@@ -359,10 +360,10 @@ class TmaOps(AgentBase):
         self.at = info
         c = self.cta.number
         if c & info.data_zero:
-            return  # every CTA of the group holds the same data; one writes it
+            return  # every CTA of the group holds the same data; one writes it, or adds it
         low = tuple(int(x) + o for x, o in zip(coords, info.low[c], strict=True))
         extent = info.extent
-        self.issue_store(info, m, lambda task, data: write_box(task, desc, low, extent, data))
+        self.issue_store(info, m, lambda task, data: write_box(task, desc, low, extent, data.reshape(extent)))
 
     def tma_scatter(self, info: Any, desc: Descriptor, rows: Any, column: int, m: int) -> None:
         self.at = info

@@ -84,3 +84,16 @@ def test_unknown_operation_is_named_with_its_line(monkeypatch):
     with pytest.raises(NotImplementedError, match="fpsan_embed") as caught:
         gluon_cpu.launch(foreign, (1,), normal(128), poisoned(128, dtype=torch.int32))
     assert f"{Path(__file__).name}:{line}" in str(caught.value)
+
+
+def test_a_warmup_compiles_for_a_card_and_checks_nothing():
+    x, out = normal(512), poisoned(512)
+    with gluon_cpu.machine() as reports:
+        compiled = doubled.warmup(x, out, N=128, grid=(1,))
+        assert not reports
+        assert ".target sm_90a" in compiled.asm["ptx"]
+        doubled[(4,)](x, out, N=128)
+    same(out, x * 2)
+    assert len(reports) == 1
+    with pytest.raises(gluon_cpu.NothingChecked):
+        gluon_cpu.check(lambda: doubled.warmup(x, out, N=128, grid=(1,)), schedules=1)

@@ -318,6 +318,32 @@ def test_inline_assembly_runs_its_registered_twin(launch):
     same(out, x ^ (x + 1))
 
 
+@jit
+def approximate(x_ptr, out_ptr, ASM: gl.constexpr):
+    i = gl.arange(0, 128, ROW)
+    x = gl.load(x_ptr + i)
+    gl.store(out_ptr + i, gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("ex2.approx.ftz", torch.exp2),
+        ("lg2.approx", torch.log2),
+        ("rcp.approx.ftz", torch.reciprocal),
+        ("rsqrt.approx", torch.rsqrt),
+        ("sqrt.approx.ftz", torch.sqrt),
+        ("sin.approx", torch.sin),
+        ("cos.approx.ftz", torch.cos),
+        ("tanh.approx", torch.tanh),
+    ],
+)
+def test_approximate_functions_as_inline_assembly(launch, name, function):
+    x, out = normal(128).abs() + 0.1, poisoned(128)
+    launch(approximate, (1,), x, out, ASM=f"{name}.f32 $0, $1;")
+    torch.testing.assert_close(out, function(x))
+
+
 def test_inline_assembly_may_name_special_registers(launch):
     x, out = small_integers(128, dtype=torch.int32), poisoned(128, dtype=torch.int32)
     gluon_cpu.register_asm("mov.u32 $0, %clock;", lambda a, b: b - a)

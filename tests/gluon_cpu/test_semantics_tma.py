@@ -405,3 +405,55 @@ def test_multicast_within_pairs_of_four(launch):
     x, out = normal(64, 64), poisoned(64, 64)
     launch(multicast_of_four, (1,), descriptor(x, [64, 64], cga=[[0, 0], [1, 0]]), out, num_ctas=4)
     same(out, x)
+
+
+@jit
+def one_of_a_batch(desc, out, batch, WAIT: gl.constexpr):
+    """The box has a dimension that the tile has not: one of a batch of matrices."""
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], gl.NVMMASharedLayout(128, 32, 2))
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, tile.nbytes_per_cta)
+    tma.async_load(desc, [batch, 8, 0], loaded, tile)
+    if WAIT:
+        mbarrier.wait(loaded, 0)
+    tma.async_store(out, [batch + 1, 0, 0], tile)
+    tma.store_wait(0)
+    mbarrier.wait(loaded, 0)
+
+
+def test_a_box_with_more_dimensions_than_its_tile(launch):
+    x, out = normal(4, 32, 32), torch.zeros(4, 32, 32)
+    layout = gl.NVMMASharedLayout(128, 32, 3)
+    descriptors = [TensorDescriptor.from_tensor(t, [1, 32, 32], layout) for t in (x, out)]
+    launch(one_of_a_batch, (1,), *descriptors, 2, WAIT=True)
+    want = torch.zeros(4, 32, 32)
+    want[3, :24] = x[2, 8:]
+    same(out, want)
+    with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
+        launch(one_of_a_batch, (1,), *descriptors, 2, WAIT=False)
+
+
+@jit
+def copy_tile(desc, out_ptr):
+    store_matrix(out_ptr, load_tile(desc).load(MATRIX))
+
+
+def test_a_descriptor_that_rounds_to_tf32(launch):
+    """To the nearest of 10 bits, halves to even; infinity, NaN and what is filled in stay as they are."""
+    ulp = 2.0**-10
+    x = torch.zeros(20, 32)
+    x[0, :7] = torch.tensor([1 + ulp / 2, 1 + 3 * ulp / 2, 1 + ulp / 2 + 2**-23, -1 - ulp / 2, 0.1, 3e38, 2 - 2**-23])
+    x[1, :2] = torch.tensor([float("inf"), float("-inf")])
+    x[2] = normal(32)
+    layout = gl.NVMMASharedLayout.get_default_for([32, 32], gl.float32)
+    desc = TensorDescriptor.from_tensor(x, [32, 32], layout, round_f32_to_tf32=True)
+    out = poisoned(32, 32)
+    launch(copy_tile, (1,), desc, out)
+    want = [1, 1 + 2 * ulp, 1 + ulp, -1, 1638 * 2.0**-14]
+    same(out[0, :5], torch.tensor(want))
+    same(out[0, 6:8], torch.tensor([2.0, 0.0]))
+    same(out[1], x[1])
+    same(out[20:], torch.zeros(12, 32))
+    assert bool((out.view(torch.int32) & 0x1FFF == 0).all())
+    torch.testing.assert_close(out[2], x[2], rtol=ulp / 2, atol=0)

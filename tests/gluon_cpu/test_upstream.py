@@ -198,7 +198,7 @@ def test_what_does_not_run_is_said(upstream, tmp_path):
         "test_ends_the_process": ("not runnable", "sm_90a"),
         "test_after_that_end": ("clean", "sm_90a"),
     }
-    assert "test_warms_up (sm_90a): NotImplementedError: warmup" in printed
+    assert "test_warms_up (sm_90a): it launches no kernel" in printed
     assert "test_ends_the_process (sm_90a): the process ended, with status 3" in printed
 
 

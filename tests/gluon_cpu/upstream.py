@@ -221,12 +221,12 @@ class Adapter:
             error = e
         finally:
             SEEN.reset(token)
-        self.judge(error, seen.findings)
+        self.judge(error, seen.findings, seen.launches)
         self.case.seconds = round(time.perf_counter() - start, 2)
         self.log(self.case)
 
-    def judge(self, error: BaseException | None, direct: list[Finding]) -> None:
-        """direct: findings of kernels that the test launches itself, which are to have none."""
+    def judge(self, error: BaseException | None, direct: list[Finding], launches: int) -> None:
+        """direct: findings of kernels that the test launches itself, which are to have none. launches: how many."""
         case = self.case
         findings = [*direct, *(f for r in self.results for f in r.driver_stderr_output.findings)]
         kinds = sorted({type(finding).__name__ for finding in findings})
@@ -240,6 +240,8 @@ class Adapter:
             case.verdict, case.reason = NOT_RUNNABLE, str(error)
         elif direct:
             case.verdict, case.reason = ON_RIGHT, f"{', '.join(kinds)} {where}: {lines[0]}"
+        elif error is None and not self.results and not launches:
+            case.verdict, case.reason = NOT_RUNNABLE, "it launches no kernel"
         elif error is None:
             case.verdict = FOUND if findings else CLEAN
         elif not isinstance(error, AssertionError):
