@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 
@@ -15,14 +15,17 @@ import torch
 
 from . import tuning
 from .backward.configs import HopperBackward, label
-from .backward.launch import builds_of, sinks_build
+from .backward.launch import builds_of, key_list_build, sinks_build
 from .backward.table import padded_head_dims
+from .backward.table import pick_config as pick_backward
 from .backward.table import rows_by_default as backward_rows_by_default
+from .bias import Bias
 from .demo import card, prepare_process, quiet_exit, say
-from .forward.configs import ForwardConfig
-from .forward.launch import build_of, transpose_build
+from .device import Device
+from .forward.configs import BlackwellConfig, ForwardConfig
+from .forward.launch import build_of, list_build, transpose_build
 from .forward.plan import LARGEST_LENGTH
-from .forward.table import for_scores, rows_by_default
+from .forward.table import for_bias, for_scores, rows_by_default
 from .gradients import ARCHS as BACKWARD_ARCHS
 from .kernels.common.mask import Mask
 from .problem import FP8_DTYPES, Problem
@@ -40,16 +43,25 @@ BAR_WIDTH = 24
 
 
 @dataclass(frozen=True)
-class Scores:
-    """A cap on scores, and the dtype of further ones."""
+class Features:
+    """What calls have besides a mask: a cap on features, the dtype of further ones, a bias, packed sequences."""
 
     cap: float | None = None
     sinks: torch.dtype | None = None
+    bias: Bias | None = None
+    of_bias: bool = False  # its gradient, too
+    packed: bool = False
 
     @property
     def score_mod(self) -> ScoreFunction | None:
         """Cannot be sent to another process."""
         return None if self.cap is None else softcap(self.cap)
+
+    def take(self, config: ForwardConfig) -> bool:
+        """Whether `pick_config` looks at rows with it."""
+        if self.bias is not None and config.num_ctas > 1:
+            return False
+        return not (self.packed and isinstance(config, BlackwellConfig) and config.dynamic)
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,12 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
     )
     command.add_argument("--softcap", type=float, metavar="CAP", help="all of them with that cap on scores")
     command.add_argument("--sinks", choices=SINKS, metavar="DTYPE", help="all of them with sinks: fp32, fp16 or bf16")
+    command.add_argument(
+        "--bias", choices=SINKS, metavar="DTYPE", help="all of them with a bias, of each query: fp32, or --dtype's"
+    )
+    command.add_argument("--bias-of-keys", action="store_true", help="with a bias that queries have in common")
+    command.add_argument("--bias-gradient", action="store_true", help="the bias has gradients too")
+    command.add_argument("--packed", action="store_true", help="all of them for packed sequences")
     command.add_argument("--backward", action="store_true", help="kernels of the gradients too")
     command.add_argument("--deterministic", action="store_true", help="gradients in a fixed order of sums")
     command.add_argument(
@@ -108,6 +126,16 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
         command.error("--deterministic: expected with --backward only, as all else always is; add --backward")
     if options.window is not None and options.full:
         command.error("--window: expected causal kernels, as models have with it; leave out --full")
+    for option, given in {"--bias-of-keys": options.bias_of_keys, "--bias-gradient": options.bias_gradient}.items():
+        if given and options.bias is None:
+            command.error(f"{option}: expected with --bias only; give its dtype, as in --bias bf16")
+    if options.bias_gradient and not options.backward:
+        command.error("--bias-gradient: expected with --backward only; add --backward")
+    if options.bias_gradient and options.bias_of_keys and options.deterministic:
+        command.error("--deterministic: not supported with the gradient of a bias that queries have in common")
+    for option, given in {"--packed": options.packed, "--softcap": options.softcap is not None}.items():
+        if given and options.bias is not None:
+            command.error(f"{option}: not supported with --bias so far; leave one out")
     return command, options
 
 
@@ -120,9 +148,18 @@ def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
     masks = [Mask(causal=causal) for causal, other in ((False, options.causal), (True, options.full)) if not other]
     if options.window is not None:
         masks.append(Mask(causal=True, left=options.window))
-    scores = Scores(options.softcap, options.sinks and SINKS[options.sinks])
+    features = Features(
+        options.softcap, options.sinks and SINKS[options.sinks], packed=options.packed, of_bias=options.bias_gradient
+    )
+    if options.bias is not None:
+        bias = Bias(dtype=SINKS[options.bias], each_row=not options.bias_of_keys, shared=options.bias_of_keys)
+        features = replace(features, bias=bias)
+        require_bias(bias, dtypes, arch)
     if options.backward:
         require_gradients(dtypes, arch)
+    if options.packed:
+        for used in (False, True):
+            yield Job(f"list of row blocks{of_used(used)}", partial(list_build, used))
     for head_dim in options.head_dim:
         head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
         multiple = 16 if any(dtype in FP8_DTYPES for dtype in dtypes) else 8
@@ -142,16 +179,61 @@ def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
             )
         for name, dtype in zip(options.dtype, dtypes, strict=True):
             for mask in masks:
-                window = "" if mask.left is None else f" window {mask.left}"
-                kind = f"{'causal' if mask.causal else 'full'}{window} {name}"
-                yield from forward_jobs(f"{named(*forward)} {kind}", dtype, forward[0], mask, scores, arch, forward[1])
+                kind = " ".join(
+                    filter(
+                        None,
+                        (
+                            "causal" if mask.causal else "full",
+                            "" if mask.left is None else f"window {mask.left}",
+                            name,
+                            "packed" * features.packed,
+                            "bias" * (features.bias is not None),
+                        ),
+                    )
+                )
+                yield from forward_jobs(
+                    f"{named(*forward)} {kind}", dtype, forward[0], mask, features, arch, forward[1]
+                )
                 if options.backward and dtype not in FP8_DTYPES:
-                    of_kind = f"{named(*backward)} {kind}", dtype, backward[0], mask, scores, options.deterministic
+                    of_kind = f"{named(*backward)} {kind}", dtype, backward[0], mask, features, options.deterministic
                     yield from backward_jobs(*of_kind, backward[1])
 
 
 def named(head_dim: int, head_dim_v: int) -> str:
     return f"D={head_dim}" + f"/{head_dim_v}" * (head_dim_v != head_dim)
+
+
+def of_used(used: bool) -> str:
+    return ", used keys" * used
+
+
+def require_bias(bias: Bias, dtypes: Sequence[torch.dtype], arch: int) -> None:
+    if arch != 90:
+        raise ValueError(f"--bias: expected --arch sm_90, as no other card has it so far, got sm_{arch}")
+    for dtype in dtypes:
+        if dtype in FP8_DTYPES or bias.dtype not in (dtype, torch.float32):
+            raise ValueError(f"--bias: expected fp32, or the dtype of q, fp16 or bf16; got {bias.dtype} and {dtype}")
+
+
+def problem_of(
+    dtype: torch.dtype, padded_head_dim: int, padded_head_dim_v: int, mask: Mask, bias: Bias | None
+) -> Problem:
+    """One with these, to choose a config for."""
+    return Problem(
+        dtype=dtype,
+        batch=1,
+        heads=1,
+        kv_heads=1,
+        q_len=LARGEST_LENGTH,
+        kv_len=LARGEST_LENGTH,
+        head_dim=padded_head_dim,
+        head_dim_v=padded_head_dim_v,
+        causal=mask.causal,
+        left=mask.left,
+        scale=1.0,
+        layout="bhsd",
+        bias=bias,
+    )
 
 
 def require_gradients(dtypes: Sequence[torch.dtype], arch: int) -> None:
@@ -166,26 +248,30 @@ def forward_jobs(
     dtype: torch.dtype,
     padded_head_dim: int,
     mask: Mask,
-    scores: Scores,
+    features: Features,
     arch: int,
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    for row in rows_by_default(
-        padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, tuning.rows_of_arch(arch)
-    ):
+    table = [row for row in tuning.rows_of_arch(arch) if features.take(row.config)]
+    for row in rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, table):
         if mask.most_keys(LARGEST_LENGTH) < row.min_kv_len:
             continue
-        config = for_scores(row.config, scores.score_mod, row.head_dims, dtype)
+        config = for_scores(row.config, features.score_mod, row.head_dims, dtype)
+        if features.bias is not None:
+            asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
+            config = for_bias(row.config, asked, Device.hopper())
         served = [
             f"from {row.min_kv_len} keys" * (row.min_kv_len > 1),
             f"from {row.min_reuse} queries a KV head" * (row.min_reuse > 1),
             "little work" * row.one_round,
         ]
         name = ", ".join(filter(None, [f"forward {kind} {config.block_m} x {config.block_n}", *served]))
-        yield Job(name, partial(forward_build, scores, dtype, padded_head_dim, head_dim_v, mask, config))
+        yield Job(name, partial(forward_build, features, dtype, padded_head_dim, head_dim_v, mask, config))
         if config.transposes_before(dtype.itemsize):
-            yield Job(f"transpose {kind}", partial(transpose_build, dtype, head_dim_v))
+            for used in (False, True) if features.packed else (False,):
+                make = partial(transpose_build, dtype, head_dim_v, features.packed, used)
+                yield Job(f"transpose {kind}{of_used(used)}", make)
 
 
 def backward_jobs(
@@ -193,32 +279,52 @@ def backward_jobs(
     dtype: torch.dtype,
     padded_head_dim: int,
     mask: Mask,
-    scores: Scores,
+    features: Features,
     deterministic: bool,
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     """A kernel in which programs share key blocks is another one."""
-    if scores.sinks is not None:
-        yield Job("backward, sinks", partial(sinks_build, scores.sinks))
+    if features.sinks is not None:
+        yield Job("backward, sinks", partial(sinks_build, features.sinks))
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, tuning.backward_rows_of_arch(90))
-    for row, shared in itertools.product(rows, (False, True)):
-        choices = (dtype, padded_head_dim, head_dim_v, mask, row.config, deterministic, shared)
-        how = (
-            ", fixed order" * deterministic + ", shared key blocks" * shared + f", {label(row.config)}" * row.is_limited
-        )
-        for step, name in enumerate(("before", "main", "after")):
-            yield Job(f"backward {kind}, {name}{how}", partial(backward_build, scores, step, *choices))
+    configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in rows]
+    biases = [features.bias]
+    if features.bias is not None:
+        asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
+        configs = [(pick_backward(asked), "")]
+        if features.of_bias and features.bias.each_row and not deterministic:
+            biases.append(replace(features.bias, shared=True))
+    if features.packed:
+        for keys, used in itertools.product({config.keys: None for config, _ in configs}, (False, True)):
+            yield Job(f"backward, list of blocks of {keys} keys{of_used(used)}", partial(key_list_build, keys, used))
+    are_shared = (False,) if features.packed else (False, True)
+    for (config, of_row), bias, shared in itertools.product(configs, biases, are_shared):
+        choices = (dtype, padded_head_dim, head_dim_v, mask, config, deterministic, shared, bias)
+        how = ", fixed order" * deterministic + ", shared key blocks" * shared + of_row
+        how += ", summed over a bias" * (bias is not None and features.of_bias and bias.sums_gradient)
+        for step, name in zip((-3, -2, -1), ("before", "main", "after"), strict=True):
+            yield Job(f"backward {kind}, {name}{how}", partial(backward_build, features, step, *choices))
 
 
 def forward_build(
-    scores: Scores, dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: Mask, config: ForwardConfig
+    features: Features, dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: Mask, config: ForwardConfig
 ) -> Build:
-    return build_of(dtype, head_dim, mask, config, scores.score_mod, scores.sinks, padded_head_dim_v=head_dim_v)
+    return build_of(
+        dtype,
+        head_dim,
+        mask,
+        config,
+        features.score_mod,
+        features.sinks,
+        features.packed,
+        padded_head_dim_v=head_dim_v,
+        bias=features.bias,
+    )
 
 
 def backward_build(
-    scores: Scores,
+    features: Features,
     step: int,
     dtype: torch.dtype,
     head_dim: int,
@@ -227,9 +333,10 @@ def backward_build(
     config: HopperBackward,
     deterministic: bool,
     shared: bool,
+    bias: Bias | None,
 ) -> Build:
-    choices = (dtype, head_dim, mask, config, deterministic, shared, scores.score_mod)
-    return builds_of(*choices, padded_head_dim_v=head_dim_v)[step]
+    choices = (dtype, head_dim, mask, config, deterministic, shared, features.score_mod, features.packed)
+    return builds_of(*choices, padded_head_dim_v=head_dim_v, bias=bias, of_bias=features.of_bias)[step]
 
 
 def unlike(jobs: Iterable[Job]) -> list[Job]:

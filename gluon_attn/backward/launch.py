@@ -149,9 +149,8 @@ def builds_of(
     blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
     if bias is not None:
         blocks[BIAS.tensor] = bias.block(config.block_m, config.keys)
-    lists = (Build(kernel=LIST, blocks={}, constants=absent_lengths(True, used, LIST) | {"KEYS": config.keys}),)
     return (
-        *(lists if packed else ()),
+        *((key_list_build(config.keys, used),) if packed else ()),
         Build(
             kernel=PREPARE,
             blocks=blocks,
@@ -181,6 +180,11 @@ def builds_of(
             starts_early=True,
         ),
     )
+
+
+def key_list_build(keys: int, used: bool) -> Build:
+    """The kernel that lists the key blocks, of so many keys, of packed sequences. used: of each, some keys count."""
+    return Build(kernel=LIST, blocks={}, constants=absent_lengths(True, used, LIST) | {"KEYS": keys})
 
 
 def sinks_build(dtype: torch.dtype) -> Build:

@@ -17,8 +17,9 @@ from gluon_attn import warmup
 from gluon_attn.backward.launch import builds_of, sinks_build
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config as pick_backward
+from gluon_attn.bias import Bias
 from gluon_attn.device import Device
-from gluon_attn.forward.launch import launches_of, transpose_build
+from gluon_attn.forward.launch import build_of, launches_of, transpose_build
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import Problem, empty_output
@@ -99,6 +100,75 @@ def test_calls_with_masks_and_scores_find_theirs(name):
     assert [build for build in used if build not in compiled] == []
     unused = [job.name for job, build in zip(listed, compiled, strict=True) if build not in used]
     assert all("window" in job and "shared" in job for job in unused)  # that is for windows wider than this one
+    pickle.dumps(listed)
+
+
+PACKED_DTYPES = [("bf16", 128, 90), ("e4m3", 64, 90), ("bf16", 64, 100)]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["all keys", "some keys"])
+@pytest.mark.parametrize(("dtype", "head_dim", "arch"), PACKED_DTYPES)
+def test_calls_with_packed_sequences_find_theirs(dtype, head_dim, arch, used):
+    backward = arch == 90 and dtype == "bf16"
+    arguments = ["--head-dim", str(head_dim), "--dtype", dtype, "--packed", *["--backward"] * backward]
+    listed = jobs(*arguments, arch=arch)
+    compiled = [job.make() for job in listed]
+    rng, seen, device = random.Random(3), [], DEVICES[arch]
+    for _ in range(150):
+        batch = random_problem(rng, warmup.DTYPES[dtype], head_dim, rng.choice([False, True]))
+        count = rng.choice([1, 3, 40])
+        problem = dataclasses.replace(
+            batch, batch=1, sequences=count, layout="thd", q_len=count * batch.q_len, kv_len=count * batch.kv_len
+        )
+        plan = Plan.of(problem, pick_config(problem, device), device)
+        q = torch.empty((problem.q_len, problem.heads, head_dim), dtype=problem.dtype, device="meta")
+        k = torch.empty((problem.kv_len, problem.kv_heads, head_dim), dtype=problem.dtype, device="meta")
+        builds = [launch.build for launch in launches_of(plan, q, k, k, empty_output(q, k), used)]
+        if backward:
+            of = BackwardPlan.of(problem, pick_backward(problem), device)
+            builds += builds_of(problem.dtype, head_dim, problem.mask, of.config, False, False, None, True, used)
+        seen += [build for build in builds if build not in seen]
+    assert [build for build in seen if build not in compiled] == []
+    unused = [job.name for job, build in zip(listed, compiled, strict=True) if build not in seen]
+    assert all(name.startswith(("list", "transpose", "backward, list")) for name in unused)  # of the other `used`
+    pickle.dumps(listed)
+
+
+BIASES: dict[str, tuple[list[str], list[Bias], bool]] = {
+    "of each query": (
+        ["bf16"],
+        [Bias(dtype=torch.bfloat16, each_row=True, shared=shared) for shared in (False, True)],
+        False,
+    ),
+    "of keys": (["fp32", "--bias-of-keys"], [Bias(dtype=torch.float32, each_row=False, shared=True)], False),
+    "with gradients": (
+        ["fp32", "--bias-gradient"],
+        [Bias(dtype=torch.float32, each_row=True, shared=shared) for shared in (False, True)],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", BIASES)
+def test_calls_with_a_bias_find_theirs(name, head_dim):
+    arguments, biases, of_bias = BIASES[name]
+    listed = jobs("--head-dim", str(head_dim), "--backward", "--bias", *arguments)
+    compiled = [job.make() for job in listed]
+    rng, used, device = random.Random(4), [], Device.hopper()
+    for _ in range(600):
+        problem = random_problem(rng, torch.bfloat16, head_dim, rng.choice([False, True]))
+        problem = dataclasses.replace(problem, bias=rng.choice(biases))
+        config = pick_config(problem, device)
+        plan = BackwardPlan.of(problem, pick_backward(problem), device)
+        bf16 = (torch.bfloat16, head_dim, problem.mask)
+        builds = [build_of(*bf16, config, bias=problem.bias)]
+        builds += builds_of(*bf16, plan.config, False, plan.shared > 0, bias=problem.bias, of_bias=of_bias)
+        used += [build for build in builds if build not in used]
+    assert [build for build in used if build not in compiled] == []
+    assert [job.name for job, build in zip(listed, compiled, strict=True) if build not in used] == []
+    names = [job.name for job in listed]
+    assert len(set(names)) == len(names)
     pickle.dumps(listed)
 
 
@@ -206,6 +276,17 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys, stand_ins):
         (["--arch", "sm_90", "--jobs", "0"], "--jobs: expected 1 or more, got 0"),
         (["--causal", "--full"], "not allowed with"),
         (["--arch", "sm_90", "--full", "--window", "7"], "--window: expected causal kernels, as models have with it"),
+        (["--arch", "sm_90", "--bias-of-keys"], "--bias-of-keys: expected with --bias only; give its dtype"),
+        (["--arch", "sm_90", "--bias", "bf16", "--bias-gradient"], "--bias-gradient: expected with --backward only"),
+        (["--arch", "sm_90", "--bias", "bf16", "--packed"], "--packed: not supported with --bias so far"),
+        (["--arch", "sm_90", "--bias", "bf16", "--softcap", "9"], "--softcap: not supported with --bias so far"),
+        (["--arch", "sm_100", "--bias", "bf16"], "--bias: expected --arch sm_90"),
+        (["--arch", "sm_90", "--bias", "fp16"], "--bias: expected fp32, or the dtype of q"),
+        (["--arch", "sm_90", "--bias", "fp32", "--dtype", "e4m3"], "--bias: expected fp32, or the dtype of q"),
+        (
+            ["--arch", "sm_90", "--backward", "--deterministic", "--bias", "fp32", "--bias-of-keys", "--bias-gradient"],
+            "--deterministic: not supported with the gradient of a bias that queries have in common",
+        ),
         (["--arch", "sm_90", "--softcap", "-1"], "softcap: expected a positive number from"),
     ],
 )

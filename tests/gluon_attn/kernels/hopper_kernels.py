@@ -14,7 +14,7 @@ from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import count, instructions, steady_loops
 from gluon_attn.runtime.assembler import disassemble, is_serialised
-from gluon_attn.warmup import Job, Scores, backward_jobs, unlike
+from gluon_attn.warmup import Features, Job, backward_jobs, unlike
 
 DTYPES = {2: torch.bfloat16, 1: torch.float8_e4m3fn}
 
@@ -38,7 +38,7 @@ def every_kernel() -> list[Job]:
         for causal, deterministic in ((False, False), (True, False), (True, True)):
             kind = f"D={head_dim} {'causal' if causal else 'full'}"
             mask = Mask(causal=causal)
-            jobs += backward_jobs(kind, torch.bfloat16, head_dim, mask, Scores(), deterministic)
+            jobs += backward_jobs(kind, torch.bfloat16, head_dim, mask, Features(), deterministic)
     return unlike(jobs)
 
 
