@@ -81,6 +81,24 @@ def test_checkpointed():
     check_gradients(q, k, v, dout, torch.autograd.grad(out, inputs, dout))
 
 
+def test_checkpointed_with_a_bias():
+    """Which is no operator."""
+    bias = torch.randn(1, 2, 40, 40).bfloat16().requires_grad_()
+    inputs = [*qkv(40, 40), bias]
+    dout = torch.randn_like(inputs[0])
+
+    def model(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        out = attention(q, k, v, bias=bias, device=HOPPER)
+        assert isinstance(out, Tensor)
+        return out
+
+    want = torch.autograd.grad(model(*inputs), inputs, dout)
+    out = checkpoint(model, *inputs, use_reentrant=False)
+    for one, other in zip(torch.autograd.grad(out, inputs, dout), want, strict=True):
+        assert other.norm() > 0
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
 def test_other_lengths_make_no_other_graph():
     """But for the second, which makes one of any length."""
     torch.compiler.reset()

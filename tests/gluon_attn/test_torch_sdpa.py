@@ -21,6 +21,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
     sdpa_kernel,
 )
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gluon_attn import attention, reference_attention, torch_sdpa
 from gluon_attn.device import Device
@@ -172,6 +173,38 @@ def test_compiled(dynamic, calls):
     assert torch.equal(*outs)
     for one, other in zip(*(torch.autograd.grad(out.sum(), inputs) for out in outs), strict=True):
         torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+    assert calls == []
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["computed again", "kept by a policy"])
+def test_checkpointed(is_kept, calls, monkeypatch):
+    """A policy of what to keep names torch's operator, as ever."""
+    made: list[str] = []
+
+    def counted(original: Any) -> Any:
+        def run(*args: Any, **kw: Any) -> Any:
+            made.append(original.__name__)
+            return original(*args, **kw)
+
+        return run
+
+    for name in ("attention", "attention_backward"):
+        monkeypatch.setattr(torch_sdpa, name, counted(getattr(torch_sdpa, name)))
+
+    def policy(context: Any, operator: Any, *args: Any, **kw: Any) -> CheckpointPolicy:
+        kept = operator == SDPA.default and is_kept
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SDPA(q, k, v, is_causal=True)[0] * 3
+
+    q, k, v = inputs = [q_of(1, h, 40, 64).requires_grad_() for h in (2, 1, 1)]
+    dout = q_of()
+    out = checkpoint(
+        model, *inputs, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
+    )
+    check_gradients(q, k, v, 3 * dout, torch.autograd.grad(out, inputs, dout), causal=True)
+    assert made == ["attention"] * (1 if is_kept else 2) + ["attention_backward"]
     assert calls == []
 
 

@@ -1,10 +1,13 @@
 """Packed sequences under torch.compile, torch.export and modes that see operators, on gluon_cpu."""
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from gluon_attn.device import Device
@@ -57,6 +60,42 @@ def test_exported():
     exported = torch.export.export(Model(), tuple(given))
     assert "gluon_attn.forward_varlen" in str(exported.graph)
     assert torch.equal(exported.module()(*given), model(*given))
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["computed again", "kept by a policy"])
+def test_checkpointed(is_kept):
+    """A policy of what to keep sees the operator, and then its forward pass is not computed again."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        ours = operator == torch.ops.gluon_attn.forward_varlen.default
+        return CheckpointPolicy.MUST_SAVE if ours and is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    given = inputs()
+    want = gradients(model(*given), given)
+    kept = partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(model, *given, use_reentrant=False, context_fn=kept)
+    with FlopCounterMode(display=False) as counter:
+        grads = gradients(out, given)
+    pairs = sum(40 - i for i in range(40)) + 10 * 40 + sum(30 - i for i in range(30))
+    assert counter.get_total_flops() == (5 if is_kept else 2 + 5) * 2 * 2 * 64 * pairs
+    for one, other in zip(grads, want, strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
+def test_autocast_converts_fp32():
+    q, k, v, *starts = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(q.float(), k.float(), v.float(), *starts)
+    assert torch.equal(out, model(q, k, v, *starts))
+
+
+@pytest.mark.parametrize("dim", range(3))
+def test_no_vmap(dim):
+    """Of q, of k, of v."""
+    given = [t.detach() for t in inputs()]
+    batched = [given[i].expand(2, *given[i].shape) if i == dim else given[i] for i in range(5)]
+    with pytest.raises(NotImplementedError, match=f"^{'qkv'[dim]}: .* torch.vmap has batched"):
+        torch.vmap(model, in_dims=tuple(0 if i == dim else None for i in range(5)))(*batched)
 
 
 def test_flops_count_what_is_seen():

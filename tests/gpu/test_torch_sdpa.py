@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gluon_attn import attention, torch_sdpa
 from gluon_attn.apart import Apart
@@ -196,6 +197,37 @@ def check_compiled() -> None:
         torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
 
+def check_checkpointed(is_kept: bool) -> None:
+    """With a policy of what to keep, which names torch's operator."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kw: Any) -> CheckpointPolicy:
+        kept = operator == torch.ops.aten._scaled_dot_product_flash_attention.default and is_kept
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    kept = partial(create_selective_checkpoint_contexts, policy)
+    q, k, v = inputs = qkv()
+    model = partial(F.scaled_dot_product_attention, is_causal=True)
+    dout = torch.randn_like(q)
+    with ours(2 if is_kept else 3):
+        out = checkpoint(model, *inputs, use_reentrant=False, context_fn=kept)
+        grads = torch.autograd.grad(out, inputs, dout)
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, grads, causal=True)
+
+
+def check_autocast(dtype: torch.dtype) -> None:
+    """Of fp32, which torch converts."""
+    q, k, v = inputs = [t.detach().to(dtype).float().requires_grad_() for t in qkv()]
+    dout = torch.randn_like(q).to(dtype)
+    with ours(2), torch.autocast("cuda", dtype):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert out.dtype == dtype
+        grads = torch.autograd.grad(out, inputs, dout)
+    assert [t.dtype for t in grads] == [torch.float32] * 3
+    q, k, v = (t.detach().to(dtype) for t in inputs)
+    check(q, k, v, out.detach(), None, causal=True)
+    check_gradients(q, k, v, dout, [t.to(dtype) for t in grads], causal=True)
+
+
 def check_graph() -> None:
     """Captured once, replayed with other numbers."""
     q, k, v = (t.detach() for t in qkv())
@@ -306,6 +338,10 @@ CASES: dict[str, Callable[[], None]] = {
         nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True), 2
     ),
     "compiled": check_compiled,
+    "checkpointed": lambda: check_checkpointed(is_kept=False),
+    "checkpointed, kept by a policy": lambda: check_checkpointed(is_kept=True),
+    "autocast": lambda: check_autocast(torch.bfloat16),
+    "autocast, fp16": lambda: check_autocast(torch.float16),
     "CUDA graph": check_graph,
     **{f"falls through: {name}": partial(check_falls_through, name) for name in FALLS_THROUGH},
 }
