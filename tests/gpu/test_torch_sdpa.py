@@ -48,7 +48,7 @@ def ours(calls: int) -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch, torch_sdpa.enabled():
-        for name in ("attention", "attention_backward"):
+        for name in ("attention", "attention_backward", "attention_varlen", "attention_varlen_backward"):
             patch.setattr(torch_sdpa, name, counted(getattr(torch_sdpa, name)))
         yield
     assert len(made) == calls, f"expected {calls} calls of ours, got {made}"
@@ -82,6 +82,19 @@ def check_window() -> None:
     q, k, v = (t.detach() for t in inputs)
     check(q, k, v, out.detach(), None, window=(32, 0), layout="bshd")
     check_gradients(q, k, v, dout, grads, window=(32, 0), layout="bshd")
+
+
+def check_packed() -> None:
+    inputs = tensors(*((500, 4, 64),) * 3)
+    starts = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
+    with ours(2):
+        out = torch.ops.aten._flash_attention_forward(*inputs, starts, starts, 300, 300, 0.0, True, False)[0]
+        dout = torch.randn_like(out)
+        grads = torch.autograd.grad(out, inputs, dout)
+    for rows in (slice(0, 200), slice(200, 500)):
+        q, k, v, o, do, *of_qkv = (t.detach()[None, rows] for t in (*inputs, out, dout, *grads))
+        check(q, k, v, o, None, causal=True, layout="bshd")
+        check_gradients(q, k, v, do, of_qkv, causal=True, layout="bshd")
 
 
 def check_first_call() -> None:
@@ -262,10 +275,11 @@ def lower_right() -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(300, 500))
 
 
-def packed() -> Tensor:
+def starts_elsewhere() -> Tensor:
+    """Packed sequences whose keys may begin elsewhere: nobody looks at the numbers."""
     q, k, v = tensors(*((500, 4, 64),) * 3)
     starts = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
-    return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, 300, 300, 0.0, True, False)[0]
+    return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts.clone(), 300, 300, 0.0, True, False)[0]
 
 
 def nested() -> Tensor:
@@ -282,7 +296,7 @@ FALLS_THROUGH: dict[str, Callable[[], Any]] = {
     "causal, unequal lengths": plain_call((2, 4, 300, 64), *Q[1:], is_causal=True),
     "attn_mask": masked,
     "causal_lower_right": lower_right,
-    "packed": packed,
+    "packed, starts of their own": starts_elsewhere,
     "nested": nested,
 }
 
@@ -326,6 +340,7 @@ CASES: dict[str, Callable[[], None]] = {
     "D=100, which torch pads": lambda: check_call(100, causal=True),
     "unequal lengths": lambda: check_call(128, causal=False, q_len=300, kv_len=700),
     "a window": check_window,
+    "packed": check_packed,
     "first call": check_first_call,
     "order afterwards": check_order_afterwards,
     "activated": check_activated,
