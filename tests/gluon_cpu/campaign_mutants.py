@@ -41,7 +41,7 @@ from gluon_cpu.compat import GluonASTSource
 from gluon_cpu.generate import generate
 from gluon_cpu.ir.parse import parse_module
 from tests.gluon_cpu.arguments import at_least_one, shard
-from tests.gluon_cpu.attention import BackwardRun, Run, TransposeRun, kv_scales, normal_qkv
+from tests.gluon_cpu.attention import BackwardRun, Run, TransposeRun, bias_of, kv_scales, normal_qkv
 from tests.gluon_cpu.mutants import Mutant, mutants
 
 AnyRun = Run | TransposeRun | BackwardRun
@@ -52,7 +52,7 @@ class Kernel:
     """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, row block after row
     block. If V is transposed before, the kernel that does that.
 
-    The config is not the tuning table's, which changes: the lengths are chosen for it.
+    The config is not the tuning table's, which changes: the lengths are chosen for it. bias: as for `bias_of`.
     """
 
     head_dim: int
@@ -60,6 +60,7 @@ class Kernel:
     lengths: tuple[tuple[int, int], ...]
     config: ForwardConfig
     dtype: torch.dtype = torch.bfloat16
+    bias: str = ""
 
     def runs(self) -> Sequence[AnyRun]:
         device = Device.blackwell() if isinstance(self.config, BlackwellConfig) else Device.hopper()
@@ -69,7 +70,9 @@ class Kernel:
         inputs = [normal_qkv(q_len=q, kv_len=kv, **kind) for q, kv in self.lengths]
         if self.config.transposes_before(self.dtype.itemsize):
             return [transpose_run(*qkv, self.config, device) for qkv in inputs]
-        return [Run(*qkv, *scales, **options, config=self.config, programs=1) for qkv in inputs]
+        biases = [bias_of(self.bias, *qkv[:2]) for qkv in inputs]
+        options |= {"config": self.config, "programs": 1}
+        return [Run(*qkv, *scales, bias=bias, **options) for qkv, bias in zip(inputs, biases, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ class Backward:
     """One of the three kernels of the gradients, and the problems (Sq, Sk) that its mutants are tried on, all three
     launched each time. The main one is one program and, for the first problem once more, two, of which one waits for
     the other; or, if it is deterministic, one for each key block. With `sharers`, so many programs share the key blocks
-    of the first problem."""
+    of the first problem. bias: as for `bias_of`."""
 
     head_dim: int
     lengths: tuple[tuple[int, int], ...]
@@ -85,6 +88,7 @@ class Backward:
     deterministic: bool = False
     which: str = "main"
     sharers: int = 0
+    bias: str = ""
 
     def runs(self) -> Sequence[AnyRun]:
         inputs = [
@@ -92,10 +96,14 @@ class Backward:
             for q, kv in self.lengths
         ]
         kind: dict[str, Any] = {"causal": self.causal, "deterministic": self.deterministic, "which": self.which}
-        runs = [BackwardRun(*qkv, programs=self.sharers or 1, **kind) for qkv in inputs]
+        biases = [bias_of(self.bias, *qkv[:2]) for qkv in inputs]
+        runs = [
+            BackwardRun(*qkv, bias=bias, programs=self.sharers or 1, **kind)
+            for qkv, bias in zip(inputs, biases, strict=True)
+        ]
         assert all(run.sharers == self.sharers for run in runs)
         if self.which == "main" and not self.deterministic and not self.sharers:
-            runs.insert(0, BackwardRun(*inputs[0], programs=2, **kind))
+            runs.insert(0, BackwardRun(*inputs[0], bias=biases[0], programs=2, **kind))
         for run in runs:
             run.keep_bits()
         return runs
@@ -162,6 +170,20 @@ KERNELS: dict[str, Kernel | Backward] = {
         config=hopper_config(2, 128, 2, 2, 216, turns=True, num_ctas=2, transpose_registers=56),
         dtype=torch.float8_e4m3fn,
     ),
+    "one CTA, turns, bias": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((580, 649), (800, 100), (400, 517), (384, 387)),
+        config=hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True),
+        bias="a row each",
+    ),
+    "one CTA, bias of a row": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((390, 520), (500, 100), (256, 400)),
+        config=hopper_config(2, 64, 2, 2, 232),
+        bias="one row",
+    ),
     "fp8, V transposed before": Kernel(
         head_dim=64,
         causal=False,
@@ -198,6 +220,12 @@ KERNELS: dict[str, Kernel | Backward] = {
         )
         for mask in ("full", "causal")
         for order in ("", ", in order")
+    },
+    **{
+        f"gradients, D={head_dim}, bias, {bias}": Backward(
+            head_dim=head_dim, lengths=BACKWARD_LENGTHS[head_dim], causal=True, bias=bias
+        )
+        for head_dim, bias in ((64, "a row each"), (64, "one row"), (256, "a row each"))
     },
     **{
         f"gradients, kernel {which}, D={head_dim}": Backward(
@@ -259,10 +287,11 @@ LAST_STORE_WAIT = in_softmax(
 ORDERED_BY_TURNS = "|".join(
     (
         in_softmax("q_slot, queries = queries.acquire()"),
-        in_softmax("k, keys = ends.keys.acquire()"),
         in_softmax("v, values = ends.values.acquire()", FIRST),
     )
 )
+KEYS_BY_TURNS = in_softmax("k, keys = ends.keys.acquire()")
+BIAS_READ = in_softmax("k.release_accessed()")
 
 WAITED_AGAIN = in_softmax(
     "ends.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch"
@@ -342,8 +371,18 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         rf"{ON_HOPPER}, turns \| delete: wait_barrier #\d+ partition[01] at (shared_memory\.py:\d+ < )+"
-        rf"({ORDERED_BY_TURNS})",
+        rf"({ORDERED_BY_TURNS}|{KEYS_BY_TURNS})",
         "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
+    ),
+    Explanation(
+        rf"one CTA, turns, bias \| delete: wait_barrier #\d+ partition0 at (shared_memory\.py:\d+ < )+"
+        rf"({ORDERED_BY_TURNS})",
+        "as without a bias; but for keys, with which comes the bias, that is read before the turn",
+    ),
+    Explanation(
+        rf"one CTA, turns, bias \| delete: fence_async_shared #\d+ default at shared_memory\.py:\d+ < {BIAS_READ}",
+        "the second role has its turn once the first has read the bias, and fences before it frees the slot: that is "
+        "for both",
     ),
     Explanation(
         rf"{ON_HOPPER}, fp8[^|]* \| delete: wait_barrier .* {in_load('v, values = values.acquire()', FIRST)}",
