@@ -318,6 +318,11 @@ KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquir
 DOUT_LOADED = line_of(BACKWARD, "load.py", "dout, douts = douts.acquire()")
 KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
 ROWS_FOR_ALL = "full, shared|causal, shared, in order"  # each share has row blocks
+ROW_OF_DBIAS = line_of(
+    BACKWARD,
+    "gradient.py",
+    'gl.atomic_add(dbias + first * k_len + key, gl.sum(ds, axis=1), mask=key < k_len, sem="relaxed")',
+)
 HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands.handed_in)")
 
 EXPLAINED: tuple[Explanation, ...] = (
@@ -334,6 +339,10 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"gradients, D=128, ({ROWS_FOR_ALL})[^|]* \| delete: grid_dependency_wait .* {HANDED_IN}",
         "who has row blocks has waited for what the kernel before wrote; a share of the one kernel left out has none",
+    ),
+    Explanation(
+        rf"gradients, D=64, bias, one row \| delete: atomic_rmw .* {ROW_OF_DBIAS}",
+        "it adds to the gradient of the bias and synchronises nothing: without it those numbers are wrong, and no more",
     ),
     Explanation(
         rf"gradients, D=(64|128)[^|]* \| delete: wait_barrier .* {DOUT_LOADED}",
