@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,6 @@ class Device:
         return 10 * major + minor
 
     @staticmethod
-    @functools.cache
     def of(device: torch.device) -> "Device":
         """The CUDA card behind `device`. Raises RuntimeError if `device` is no CUDA device."""
         if device.type != "cuda":
@@ -61,14 +61,8 @@ class Device:
             raise RuntimeError(
                 f"q: expected a tensor on a Hopper or Blackwell card, got one on {device.type!r}; {todo}"
             )
-        card: Any = torch.cuda.get_device_properties(device)  # not every release's stubs have all of its fields
-        return Device(
-            name=card.name,
-            capability=(card.major, card.minor),
-            sm_count=card.multi_processor_count,
-            smem_bytes=card.shared_memory_per_block_optin,
-            l2_bytes=card.L2_cache_size,
-        )
+        # torch.compile warns of a cache, which it traces past anyway.
+        return described(device) if is_compiling() else described_once(device)
 
     def require_supported(self) -> None:
         """RuntimeError unless there is a kernel for this card."""
@@ -84,3 +78,17 @@ class Device:
             "device: expected a Hopper (compute capability 9.0) or Blackwell card (10.0 or 10.3), got "
             f"{self.name} ({major}.{minor}): {why}; use torch.nn.functional.scaled_dot_product_attention there"
         )
+
+
+def described(device: torch.device) -> Device:
+    card: Any = torch.cuda.get_device_properties(device)  # not every release's stubs have all of its fields
+    return Device(
+        name=card.name,
+        capability=(card.major, card.minor),
+        sm_count=card.multi_processor_count,
+        smem_bytes=card.shared_memory_per_block_optin,
+        l2_bytes=card.L2_cache_size,
+    )
+
+
+described_once = functools.cache(described)

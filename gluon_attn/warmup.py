@@ -124,6 +124,8 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
         command.error(f"--jobs: expected 1 or more, got {options.jobs}")
     if options.deterministic and not options.backward:
         command.error("--deterministic: expected with --backward only, as all else always is; add --backward")
+    if options.window is not None and options.window < 0:
+        command.error(f"--window: expected 0 or more keys to the left, got {options.window}")
     if options.window is not None and options.full:
         command.error("--window: expected causal kernels, as models have with it; leave out --full")
     for option, given in {"--bias-of-keys": options.bias_of_keys, "--bias-gradient": options.bias_gradient}.items():

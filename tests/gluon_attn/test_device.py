@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from gluon_attn import attention
-from gluon_attn.device import Device
+from gluon_attn import attention, supports
+from gluon_attn.device import Device, described_once
 
 BLACKWELL, BLACKWELL_ULTRA = Device.blackwell(), Device.blackwell_ultra()
 
@@ -57,3 +57,33 @@ def test_what_is_no_card(kind, todo):
     with pytest.raises(RuntimeError, match=rf"^q: expected a tensor on a .* card, got one on '{kind}'.*") as caught:
         Device.of(torch.device(kind))
     assert todo in str(caught.value)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_card_is_found_in_a_graph_without_warning(monkeypatch):
+    class Properties:
+        name, major, minor = "NVIDIA H100", 9, 0
+        multi_processor_count, shared_memory_per_block_optin, L2_cache_size = 132, 232448, 50 * 2**20
+
+    def times(x: torch.Tensor) -> torch.Tensor:
+        card = Device.of(torch.device("cuda", 5))
+        card.require_supported()
+        return x * card.sm_count * card.arch
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    try:
+        assert torch.compile(times, backend="eager", fullgraph=True)(torch.ones(1)) == 132 * 90
+        assert times(torch.ones(1)) == 132 * 90
+        assert Device.of(torch.device("cuda", 5)) is Device.of(torch.device("cuda", 5))
+    finally:
+        described_once.cache_clear()
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_in_a_graph_supports_warns_of_nothing(requires_grad):
+    def ask(q: torch.Tensor) -> torch.Tensor:
+        return q if supports(q, q, q) is None else q * 2
+
+    q = torch.ones(1, 2, 40, 64, dtype=torch.bfloat16, requires_grad=requires_grad)
+    assert (torch.compile(ask, backend="eager", fullgraph=True)(q) == 2).all()

@@ -276,6 +276,7 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys, stand_ins):
         (["--arch", "sm_90", "--jobs", "0"], "--jobs: expected 1 or more, got 0"),
         (["--causal", "--full"], "not allowed with"),
         (["--arch", "sm_90", "--full", "--window", "7"], "--window: expected causal kernels, as models have with it"),
+        (["--arch", "sm_90", "--window", "-1"], "--window: expected 0 or more keys to the left, got -1"),
         (["--arch", "sm_90", "--bias-of-keys"], "--bias-of-keys: expected with --bias only; give its dtype"),
         (["--arch", "sm_90", "--bias", "bf16", "--bias-gradient"], "--bias-gradient: expected with --backward only"),
         (["--arch", "sm_90", "--bias", "bf16", "--packed"], "--packed: not supported with --bias so far"),
