@@ -33,9 +33,9 @@ DOCS_READY := $(VENV)/.ready-docs
 # The other minor release of Triton that is supported, in a folder that a test puts in front of the one in .venv.
 OTHER_TRITON := 3.8
 OTHER_TRITON_READY := .triton-$(OTHER_TRITON)/.ready
-# A process for each core, and each file's tests in one of them, as they share what is compiled. One process if there is
-# a card, which they would share.
-PARALLEL := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),,-n auto --dist loadfile)
+# A process for each core, and each file's tests in one of them, as they share what is compiled; files in the order of
+# tests/conftest.py. One process if there is a card, which they would share.
+PARALLEL := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),,-n auto --dist loadfile --no-loadscope-reorder)
 endif
 
 .PHONY: help run test test-slow check format gpu-test bench docs blackwell-bringup explore mutants prove check-proofs who-sees-what races clean

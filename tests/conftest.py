@@ -5,7 +5,7 @@ import faulthandler
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,12 +66,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
+    leave_further_cases(items)
+    # Files whose tests may take longest first: one that begins last would leave all processes but its own idle.
+    limits: dict[Path, float] = {}
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0.0), float(marker.args[0]) if marker else 0.0)
+    items.sort(key=lambda item: -limits[item.path])
     # What measures time fails on a busy machine: only when it is asked for.
     if "speed" not in config.option.markexpr:
         speed = [item for item in items if item.get_closest_marker("speed")]
         if speed:
             items[:] = [item for item in items if not item.get_closest_marker("speed")]
             config.hook.pytest_deselected(items=speed)
+
+
+def leave_further_cases(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow what `slow_but` does not name, of each function. Cases that it names and that are not there, because
+    their names are others now or were not asked for, leave the function's others as they are."""
+    cases: dict[tuple[Path, str], list[tuple[pytest.Item, bool]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("slow_but")):
+            stays = item.name[len(item.originalname) + 1 : -1] in marker.args
+            cases.setdefault((item.path, item.originalname), []).append((item, stays))
+    for found in cases.values():
+        if any(stays for _, stays in found):
+            for item, stays in found:
+                if not stays:
+                    item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture touches the card

@@ -101,6 +101,7 @@ def test_windows_that_hide_nothing_more(name):
 
 
 @pytest.mark.parametrize("window", [(5, -1), (5, 0), (0, 0), (-1, 3), (None, 1)])
+@pytest.mark.slow_but("window1", "window2")
 def test_windows_that_do(window):
     q, k, v = qkv(40, 50)
     out, lse = attend(q, k, v, window_size=window, return_attn_probs=True)

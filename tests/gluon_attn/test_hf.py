@@ -118,6 +118,7 @@ def logits(inputs: Tensor, **options: Any) -> Callable[[Any], list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow_but("Gemma 2", "gpt-oss", "Llama")
 def test_logits(name, ran):
     check_near(model_of(name), logits(tokens(20)))
     assert ran == [(WHO[name], 20)] * 2
@@ -140,6 +141,7 @@ def test_all_keys(ran):
 
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in ("Llama", "gpt-oss"), CONFIGS))
 @pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.slow_but("left-gpt-oss", "right-Llama")
 def test_padding_is_never_ignored(name, side, ran):
     """A padded row is as it is alone."""
     row, model = tokens(14, batch=1), model_of(name)
@@ -158,6 +160,7 @@ def test_padding_is_never_ignored(name, side, ran):
 
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in ("Llama", "Mistral"), CONFIGS))
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.slow_but("dynamic-Llama", "static-Mistral")
 def test_generation(name, cache, ran):
     """Token by token, the first ones at once."""
     model = model_of(name, torch.float16)
@@ -269,6 +272,7 @@ def test_model_that_drops_queries(static, keep, ran):
 
 
 @pytest.mark.parametrize("name", slow_if(lambda name: name in ("Qwen 3", "Mistral"), CONFIGS))
+@pytest.mark.slow_but("gpt-oss")
 def test_training_step(name, ran):
     inputs, model = tokens(20), model_of(name).train()
 
@@ -355,6 +359,7 @@ def test_sequences_that_a_mask_is_made_of():
 
 @pytest.mark.parametrize(("use_cache", "who"), [(True, "ours"), (False, "SDPA")])
 @pytest.mark.parametrize("dynamic", slow_if(bool, [False, True]))
+@pytest.mark.slow_but("False-True-ours")
 def test_compiled(use_cache, who, dynamic, ran):
     """Without a cache transformers makes a mask, for sequences that may be packed, as it reads no positions then."""
     model, run = model_of("Llama"), logits(tokens(20), use_cache=use_cache)

@@ -71,6 +71,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", slow_if(lambda name: CASES[name].slow, CASES))
+@pytest.mark.slow_but(
+    "H200, fp16, causal, maxima as integers",
+    "B200, bf16, every exponential by polynomial",
+    "H200, bf16, ALiBi, causal",
+    "B200, bf16",
+    "H200, e4m3",
+)
 def test_as_in_plain_pytorch(name):
     case = CASES[name]
     given = special_tensors(case.dtype, case.head_dim)

@@ -208,12 +208,14 @@ QUICK = ("Hopper, causal, some keys used", "Hopper, e4m3, V transposed before", 
 
 
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CASES))
+@pytest.mark.slow_but("Blackwell", "Hopper, causal, some keys used")
 def test_packed_sequences_are_a_loop_of_calls(name):
     config, shape, options = CASES[name]
     check(pack(MIX_Q, MIX_K, **shape), config, **options)
 
 
 @pytest.mark.parametrize("config", [SMALL, WIDE], ids=["Hopper", "Blackwell"])
+@pytest.mark.slow_but("Blackwell")
 def test_a_neighbour_of_nan_does_no_harm(config):
     """Its keys lie in the same blocks as those of the sequences beside it."""
     check(pack((70, 30, 60), (70, 30, 60), poisoned=1), config)

@@ -64,6 +64,14 @@ def builds_of_a_call(problem: Problem, device: Device) -> list[Build]:
     [("bf16", 64, 90), ("fp16", 96, 90), ("bf16", 256, 90), ("e4m3", 64, 90), ("e5m2", 128, 90), ("bf16", 128, 100)]
     + [("e4m3", 64, 103)],
 )
+@pytest.mark.slow_but(
+    "e4m3-64-103-causal",
+    "bf16-128-100-full",
+    "e5m2-128-90-causal",
+    "fp16-96-90-causal",
+    "bf16-256-90-causal",
+    "bf16-64-90-full",
+)
 def test_every_call_finds_its_kernels(dtype, head_dim, arch, causal):
     """Whatever its lengths and heads; and none is compiled that no call needs."""
     mask = "--causal" if causal else "--full"

@@ -41,6 +41,7 @@ def launch(num_ctas: int, *, dtype: Any = torch.bfloat16, bug: str = "", head_di
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("num_ctas", [1, 2, 4])
+@pytest.mark.slow_but("2-torch.float8_e5m2", "4-torch.bfloat16", "1-torch.float8_e4m3fn")
 def test_numbers_and_silence(num_ctas, dtype):
     for policy in gluon_cpu.POLICIES:
         launch(num_ctas, dtype=dtype, schedule=gluon_cpu.Schedule(policy, seed=3))

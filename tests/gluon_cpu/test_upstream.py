@@ -252,6 +252,7 @@ def test_only_some_of_a_checkout(upstream, tmp_path):
         param((START + RACE, ["--schedules", "0"], "--schedules: expected a number of at least 1, got '0'")),
     ],
 )
+@pytest.mark.slow_but("None-arguments0-expected a checkout of Triton")
 def test_mistakes_end_with_status_2(text, arguments, says, upstream, tmp_path):
     file = tmp_path / "test_theirs.py"
     if text is not None:

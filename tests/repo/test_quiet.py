@@ -50,6 +50,7 @@ LAST = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bug", slow_if(lambda bug: bug != "nothing", LAST))
+@pytest.mark.slow_but("nothing-package")
 def test_a_launch_says_nothing_at_exit(tmp_path, way, bug):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(**WAYS[way]))

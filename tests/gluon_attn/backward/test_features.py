@@ -188,6 +188,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CASES))
+@pytest.mark.slow_but("documents", "bias", "window", "sinks, window and soft cap")
 def test_against_float64(name):
     check(*CASES[name])
 

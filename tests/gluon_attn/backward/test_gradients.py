@@ -115,6 +115,9 @@ def test_programs_with_several_key_blocks(sm_count, kv_len, causal, deterministi
         (256, 900, 130, False, 5),
     ],
 )
+@pytest.mark.slow_but(
+    "256-600-200-True-8-True", "128-900-330-False-2-False", "64-1100-200-True-4-True", "64-1600-200-True-3-False"
+)
 def test_shared_key_blocks(head_dim, q_len, kv_len, causal, sm_count, deterministic):
     q, dout = torch.randn(2, 1, 2, q_len, head_dim).to(BF16)
     k, v = torch.randn(2, 1, 1, kv_len, head_dim).to(BF16)

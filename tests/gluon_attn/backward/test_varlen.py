@@ -157,6 +157,7 @@ def check(
 
 
 @pytest.mark.parametrize("case", slow_if(lambda case: case not in QUICK, CASES))
+@pytest.mark.slow_but("window, sinks and soft cap")
 def test_against_float64(case):
     given, dout, dlse = packed(*CASES[case])
     check(given, dout, dlse, device=card(3), deterministic=False)

@@ -129,6 +129,7 @@ LENGTHS = (1, 127, 128, 129, 1000, 4097, 1 << 20)
 @pytest.mark.parametrize(
     "dtype", slow_if(lambda dtype: dtype in (torch.float16, E5M2), [torch.float16, torch.bfloat16, E4M3, E5M2]), ids=str
 )
+@pytest.mark.slow_but("torch.bfloat16-B200", "torch.float8_e4m3fn-B300")
 def test_a_config_for_every_problem(dtype, device):
     for head_dim, causal, q_len, kv_len, num_ctas in itertools.product(
         range(8 * 2 // dtype.itemsize, 129, 8 * 2 // dtype.itemsize), (False, True), LENGTHS, LENGTHS, (None, 1, 2, 4)

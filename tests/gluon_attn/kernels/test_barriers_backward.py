@@ -127,6 +127,7 @@ def ptx_of(head_dim: int, causal: bool, deterministic: bool, packed: bool = Fals
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("causal", slow_if(bool, [False, True]))
 @pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, HOPPER))
+@pytest.mark.slow_but("64-False-any order")
 def test_the_warpgroups_meet_where_memory_goes_from_one_to_the_other(head_dim, causal, deterministic):
     assert wrong(ptx_of(head_dim, causal, deterministic), HOPPER[head_dim].exchanges_p) == []
 

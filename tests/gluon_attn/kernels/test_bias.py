@@ -105,6 +105,7 @@ QUICK = ("of all, causal", "one for the batch, D=128", "a row of each head")
 
 
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CASES))
+@pytest.mark.slow_but("a row of each head")
 def test_against_float64(name):
     case = CASES[name]
     q, k, v = normal_qkv(case.lengths, case.head_dim, case.head_dim_v, case.dtype)
@@ -173,6 +174,7 @@ def test_no_keys():
 
 
 @pytest.mark.parametrize("shape", [(B, H, 200), (B, 1, 1)], ids=["a tile for each role", "one row for all"])
+@pytest.mark.slow_but("a tile for each role")
 def test_under_many_schedules(shape):
     q, k, v = normal_qkv((200, 300), 64)
     bias = normal_bias(*shape, 300)

@@ -88,6 +88,7 @@ def check(
 
 @pytest.mark.parametrize("ranges", slow_if(lambda ranges: not ranges, [True, False]))
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CONFIGS))
+@pytest.mark.slow_but("Hopper, turns-True")
 def test_a_prefix(name, ranges):
     """With blocks left out, and without; odd lengths."""
     device, config = CONFIGS[name]

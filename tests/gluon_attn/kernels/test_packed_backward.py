@@ -163,6 +163,7 @@ def test_programs_walk_the_list(programs, heads):
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.slow_but("8", "16")
 def test_programs_have_equally_much_to_do(heads):
     """Eight sequences of 16 key blocks, under a causal mask: where the first of a sequence costs the most."""
     blocks = [(sequence, index) for index in range(16) for sequence in range(8)]

@@ -57,6 +57,7 @@ def test_each_row_block_of_each_head_is_computed_once(programs, heads, blocks):
 
 
 @pytest.mark.parametrize(("blocks", "heads"), [(EQUAL, 16), (EQUAL, 8), (EQUAL, 32), (MIXED, 16), (MIXED, 40)])
+@pytest.mark.slow_but("blocks4-40", "blocks1-8")
 def test_programs_have_equally_much_to_do(blocks, heads):
     _, _, loads = walk(132, heads, blocks)
     assert int(loads.sum()) == heads * sum(block + 1 for block in blocks)

@@ -88,6 +88,7 @@ QUICK = ("Hopper, causal", "Blackwell, causal")
 
 
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, CONFIGS))
+@pytest.mark.slow_but("Hopper, causal")
 def test_against_float64(name):
     """Odd lengths; several row blocks and key blocks; two query heads of one KV head."""
     device, config, causal, sizes = CONFIGS[name]

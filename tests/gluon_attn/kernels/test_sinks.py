@@ -64,6 +64,7 @@ def check(
 
 @pytest.mark.parametrize("name", FOR_ALL)
 @pytest.mark.parametrize("dtype", slow_if(lambda dtype: dtype == torch.float16, [torch.float32, torch.float16]))
+@pytest.mark.slow_but("dtype0-Blackwell")
 def test_sinks(name, dtype):
     q, k, v = normal_qkv(**SIZES, dtype=torch.float16)
     sinks = torch.tensor([-1.0, 0.0, 5.0, 8.0], dtype=dtype)
@@ -147,6 +148,7 @@ def test_a_large_soft_cap_has_maxima(causal):
 
 @pytest.mark.parametrize("name", FOR_ALL)
 @pytest.mark.parametrize("by_batch", slow_if(lambda by_batch: not by_batch, [False, True]))
+@pytest.mark.slow_but("True-Hopper, turns")
 def test_alibi(name, by_batch):
     """Slopes of either sign. Some rows see no key if the mask is causal."""
     slopes = torch.tensor([0.5, -0.25, 0.125, 0.0625])

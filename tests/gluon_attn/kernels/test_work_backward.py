@@ -124,6 +124,7 @@ def expected(programs: int, rotated: bool, items: list[list[tuple[int, int]]], b
     slow_if(lambda case: case == (50, False), itertools.product([1, 3, 5, 50], [False, True])),
 )
 @pytest.mark.parametrize("blocks_per_item", [1, 2])
+@pytest.mark.slow_but("1-50-True", "2-3-True", "1-3-False", "2-5-False", "1-1-True", "2-1-True")
 def test_every_key_block_is_visited_once_and_in_order(programs, blocks_per_item, rotated):
     for key_blocks, last_heads, heads_at_once in itertools.product((1, 2, 3, 4, 7), (0, 2, HEADS), (1, 2, 4, 9)):
         if last_heads == 0 and heads_at_once > 1:
