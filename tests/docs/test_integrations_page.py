@@ -124,7 +124,7 @@ def test_hugging_face_on_a_card(monkeypatch):
     check_hugging_face(1000, monkeypatch)
 
 
-@pytest.mark.parametrize("name", slow_if(lambda name: name == "DDP", CARDS))
+@pytest.mark.parametrize("name", slow_if(lambda name: name != "ring_attention", CARDS))
 def test_the_scripts_for_several_cards(name, tmp_path):
     """In two processes, over gloo, on a shorter sequence. On cards: tests/gpu/test_distributed.py."""
     (tmp_path / "script.py").write_text(CARDS[name], encoding="utf-8")
