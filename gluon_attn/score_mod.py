@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .kernels.common.score_mods import cap, cap_backward, slope
 
@@ -139,9 +140,13 @@ def compiled_part(score_mod: object) -> tuple[ScoreFunction | None, tuple[Tensor
     return score_mod.function, score_mod.tensors
 
 
-@functools.lru_cache(maxsize=64)
 def softcap(limit: float) -> ScoreFunction:
     """limit · tanh(score / limit). The card's tanh is right to 2^-11 of itself."""
+    # torch.compile warns of a cache, which it traces past anyway.
+    return capped(limit) if is_compiling() else capped_once(limit)
+
+
+def capped(limit: float) -> ScoreFunction:
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         raise TypeError(f"softcap: expected a number or None, got {type(limit).__name__}")
     if not LEAST_CAP <= limit <= LARGEST_CAP:  # nor NaN
@@ -151,6 +156,9 @@ def softcap(limit: float) -> ScoreFunction:
     return ScoreFunction(
         forward=cap, backward=cap_backward, before=1 / limit, after=limit, near_zero=limit <= NEAR_ZERO
     )
+
+
+capped_once = functools.lru_cache(maxsize=64)(capped)
 
 
 def alibi(slopes: Tensor) -> ScoreFunction:

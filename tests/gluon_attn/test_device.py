@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from gluon_attn import attention, supports
+from gluon_attn import attention
 from gluon_attn.device import Device, described_once
 
 BLACKWELL, BLACKWELL_ULTRA = Device.blackwell(), Device.blackwell_ultra()
@@ -77,13 +77,3 @@ def test_a_card_is_found_in_a_graph_without_warning(monkeypatch):
         assert Device.of(torch.device("cuda", 5)) is Device.of(torch.device("cuda", 5))
     finally:
         described_once.cache_clear()
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_in_a_graph_supports_warns_of_nothing(requires_grad):
-    def ask(q: torch.Tensor) -> torch.Tensor:
-        return q if supports(q, q, q) is None else q * 2
-
-    q = torch.ones(1, 2, 40, 64, dtype=torch.bfloat16, requires_grad=requires_grad)
-    assert (torch.compile(ask, backend="eager", fullgraph=True)(q) == 2).all()

@@ -227,6 +227,20 @@ def test_it_is_asked_in_a_graph(q, dynamic):
     assert ("scaled_dot_product_attention" in graph) == (q.stride(-1) != 1)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"window": (8, 0)}], ids=["plain", "softcap", "window"])
+@pytest.mark.parametrize(("device", "says"), [(HOPPER, False), (None, True)], ids=["a card", "none"])
+def test_in_a_graph_it_warns_of_nothing(options, device, says):
+    """Of caches, which torch.compile traces past."""
+
+    def ask(q: Tensor) -> Tensor:
+        return q if supports(q, q, q, device=device, needs_grad=True, **options) is None else q * 2
+
+    q = q_of()
+    got = torch.compile(ask, backend="eager", fullgraph=True)(q)
+    assert torch.equal(got, q * 2 if says else q)
+
+
 def test_what_a_graph_does_not_take(monkeypatch):
     monkeypatch.setattr("gluon_attn.support.is_compiling", lambda: True)
     q = q_of()
