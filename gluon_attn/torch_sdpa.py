@@ -74,7 +74,9 @@ def override(key: str = "CUDA", device: Device | None = None) -> Overrides:
             overrides.originals[name] = kernel
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one is replaced
-                overrides.library.impl(name, functools.partial(call, replacement, kernel, device), with_keyset=True)
+                # Of ours there may be several at a time. Torch 2.11 takes a second one only if asked to, later ones do.
+                ours = functools.partial(call, replacement, kernel, device)
+                overrides.library.impl(name, ours, with_keyset=True, allow_override=True)
             overrides.ours.append(get_kernel(f"aten::{name}", key))
         _registered.append(overrides)
     return overrides
