@@ -279,7 +279,8 @@ class GradientError:
     """Of one gradient, in magnitude at its largest. plain_error: that of plain PyTorch in the same dtype.
 
     budget: twice plain_error, plus one unit in the last place at the gradient's largest number, plus 2^-20 of the
-    largest number of all three: dS is a difference of such numbers in fp32, and can be 0.
+    largest number that fp32 sums have on the way: of all gradients, and of delta times scale and the largest number of
+    Q and K. For dS is P (dP - delta), and where that is 0, as with a single key, dP and delta are rounded unlike.
     """
 
     name: str
@@ -314,7 +315,8 @@ def gradient_errors(
     too: runs have four gradients then."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
-    def plain(dtype: torch.dtype) -> list[Tensor]:
+    def plain(dtype: torch.dtype) -> tuple[list[Tensor], float]:
+        """The gradients, and the largest delta."""
         given = (q, k, v) if bias is None else (q, k, v, bias)
         inputs = [t.detach().to(dtype).requires_grad_() for t in given]
         out, lse = reference_attention(
@@ -325,12 +327,14 @@ def gradient_errors(
         if dlse is not None:
             # A row that sees no key has an LSE that no input moves.
             outputs, with_grads = [out, lse], [*with_grads, dlse.masked_fill(lse == float("-inf"), 0.0).to(lse.dtype)]
-        return list(torch.autograd.grad(outputs, inputs, with_grads))
+        delta = (out.detach() * dout.to(dtype)).sum(dim=-1)
+        return list(torch.autograd.grad(outputs, inputs, with_grads)), largest(delta)
 
-    exact = plain(torch.float64)
-    single = 2.0**-20 * max(map(largest, exact))
+    exact, delta = plain(torch.float64)
+    scale_used = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    single = 2.0**-20 * max(*map(largest, exact), delta * scale_used * max(largest(q.detach()), largest(k.detach())))
     found = []
-    for i, (want, same_dtype) in enumerate(zip(exact, plain(q.dtype), strict=True)):
+    for i, (want, same_dtype) in enumerate(zip(exact, plain(q.dtype)[0], strict=True)):
         errors = torch.tensor([largest(run[i].double() - want) for run in runs], dtype=torch.float64)
         plain_error = largest(same_dtype.double() - want)
         budget = 2 * plain_error + last_place(q.dtype, largest(want)) + single

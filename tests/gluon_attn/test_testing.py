@@ -125,3 +125,21 @@ def test_normal_numbers_are_the_same_for_a_seed_and_no_others():
     assert all(map(torch.equal, (q, k, v), normal_qkv(**kind)))
     assert not torch.equal(k, normal_qkv(**kind, seed=1)[1])
     assert not torch.equal(k, v[..., :8])
+
+
+@pytest.mark.parametrize("name", ["dQ", "dK"])
+@pytest.mark.parametrize(("error", "is_right"), [(7e-6, True), (1e-3, False)])
+def test_of_a_single_key_dp_and_delta_may_be_rounded_unlike(name, error, is_right):
+    q, k, v = normal_qkv(
+        batch=1, heads=1, kv_heads=1, q_len=64, kv_len=1, head_dim=64, head_dim_v=256, dtype=torch.float16, device="cpu"
+    )
+    dout = testing.normal(1, 1, 64, 256, dtype=torch.float16, device="cpu")
+    inputs = [t.double().requires_grad_() for t in (q, k, v)]
+    out, _ = reference_attention(*inputs, causal=True)
+    grads = [g.half() for g in torch.autograd.grad(out, inputs, dout.double())]
+    grads[("dQ", "dK").index(name)] += error
+    if is_right:
+        testing.check_gradients(q, k, v, dout, grads, causal=True)
+    else:
+        with pytest.raises(AssertionError, match=f"{name} is off"):
+            testing.check_gradients(q, k, v, dout, grads, causal=True)
