@@ -25,7 +25,7 @@ from gluon_attn import attention
 from gluon_attn.gradients import attention_backward
 from gluon_attn.lessons import load
 
-OUT = Path("bench/results/h100_learn.json")
+OUT = Path("bench/results/h200_learn.json")
 
 
 @dataclass(frozen=True, kw_only=True)
