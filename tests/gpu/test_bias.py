@@ -212,9 +212,9 @@ def graphs(head_dim: int, kind: tuple[int, int, bool], stored: bool) -> Callable
 
 for d in HEAD_DIMS:
     TESTS[f"hidden keys, D={d}"] = hidden_keys(d)
-    for test in (repeats, graphs):
-        TESTS[f"{test.__name__}, D={d}, stored"] = test(d, (2, 4, True), True)
-        TESTS[f"{test.__name__}, D={d}, a row of sums"] = test(d, (1, 1, False), False)
+    for make in (repeats, graphs):
+        TESTS[f"{make.__name__}, D={d}, stored"] = make(d, (2, 4, True), True)
+        TESTS[f"{make.__name__}, D={d}, a row of sums"] = make(d, (1, 1, False), False)
 
 
 @bias_test
