@@ -61,9 +61,10 @@ def unload(table: Table) -> None:
 
 
 def reset() -> None:
-    """Take back all that was loaded: the packaged table serves alone."""
+    """Take back all that was loaded: what comes with the package serves alone."""
     global _active
-    _active = ()
+    with _changing:
+        _active = ()
 
 
 def active(device: Device | None = None) -> tuple[Table, ...]:

@@ -44,7 +44,7 @@ BAR_WIDTH = 24
 
 @dataclass(frozen=True)
 class Features:
-    """What calls have besides a mask: a cap on features, the dtype of further ones, a bias, packed sequences."""
+    """What calls have besides a mask: a cap on scores, the dtype of sinks, a bias, packed sequences."""
 
     cap: float | None = None
     sinks: torch.dtype | None = None
