@@ -158,7 +158,7 @@ def capped(limit: float) -> ScoreFunction:
     )
 
 
-capped_once = functools.lru_cache(maxsize=64)(capped)
+capped_once = functools.lru_cache(maxsize=64, typed=True)(capped)  # typed: True is no 1.0 that was asked for before
 
 
 def alibi(slopes: Tensor) -> ScoreFunction:

@@ -85,3 +85,10 @@ def test_refused(name):
 def test_caps_that_are_none(cap):
     with pytest.raises(ValueError, match=r"^softcap: expected a positive number"):
         softcap(cap)
+
+
+@pytest.mark.parametrize("cap", [True, "1"])
+def test_a_cap_that_is_no_number(cap):
+    softcap(1.0)  # whose cached answer is not True's
+    with pytest.raises(TypeError, match=rf"^softcap: expected a number or None, got {type(cap).__name__}"):
+        softcap(cap)
