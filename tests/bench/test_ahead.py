@@ -69,10 +69,11 @@ def start_sleeping(path: str) -> None:
         Path(path).write_text(str(child.pid))
 
 
+@pytest.mark.slow  # a limit within which a busy machine too has begun
 def test_what_a_killed_process_had_started_is_killed_too(tmp_path):
     path = tmp_path / "pid"
-    found = run_all(start_sleeping, [str(path)], at_once=1, limit_s=5)
-    assert found == [(0, Failed("took more than 5 s"))]
+    found = run_all(start_sleeping, [str(path)], at_once=1, limit_s=40)
+    assert found == [(0, Failed("took more than 40 s"))]
     pid, deadline = int(path.read_text()), time.monotonic() + 60
     while time.monotonic() < deadline:
         state = Path(f"/proc/{pid}/stat")
