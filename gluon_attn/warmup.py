@@ -10,12 +10,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from typing import TypeVar
 
 import torch
 
 from . import tuning
 from .backward.configs import HopperBackward, label
 from .backward.launch import builds_of, key_list_build, sinks_build
+from .backward.plan import can_share
 from .backward.table import padded_head_dims
 from .backward.table import pick_config as pick_backward
 from .backward.table import rows_by_default as backward_rows_by_default
@@ -33,6 +35,7 @@ from .runtime.compat import knobs
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Build
 from .score_mod import ScoreFunction, softcap
+from .sizes import Sizes
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ARCHS = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
@@ -40,6 +43,7 @@ SINKS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST_HEAD_DIM = {90: 256, 100: 128, 103: 128}
 HEAD_DIMS_APART = (90,)  # where V's may be another one than Q's
 BAR_WIDTH = 24
+AnyRow = TypeVar("AnyRow", bound=Sizes)
 
 
 @dataclass(frozen=True)
@@ -256,9 +260,8 @@ def forward_jobs(
 ) -> Iterator[Job]:
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     table = [row for row in tuning.rows_of_arch(arch) if features.take(row.config)]
-    for row in rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, table):
-        if mask.most_keys(LARGEST_LENGTH) < row.min_kv_len:
-            continue
+    rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, table)
+    for row in reached(rows, mask):
         config = for_scores(row.config, features.score_mod, row.head_dims, dtype)
         if features.bias is not None:
             asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
@@ -276,6 +279,11 @@ def forward_jobs(
                 yield Job(f"transpose {kind}{of_used(used)}", make)
 
 
+def reached(rows: Iterable[AnyRow], mask: Mask) -> list[AnyRow]:
+    """But for those of more keys than a query sees in a window, however long the sequence."""
+    return [row for row in rows if row.min_kv_len <= mask.most_keys(LARGEST_LENGTH)]
+
+
 def backward_jobs(
     kind: str,
     dtype: torch.dtype,
@@ -290,7 +298,7 @@ def backward_jobs(
         yield Job("backward, sinks", partial(sinks_build, features.sinks))
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, tuning.backward_rows_of_arch(90))
-    configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in rows]
+    configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in reached(rows, mask)]
     biases = [features.bias]
     if features.bias is not None:
         asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
@@ -300,8 +308,9 @@ def backward_jobs(
     if features.packed:
         for keys, used in itertools.product({config.keys: None for config, _ in configs}, (False, True)):
             yield Job(f"backward, list of blocks of {keys} keys{of_used(used)}", partial(key_list_build, keys, used))
-    are_shared = (False,) if features.packed else (False, True)
-    for (config, of_row), bias, shared in itertools.product(configs, biases, are_shared):
+    for (config, of_row), bias, shared in itertools.product(configs, biases, (False, True)):
+        if shared and (features.packed or not can_share(mask, config)):
+            continue
         choices = (dtype, padded_head_dim, head_dim_v, mask, config, deterministic, shared, bias)
         how = ", fixed order" * deterministic + ", shared key blocks" * shared + of_row
         how += ", summed over a bias" * (bias is not None and features.of_bias and bias.sums_gradient)

@@ -202,6 +202,14 @@ def row_blocks_of(problem: Problem, config: HopperBackward, index: int) -> int:
     return -(-rows.stop // config.block_m) - rows.start // config.block_m if rows else 0
 
 
+def can_share(mask: Mask, config: HopperBackward) -> bool:
+    """Whether programs ever share key blocks under that mask: not where too few rows see each."""
+    if mask.left is None or mask.reach is None:
+        return True
+    rows = mask.left + mask.reach + config.keys
+    return -(-(rows - 1) // config.block_m) + 1 >= 2 * ROW_BLOCKS_OF_A_SHARE
+
+
 def shares_of(
     problem: Problem, config: HopperBackward, device: Device, key_blocks: int, uneven: bool, deterministic: bool
 ) -> tuple[int, int]:

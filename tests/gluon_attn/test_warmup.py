@@ -13,15 +13,19 @@ import pytest
 import torch
 
 from gluon_attn import __main__ as command
-from gluon_attn import warmup
+from gluon_attn import tuning, warmup
+from gluon_attn.backward import table as backward
+from gluon_attn.backward.configs import label
 from gluon_attn.backward.launch import builds_of, sinks_build
-from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.plan import BackwardPlan, can_share
+from gluon_attn.backward.table import HOPPER, BackwardRow
 from gluon_attn.backward.table import pick_config as pick_backward
 from gluon_attn.bias import Bias
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import build_of, launches_of, transpose_build
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import pick_config
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem, empty_output
 from gluon_attn.runtime.kernel import Build
 from gluon_attn.score_mod import softcap
@@ -106,9 +110,35 @@ def test_calls_with_masks_and_scores_find_theirs(name):
         builds += [sinks_build(torch.bfloat16)] * (problem.sinks is not None)
         used += [b for b in builds_of_a_call(problem, Device.hopper()) + builds if b not in used]
     assert [build for build in used if build not in compiled] == []
-    unused = [job.name for job, build in zip(listed, compiled, strict=True) if build not in used]
-    assert all("window" in job and "shared" in job for job in unused)  # that is for windows wider than this one
+    assert [job.name for job, build in zip(listed, compiled, strict=True) if build not in used] == []
     pickle.dumps(listed)
+
+
+@pytest.mark.parametrize(("left", "compiled"), [(98, False), (99, True)], ids=["fewer keys", "as many"])
+def test_rows_of_more_keys_than_a_window_has_are_not_compiled(monkeypatch, left, compiled):
+    """But for the kernels without a window, which serve what is no longer than that."""
+    config = dataclasses.replace(HOPPER[64], query_slots=2, dout_slots=2)
+    row = BackwardRow((64, 64), config, True, min_kv_len=100, max_kv_len=200)
+    monkeypatch.setattr(tuning, "backward_rows_of_arch", lambda _: (row, *backward.PACKAGED))
+    names = [job.name for job in jobs("--head-dim", "64", "--causal", "--backward", "--window", str(left))]
+    of_row = [name for name in names if label(config) in name]
+    assert any("window" not in name for name in of_row)
+    assert any("window" in name for name in of_row) == compiled
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "left", "expected"), [(64, 600, False), (64, 1000, True), (128, 250, False), (128, 500, True)]
+)
+def test_key_blocks_are_shared_in_windows_of_enough_row_blocks_only(head_dim, left, expected):
+    mask, config, found = Mask(causal=True, left=left), HOPPER[head_dim], False
+    for length in range(left + 2, left + 900, 7):
+        problem = dataclasses.replace(
+            random_problem(random.Random(0), torch.bfloat16, head_dim, causal=True),
+            batch=1, heads=8, kv_heads=1, q_len=length, kv_len=length, left=left,
+        )  # fmt: skip
+        assert problem.mask == mask
+        found |= BackwardPlan.of(problem, config, Device.hopper()).shared > 0
+    assert (found, can_share(mask, config)) == (expected, expected)
 
 
 PACKED_DTYPES = [("bf16", 128, 90), ("e4m3", 64, 90), ("bf16", 64, 100)]
