@@ -37,7 +37,7 @@ from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
-from .tuning import rows_for
+from .tuning import Table, active, rows_for
 
 # What flash-attention and torch call it.
 RENAMED = {
@@ -202,15 +202,16 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` itself, without gradients."""
+    tables = active()
     try:
-        key = key_of(q, k, v, extras, options)
+        key = key_of(q, k, v, extras, options), tables
         launch = _launches[key]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # New; or no dense tensor, or not hashable: prepare() says what is wrong.
         cast = autocast(q, k, v)
         if cast[0] is not q or cast[1] is not k or cast[2] is not v:
             return attend(*cast, extras, options, return_lse)
-        launch = prepare(q, k, v, extras, options)
+        launch = prepare(q, k, v, extras, options, tables)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -382,9 +383,12 @@ def refuse_gradient(name: str) -> NoReturn:
     )
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Launches | None:
-    """Validate everything that depends on shapes, strides and options, and compile the kernel."""
-    plan = plan_of(q, k, v, extras, options)
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, tables: tuple[Table, ...]
+) -> Launches | None:
+    """Validate everything that depends on shapes, strides and options, and compile the kernel. tables: that are
+    loaded."""
+    plan = plan_of(q, k, v, extras, options, tables)
     if plan is None:
         return None
     like_out = empty_output(q, v, device="meta") if extras.out is None else extras.out
@@ -395,7 +399,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
     return launches_on_card(plan, q, k, v, like_out, extras.seqused_k is not None, extras.bias)
 
 
-def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Plan | None:
+def plan_of(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, tables: tuple[Table, ...] | None = None
+) -> Plan | None:
     """What to launch; None if there is nothing to compute. All that can be refused is refused here, on the host."""
     check_triton_version()
     refuse_unusual(q=q, k=k, v=v, **extras.named())
@@ -429,5 +435,5 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
         require_fits(config, problem, chosen)
     if problem.is_empty:  # TMA describes no empty tensor, and there is nothing to compute
         return None
-    config = pick_config(problem, chosen, num_ctas, rows_for(chosen)) if config is None else config
+    config = pick_config(problem, chosen, num_ctas, rows_for(chosen, tables)) if config is None else config
     return Plan.of(problem, config, chosen, card_is_shared=options.card_is_shared)

@@ -12,7 +12,6 @@ from .forward.launch import NOT_GIVEN
 from .mask_mod import DOCUMENTS, MaskFunction
 from .problem import Lengths, Problem, Window, check_of_heads, check_read, in_bhsd, type_name
 from .score_mod import MAX_TENSORS, ScoreFunction, alibi, softcap
-from .tuning import active
 
 
 class Options(NamedTuple):
@@ -78,13 +77,13 @@ def identity(t: Tensor) -> Key:
 
 
 def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Key:
-    """All that a launch depends on, but for what may differ from call to call. True, 1 and 1.0 are equal, their types
-    not."""
+    """All that a launch depends on, but for the tables in use, and for what may differ from call to call. True, 1 and
+    1.0 are equal, their types not."""
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
         *[t if t is None else identity(t) for t in extras[:-2]], *map(identity, extras.of_score_mod),
-        *map(identity, extras.of_mask_mod), active(),
+        *map(identity, extras.of_mask_mod),
     )  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def described(problem: Problem) -> str:
 
 def named(row: Row | BackwardRow, device: Device) -> str:
     """Which row of which table."""
-    for table in tuning.active(device):
+    for table in tuning.serving(device):
         for i, own in enumerate(rows_like(row, table)):
             if own is row:
                 elsewhere = f" (measured on an {row.card})" if row.card != device.name else ""
@@ -314,7 +314,7 @@ def registers(config: ForwardConfig) -> str:
 
 def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, results: Path) -> Iterator[str]:
     """What the row and its alternatives took."""
-    for table in tuning.active(device):
+    for table in tuning.serving(device):
         of_rows = table.measured if isinstance(row, Row) else table.backward_measured
         for own, found in zip(rows_like(row, table), of_rows, strict=True):
             if own is row and found is not None:

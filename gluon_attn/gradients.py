@@ -16,7 +16,7 @@ from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, bias_of, in_bhsd, 
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
-from .tuning import active, backward_rows_for
+from .tuning import Table, active, backward_rows_for
 
 ARCHS = (90,)  # for which there are backward kernels
 
@@ -110,9 +110,10 @@ def differentiate(
     # Of keys that do not count nobody computes a gradient.
     like = torch.empty_like if extras.seqused_k is None else torch.zeros_like
     grads = {"dq": torch.empty_like(q), "dk": like(k), "dv": like(v)}
+    tables = active()
     key = (
         key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse),
-        of_bias, active(),
+        of_bias, tables,
     )  # fmt: skip
     try:
         launch = _launches[key]
@@ -121,7 +122,7 @@ def differentiate(
         if of_bias:
             require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
         shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}
-        launch = prepare(shapes, extras, options, deterministic, of_bias)
+        launch = prepare(shapes, extras, options, deterministic, of_bias, tables)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -173,9 +174,15 @@ def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -
 
 
 def prepare(
-    tensors: dict[str, Tensor], extras: Extras, options: Options, deterministic: bool, of_bias: bool = False
+    tensors: dict[str, Tensor],
+    extras: Extras,
+    options: Options,
+    deterministic: bool,
+    of_bias: bool,
+    tables: tuple[Table, ...],
 ) -> Launches | None:
-    """The launches for tensors of these shapes and strides; None if there is nothing to compute."""
+    """The launches for tensors of these shapes and strides; None if there is nothing to compute. tables: that are
+    loaded."""
     q, k, v, device = tensors["q"], tensors["k"], tensors["v"], options.device
     require_gradients(q, None, options)
     problem = problem_of(q, k, v, extras, options)
@@ -183,7 +190,7 @@ def prepare(
         return None
     chosen = Device.of(q.device) if device is None else device
     check_triton_version(chosen.arch, on_cpu=q.device.type == "cpu")
-    config = pick_config(problem, backward_rows_for(chosen))
+    config = pick_config(problem, backward_rows_for(chosen, tables))
     plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
     if q.device.type == "cpu":
         from .cpu import backward_on_cpu

@@ -25,10 +25,11 @@ from .mask_mod import compiled_part as compiled_mask
 from .ops import card_in_graph
 from .problem import FP8_DTYPES, PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
+from .tuning import active
 
 REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)  # what `attention` raises before it computes
 
-# Whether there is something to compute, for what `plan_of` has taken, by `key_of`.
+# Whether there is something to compute, for what `plan_of` has taken, by `key_of` and the tables that were loaded.
 _taken: dict[tuple[Any, ...], bool] = {}
 
 
@@ -109,12 +110,13 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Opti
     if is_compiling():  # shapes may be symbols, which are no key
         plan_of(q, k, v, extras, options)
         return
+    tables = active()
     try:
-        key = key_of(q, k, v, extras, options)
+        key = key_of(q, k, v, extras, options), tables
         computes = _taken[key]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # New; or no dense tensor, or not hashable: plan_of() says what is wrong.
-        computes = plan_of(q, k, v, extras, options) is not None
+        computes = plan_of(q, k, v, extras, options, tables) is not None
         if len(_taken) >= MAX_LAUNCHES:
             _taken.clear()
         _taken[key] = computes

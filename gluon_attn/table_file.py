@@ -182,7 +182,7 @@ def backward_row_at(
 ) -> tuple[BackwardRow, Measured | None]:
     given = at.object_of(value, ("conditions", "config"), ("measured",))
     config = config_at(at / "config", given["config"], OF_GRADIENTS)
-    conditions = conditions_at(at / "conditions", given["conditions"], KIND_OF_GRADIENTS, SIZES)
+    conditions = conditions_at(at / "conditions", given["conditions"], KIND_OF_GRADIENTS, SIZES, of_any_mask=True)
     head_dims = conditions.pop("padded_head_dim"), conditions.pop("padded_head_dim_v")
     for device in devices:
         try:
@@ -210,8 +210,11 @@ def problem_like(row: Row) -> Problem:
     )
 
 
-def conditions_at(at: At, value: Any, kind: Sequence[str], limits: Sequence[str]) -> dict[str, Any]:
-    """Fields of a row: those of `kind`, and some of `limits`."""
+def conditions_at(
+    at: At, value: Any, kind: Sequence[str], limits: Sequence[str], *, of_any_mask: bool = False
+) -> dict[str, Any]:
+    """Fields of a row: those of `kind`, and some of `limits`. of_any_mask: whether causal may be null, which is for
+    both."""
     given = dict(at.object_of(value, kind, limits))
     for name, possible in {
         "padded_head_dim": PADDED_HEAD_DIMS,
@@ -220,8 +223,9 @@ def conditions_at(at: At, value: Any, kind: Sequence[str], limits: Sequence[str]
     }.items():
         if name in given and (at / name).typed(given[name], int, "a whole number") not in possible:
             raise (at / name).error(f"expected one of {', '.join(map(str, possible))}, got {given[name]}")
-    for name in ("causal", "one_round"):
-        (at / name).typed(given.get(name, False), bool, "true or false")
+    if not (of_any_mask and given["causal"] is None):
+        (at / "causal").typed(given["causal"], bool, "true or false" + ", or null for both" * of_any_mask)
+    (at / "one_round").typed(given.get("one_round", False), bool, "true or false")
     for name in ("min_kv_len", "min_reuse", "max_kv_len", "heads_per_kv_head"):
         if name in given and (at / name).typed(given[name], int, "a whole number") < 1:
             raise (at / name).error(f"expected at least 1, got {given[name]}")

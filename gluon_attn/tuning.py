@@ -67,10 +67,16 @@ def reset() -> None:
         _active = ()
 
 
-def active(device: Device | None = None) -> tuple[Table, ...]:
-    """The tables that were loaded, those asked first coming first; of a device, those that serve it, and then those
-    that come with the package. After them comes the packaged table for all cards."""
-    return _active if device is None else (*(t for t in _active if t.serves(device)), *of_card(device))
+def active() -> tuple[Table, ...]:
+    """The tables that were loaded, those asked first coming first. Other threads load too: who keeps what came of them
+    reads them once, and gives them to all that asks for them."""
+    return _active
+
+
+def serving(device: Device, loaded: tuple[Table, ...] | None = None) -> tuple[Table, ...]:
+    """The tables that serve a device: of `loaded`, by default those that are now, and then those that come with the
+    package. After them comes the packaged table for all cards."""
+    return (*(t for t in (_active if loaded is None else loaded) if t.serves(device)), *of_card(device))
 
 
 def of_card(device: Device) -> tuple[Table, ...]:
@@ -85,18 +91,18 @@ def of_card(device: Device) -> tuple[Table, ...]:
     return tuple(table for distance in sorted(distances) for table in distances[distance])
 
 
-def rows_for(device: Device) -> Sequence[Row]:
-    """The rows that are in use for a device, in the order in which they are asked."""
+def rows_for(device: Device, loaded: tuple[Table, ...] | None = None) -> Sequence[Row]:
+    """The rows that are in use for a device, in the order in which they are asked. loaded: as for `serving`."""
     rows: tuple[Row, ...] = PACKAGED
-    for table in reversed(active(device)):
+    for table in reversed(serving(device, loaded)):
         rows = table.rows + rows
     return rows
 
 
-def backward_rows_for(device: Device) -> Sequence[BackwardRow]:
+def backward_rows_for(device: Device, loaded: tuple[Table, ...] | None = None) -> Sequence[BackwardRow]:
     """Likewise, of gradients."""
     rows: tuple[BackwardRow, ...] = backward.PACKAGED
-    for table in reversed(active(device)):
+    for table in reversed(serving(device, loaded)):
         rows = table.backward_rows + rows
     return rows
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gluon_attn import api, attention, supports, tuning
+from gluon_attn import api, attention, call, supports, tuning
 from gluon_attn import gradients as api_gradients
 from gluon_attn.backward import table as backward
 from gluon_attn.backward.plan import BackwardPlan
@@ -102,8 +102,8 @@ def test_a_table_serves_the_devices_that_it_names(written):
     assert packaged != CONFIG
     assert tuning.active() == ()
     table = tuning.load(written())
-    assert tuning.active() == tuning.active(H200) == (table,)
-    assert tuning.active(H100) == ()
+    assert tuning.active() == tuning.serving(H200) == (table,)
+    assert tuning.serving(H100) == ()
     assert pick_config(ASKED, H200, None, tuning.rows_for(H200)) == CONFIG
     for other in (H100, dataclasses.replace(H200, sm_count=66)):
         assert pick_config(ASKED, other, None, tuning.rows_for(other)) == packaged
@@ -184,6 +184,37 @@ def test_launches_do_not_survive_a_change_of_tables(written, planned):
     assert rows + [len(planned)] == [1, 2, 2]
     assert planned[0] != CONFIG
     assert planned[1] == CONFIG
+
+
+@pytest.mark.parametrize("of_gradients", [False, True], ids=["O", "gradients"])
+def test_a_table_loaded_while_a_launch_is_made_is_not_kept_under_those_before(
+    written, planned, monkeypatch, of_gradients
+):
+    """As another thread may do."""
+    module = api_gradients if of_gradients else api
+    q, k, v = qkv()
+    out, lse = torch.zeros_like(q), torch.zeros(1, 16, 512)
+    path = written(content() | {"backward": gradients()["backward"]})
+
+    def run() -> None:
+        if of_gradients:
+            api_gradients.attention_backward(out, None, q, k, v, out, lse, device=H200)
+        else:
+            attention(q, k, v, device=H200)
+
+    monkeypatch.setattr("gluon_attn.cpu.backward_on_cpu", lambda plan, *_: planned.append(plan.config))
+    monkeypatch.setattr(api_gradients, "_launches", {})
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "problem_of", lambda *given: tuning.load(path) and call.problem_of(*given))
+        run()
+    tuning.reset()
+    run()
+    own = BACKWARD_CONFIG if of_gradients else CONFIG
+    assert planned
+    assert own not in planned
+    with tuning.load(path):
+        run()
+    assert planned[-1] == own
 
 
 def test_under_torch_compile(written, planned):
@@ -295,6 +326,7 @@ def gradients(row: BackwardRow = BACKWARD_ROW, devices: Sequence[Device] = (H200
         BACKWARD_ROW,
         BackwardRow((64, 64), HOPPER[64], True, sequence_heads=(1, 9), heads_per_kv_head=4, min_reuse=2),
         BackwardRow((192, 128), UNLIKE[192, 128], False),
+        BackwardRow((256, 256), HOPPER[256], None, min_kv_len=512),
     ],
 )
 def test_rows_of_gradients_are_read_as_they_are_written(written, row):
@@ -312,8 +344,8 @@ def test_a_file_without_gradients(written):
 
 def test_every_packaged_row_of_gradients_can_be_in_a_file(written):
     for row in backward.PACKAGED:
-        [found] = tuning.read(written(gradients(dataclasses.replace(row, causal=True)))).backward_rows
-        assert (found.head_dims, found.config) == (row.head_dims, row.config)
+        [found] = tuning.read(written(gradients(row))).backward_rows
+        assert (found.head_dims, found.config, found.causal) == (row.head_dims, row.config, None)
 
 
 @pytest.mark.parametrize(
@@ -394,6 +426,7 @@ def test_kernels_of_gradients_compiled_ahead_are_those_of_the_table_too(written)
         ),
         ("conditions.one_round", True, "got an unknown 'one_round'"),
         ("conditions.causal", None, "backward[0].conditions: expected 'causal', got none"),
+        ("conditions.causal", 1, "backward[0].conditions.causal: expected true or false, or null for both, got 1"),
         (
             "conditions.padded_head_dim",
             256,
@@ -473,10 +506,10 @@ def test_a_card_is_served_by_the_nearest_of_its_model(of_cards):
     few, many = of_cards
     like = [dataclasses.replace(X1, name="NVIDIA X1 PCIe", sm_count=n) for n in (100, 110, 120, 132)]
     assert [slots_of(device) for device in like] == [(2, 2), (2, 2), (3, 3), (3, 3)]
-    assert [tuning.active(device) for device in like[1:3]] == [(few, many), (many, few)]
+    assert [tuning.serving(device) for device in like[1:3]] == [(few, many), (many, few)]
     other = dataclasses.replace(X1, capability=(10, 0))
     for device in (H200, H100, other):
-        assert tuning.active(device) == ()
+        assert tuning.serving(device) == ()
         assert tuning.rows_for(device) == PACKAGED
         assert tuning.backward_rows_for(device) == backward.PACKAGED
     assert {few.rows[0], many.rows[0]} <= {*tuning.rows_of_arch(90)}
@@ -487,10 +520,10 @@ def test_a_card_is_served_by_the_nearest_of_its_model(of_cards):
 def test_a_file_that_is_loaded_comes_before_those_of_the_package(of_cards, written):
     assert tuning.active() == ()
     mine = tuning.load(written(content(devices=[X1])))
-    assert tuning.active(X1) == (mine, of_cards[1], of_cards[0])
+    assert tuning.serving(X1) == (mine, of_cards[1], of_cards[0])
     assert pick_config(ASKED, X1, None, tuning.rows_for(X1)) == CONFIG
     tuning.reset()
-    assert tuning.active(X1) == (of_cards[1], of_cards[0])
+    assert tuning.serving(X1) == (of_cards[1], of_cards[0])
 
 
 def test_a_graph_asks_the_table_of_the_card(written, planned, monkeypatch):
