@@ -14,7 +14,6 @@ from torch.nn.attention import current_flash_attention_impl
 
 import gluon_attn
 from bench.distributed import HEAD, row_of
-from bench.models import COLUMNS
 from gluon_attn import flash, reference_attention
 from gluon_attn.device import Device
 from tests.gluon_attn.ranks import run_ranks
@@ -140,8 +139,9 @@ def rows_of(table: str) -> dict[str, list[float]]:
 
 def measured(part: str, name: str, column: str) -> list[float]:
     """At each length."""
+    models = pytest.importorskip("bench.models", reason="transformers is not installed", exc_type=ModuleNotFoundError)
     found = json.loads((ROOT / "bench/results/h200_models.json").read_text(encoding="utf-8"))
-    cell = COLUMNS[column]
+    cell = models.COLUMNS[column]
     return [float(cell(point["results"], name)) for point in found[part]]
 
 
