@@ -1,32 +1,51 @@
 """Times what changes a causal call, masks and changed scores, against the plain call, cuDNN's and FlexAttention.
 
 `python -m bench --sets masks`, forward and backward; one process, interleaved. FlexAttention is left out with `--peers`
-and nothing after it.
+and nothing after it. All calls are compiled before, each in a process of its own.
 
-Times are also given over those of three calls of the same run: our own plain causal one, cuDNN's, and FlexAttention's
-of the same case. A set is a list of
+Times are also given over those of calls of the same run: our own plain causal one, cuDNN's, FlexAttention's of the same
+case; and over FlashAttention-4's, which was timed in another run beside cuDNN's plain causal call. A set is a list of
 `Case`s; to add one, say what attention() is given for it, and what FlexAttention is.
 """
 
 import argparse
-import json
+import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.ahead import Failed, Workers, cores
 from bench.mask_mods import near, near_keys, near_rows
-from bench.provenance import SEED, provenance
+from bench.passes import PASSES, Call, by_cudnn, gradients_of, inputs_of
+from bench.passes import run as run_points
+from bench.provenance import SEED
+from bench.report import markdown
 from bench.timing import Timing, time_interleaved
 from gluon_attn import MaskMod, attention
 
 CUDNN, PLAIN = "cudnn causal", "ours causal"
-PASSES = ("forward", "backward")
-Call = Callable[[], object]
+MAX_PROCESSES = 16  # each has a few GB of the card
+COMPILE_LIMIT_S = 240.0
+# Of FlashAttention-4 on an H200, bf16: time over that of cuDNN's plain causal call in the same run, by head dim (of
+# SHAPES) and pass.
+FA4_OVER_CUDNN = {
+    (128, "forward"): {"causal": 0.88, "window 128": 0.076, "window 1024": 0.148, "softcap 30": 2.11},
+    (128, "backward"): {"causal": 0.87, "window 128": 0.067, "window 1024": 0.150, "softcap 30": 1.36},
+    (64, "forward"): {"causal": 0.83, "window 128": 0.123, "window 1024": 0.275, "softcap 30": 2.18, "sinks": 0.84},
+    (64, "backward"): {"causal": 0.75, "window 128": 0.129, "window 1024": 0.275, "softcap 30": 2.03, "sinks": 0.75},
+}
+# What the result has of each call: the title of its table, and its name.
+RATIOS = {
+    "time over ours, causal": "over_ours_causal",
+    "time over FlexAttention's": "over_flex",
+    "time over FlashAttention-4's, carried": "over_fa4_carried",
+    "share of the ideal": "of_ideal",
+}
 Options = dict[str, Any]
 
 
@@ -63,20 +82,28 @@ SHAPES = (
 class Case:
     """A causal call with something more.
 
-    options: what attention() is given besides `causal`, for a shape on a device.
-    keeps: of FlexAttention, for a shape on a device, which keys a query sees besides the causal ones, as its mask_mod.
+    data: for a shape on a device, the tensor that the others are given; None: there is none.
+    options: what attention() is given besides `causal`.
+    keeps: of FlexAttention, which keys a query sees besides the causal ones, as its mask_mod.
     score_mod: likewise how scores are changed; None: they are not, or it has no way to say so.
+    learned: a backward pass has the gradient of the data too.
     """
 
     name: str
-    options: Callable[[Shape, str], Options]
-    keeps: Callable[[Shape, str], Callable[..., Any]] | None = None
-    score_mod: Callable[[Shape, str], Callable[..., Any]] | None = field(default=None)
+    options: Callable[[Any], Options]
+    data: Callable[[Shape, str], Tensor | None] = lambda shape, device: None
+    keeps: Callable[[Any], Callable[..., Any]] | None = None
+    score_mod: Callable[[Any], Callable[..., Any]] | None = None
+    learned: bool = False
+    passes: tuple[str, ...] = PASSES
 
     @property
     def is_in_flex(self) -> bool:
         """FlexAttention has no sinks: nothing that enters the denominator alone."""
         return self.keeps is not None or self.score_mod is not None
+
+
+CAUSAL = Case(name="causal", options=lambda _: {})
 
 
 def slopes(shape: Shape, device: str) -> Tensor:
@@ -88,51 +115,54 @@ def window(left: int) -> Case:
     """The `left` keys before a query, and its own."""
     return Case(
         name=f"window {left}",
-        options=lambda shape, device: {"window": (left, 0)},
-        keeps=lambda shape, device: lambda b, h, i, j: i - j <= left,
+        options=lambda _: {"window": (left, 0)},
+        keeps=lambda _: lambda b, h, i, j: i - left <= j,
     )
 
 
 def chunk(size: int) -> Case:
     return Case(
         name=f"chunk {size}",
-        options=lambda shape, device: {"chunk": size},
-        keeps=lambda shape, device: lambda b, h, i, j: i // size == j // size,
+        options=lambda _: {"chunk": size},
+        keeps=lambda _: lambda b, h, i, j: i // size == j // size,
     )
 
 
 def soft_cap(cap: float) -> Case:
     return Case(
         name=f"softcap {cap:g}",
-        options=lambda shape, device: {"softcap": cap},
-        score_mod=lambda shape, device: lambda score, b, h, i, j: cap * torch.tanh(score / cap),
+        options=lambda _: {"softcap": cap},
+        score_mod=lambda _: lambda score, b, h, i, j: cap * torch.tanh(score / cap),
     )
 
 
-def alibi_of_flex(shape: Shape, device: str) -> Callable[..., Any]:
-    of_heads = slopes(shape, device)
-    return lambda score, b, h, i, j: score - of_heads[h] * (i - j)
-
-
 ALIBI = Case(
-    name="alibi", options=lambda shape, device: {"alibi_slopes": slopes(shape, device)}, score_mod=alibi_of_flex
+    name="alibi",
+    data=slopes,
+    options=lambda of_heads: {"alibi_slopes": of_heads},
+    score_mod=lambda of_heads: lambda score, b, h, i, j: score - of_heads[h] * (i - j),
 )
 
 
 def bias_of(shape: Shape, device: str) -> Tensor:
-    """One for all batches and heads: of each head its own would be larger than all else together."""
+    """(S, S), one for all batches and heads: of each head its own would be larger than all else together."""
     generator = torch.Generator(device).manual_seed(SEED)
-    size = (1, 1, shape.length, shape.length)
-    return torch.randn(size, generator=generator, dtype=torch.bfloat16, device=device)
+    return torch.randn((shape.length, shape.length), generator=generator, dtype=torch.bfloat16, device=device)
 
 
-def bias_of_flex(shape: Shape, device: str) -> Callable[..., Any]:
-    bias = bias_of(shape, device)[0, 0]
-    return lambda score, b, h, i, j: score + bias[i, j]
-
-
-BIAS = Case(name="bias", options=lambda shape, device: {"bias": bias_of(shape, device)}, score_mod=bias_of_flex)
-SINKS = Case(name="sinks", options=lambda shape, device: {"sinks": torch.randn(shape.heads, device=device)})
+BIAS = Case(
+    name="bias",
+    data=bias_of,
+    options=lambda bias: {"bias": bias[None, None]},
+    score_mod=lambda bias: lambda score, b, h, i, j: score + bias[i, j],
+)
+LEARNED_BIAS = replace(BIAS, name="bias with its gradient", learned=True, passes=("backward",))
+SINKS = Case(
+    name="sinks",
+    data=lambda shape, device: torch.randn(shape.heads, device=device),
+    options=lambda sinks: {"sinks": sinks},
+    learned=True,
+)
 
 
 def documents_of(shape: Shape, device: str) -> Tensor:
@@ -142,26 +172,18 @@ def documents_of(shape: Shape, device: str) -> Tensor:
     return begins.cumsum(1, dtype=torch.int32).to(device)
 
 
-def same_document(shape: Shape, device: str) -> Callable[..., Any]:
-    ids = documents_of(shape, device)
-    return lambda b, h, i, j: ids[b, i] == ids[b, j]
-
-
 DOCUMENTS = Case(
     name="documents",
-    options=lambda shape, device: {"segment_ids": documents_of(shape, device)},
-    keeps=same_document,
+    data=documents_of,
+    options=lambda ids: {"segment_ids": ids},
+    keeps=lambda ids: lambda b, h, i, j: ids[b, i] == ids[b, j],
 )
 
 
 def window_by_function(left: int) -> Case:
     """`window` as a mask_mod, with ranges."""
     mod = MaskMod(near, keys=near_keys, rows=near_rows, constants=(left,))
-    return Case(
-        name=f"mask_mod {left}",
-        options=lambda shape, device: {"mask_mod": mod},
-        keeps=lambda shape, device: lambda b, h, i, j: i - j <= left,
-    )
+    return replace(window(left), name=f"mask_mod {left}", options=lambda _: {"mask_mod": mod})
 
 
 SETS: dict[str, tuple[Case, ...]] = {
@@ -175,6 +197,7 @@ SETS: dict[str, tuple[Case, ...]] = {
         DOCUMENTS,
         window_by_function(1024),
         BIAS,
+        LEARNED_BIAS,
     ),
 }
 
@@ -183,111 +206,176 @@ def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
     return i >= j
 
 
-def flex(case: Case, shape: Shape, tensors: list[Tensor], device: str = "cuda") -> Callable[[], Tensor]:
+def visible_share(case: Case, shape: Shape, device: str) -> float:
+    """Of the pairs that a causal mask leaves, those that are seen here."""
+    if case.keeps is None:
+        return 1.0
+    keeps = case.keeps(case.data(shape, device))
+    seen, j = 0, torch.arange(shape.length, device=device)
+    for b, rows in itertools.product(range(shape.batch), j.split(1024)):
+        i = rows[:, None]
+        seen += int((keeps(b, 0, i, j) & (j <= i)).sum())
+    return seen / (shape.batch * shape.length * (shape.length + 1) / 2)
+
+
+def flex(case: Case, shape: Shape, tensors: list[Tensor], data: Tensor | None, device: str) -> Callable[[], Tensor]:
     """FlexAttention, compiled for these shapes; its block mask is made beforehand and not timed."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
     from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
-    torch.compiler.reset()  # or, after some shapes, torch would compile no more and compute it without fusion
-    keeps = causal if case.keeps is None else and_masks(causal, case.keeps(shape, device))
-    mask = create_block_mask(keeps, None, None, shape.length, shape.length, device=device)
-    score_mod = None if case.score_mod is None else case.score_mod(shape, device)
+    torch._dynamo.config.recompile_limit = 256  # after so many of one function torch computes it without fusion
+    torch._functorch.config.donated_buffer = False  # or a graph is differentiated once only
+    torch._inductor.config.compile_threads = 1  # there is a process for each compilation already
+    keeps = causal if case.keeps is None else and_masks(causal, case.keeps(data))
+    mask = create_block_mask(keeps, shape.batch, None, shape.length, shape.length, device=device)
+    score_mod = None if case.score_mod is None else case.score_mod(data)
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
     grouped = shape.heads != shape.kv_heads
     return partial(compiled, *tensors, score_mod=score_mod, block_mask=mask, enable_gqa=grouped)
 
 
-def by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A call to be timed. Picklable. who: "ours", "cudnn" or "flex". case: its name."""
+
+    who: str
+    case: str
+    shape: Shape
+    which: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.who} {self.case}"
+
+    def call(self, tensors: list[Tensor], device: str = "cuda") -> Call:
+        """tensors: of the shape, to be differentiated if the pass is a backward one."""
+        case = case_called(self.case)
+        data = case.data(self.shape, device)
+        inputs = list(tensors)
+        if case.learned and self.which == "backward" and data is not None:
+            inputs.append(data.requires_grad_())
+        forward: Call
+        if self.who == "cudnn":
+            forward = partial(by_cudnn, *tensors)
+        elif self.who == "ours":
+            forward = partial(attention, *tensors, causal=True, **case.options(data))
+        else:
+            forward = flex(case, self.shape, tensors, data, device)
+        return forward if self.which == "forward" else gradients_of(forward, inputs)
 
 
-def forwards_of(
-    cases: tuple[Case, ...], shape: Shape, tensors: list[Tensor], with_flex: bool, device: str = "cuda"
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What computes O, by name: cuDNN and ours of a plain causal call, and each case by ours and by FlexAttention."""
-    yield CUDNN, partial(by_cudnn, *tensors)
-    yield PLAIN, partial(attention, *tensors, causal=True)
+def case_called(name: str) -> Case:
+    return next(case for case in (CAUSAL, *itertools.chain(*SETS.values())) if case.name == name)
+
+
+def timed(cases: tuple[Case, ...], shape: Shape, which: str, with_flex: bool) -> Iterator[Timed]:
+    """cuDNN and ours of a plain causal call, and each case by ours and by FlexAttention."""
+    of = partial(Timed, shape=shape, which=which)
+    yield of(who="cudnn", case=CAUSAL.name)
+    yield of(who="ours", case=CAUSAL.name)
     for case in cases:
-        yield f"ours {case.name}", partial(attention, *tensors, causal=True, **case.options(shape, device))
-        if with_flex and case.is_in_flex:
-            yield f"flex {case.name}", flex(case, shape, tensors, device)
+        if which in case.passes:
+            yield of(who="ours", case=case.name)
+            if with_flex and case.is_in_flex:
+                yield of(who="flex", case=case.name)
 
 
-def calls_of(which: str, forwards: Mapping[str, Callable[[], Any]], tensors: list[Tensor]) -> dict[str, Call]:
-    """The calls of a pass. which: one of PASSES; a backward one is of all kernels, through autograd."""
-    if which == "forward":
-        return dict(forwards)
+def call_once(job: Timed) -> None:
+    """In a process of its own: leaves the kernels in the caches of Triton and of torch on disk."""
+    job.call(inputs_of(job.which, job.shape.tensors()))()
+    torch.cuda.synchronize()
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()  # for the other processes
+
+
+def compile_ahead(jobs: list[Timed]) -> None:
+    # FlexAttention's take longest.
+    jobs = sorted(jobs, key=lambda job: job.who != "flex")
+    with Workers(call_once, at_once=min(cores(), MAX_PROCESSES), limit_s=COMPILE_LIMIT_S) as workers:
+        for ended, (number, answer) in enumerate(workers.run(jobs), start=1):
+            print(f"\rcompiled {ended} of {len(jobs)} calls", end="", flush=True)
+            if isinstance(answer, Failed):
+                print(f"\n{jobs[number].name}, {jobs[number].which}: {answer.why}; it is tried again", flush=True)
+    print()
+
+
+def ratios(job: Timed, timings: Mapping[str, Timing], share: float) -> dict[str, float]:
+    """A call's time over others' of the same run; over FlexAttention's only what that computes too. share: what it sees
+    of what a causal mask leaves: `of_ideal` is 1 if it takes as much less time."""
+    time = timings[job.name].median
+    over_ours, over_cudnn = time / timings[PLAIN].median, time / timings[CUDNN].median
+    found = {"over_ours_causal": over_ours, "over_cudnn_causal": over_cudnn}
+    if job.who == "ours":
+        found["of_ideal"] = share / over_ours
+        fa4 = FA4_OVER_CUDNN.get((job.shape.head_dim, job.which), {}).get(job.case)
+        if fa4 is not None:
+            found["over_fa4_carried"] = over_cudnn / fa4
+        if f"flex {job.case}" in timings:
+            found["over_flex"] = time / timings[f"flex {job.case}"].median
+    return found
+
+
+def calls_of(jobs: list[Timed], tensors: list[Tensor]) -> tuple[dict[str, Call], dict[str, str]]:
+    """(the calls, each made once; why FlexAttention's are not among them)."""
     calls: dict[str, Call] = {}
-    for name, forward in forwards.items():
-        out = forward()
-        calls[name] = partial(torch.autograd.grad, out, tensors, torch.randn_like(out), retain_graph=True)
-    return calls
+    missing: dict[str, str] = {}
+    for job in jobs:
+        try:
+            call = job.call(tensors)
+            call()
+            calls[job.name] = call
+        except Exception as error:  # of FlexAttention, which ours is timed without then
+            if job.who != "flex":
+                raise
+            missing[job.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return calls, missing
 
 
-def ratios(name: str, timings: Mapping[str, Timing]) -> dict[str, float]:
-    """A call's time over others' of the same run; over FlexAttention's only what that computes too."""
-    found = {
-        "over_ours_causal": timings[name].median / timings[PLAIN].median,
-        "over_cudnn_causal": timings[name].median / timings[CUDNN].median,
-    }
-    by_flex = timings.get(name.replace("ours", "flex")) if name.startswith("ours") else None
-    return found if by_flex is None else found | {"over_flex": timings[name].median / by_flex.median}
-
-
-def measure(cases: tuple[Case, ...], shape: Shape, which: str, rounds: int, with_flex: bool) -> dict[str, Any]:
-    tensors = shape.tensors()
-    if which == "backward":
-        tensors = [t.requires_grad_() for t in tensors]
-    timings = time_interleaved(
-        calls_of(which, dict(forwards_of(cases, shape, tensors, with_flex)), tensors), rounds=rounds
-    )
+def measure(jobs: list[Timed], rounds: int, device: str = "cuda") -> dict[str, Any]:
+    """jobs: of one shape and pass."""
+    shape, which = jobs[0].shape, jobs[0].which
+    torch.compiler.reset()  # what the last point has left
+    calls, missing = calls_of(jobs, inputs_of(which, shape.tensors(device)))
+    timings = time_interleaved(calls, rounds=rounds)
     results = {
-        name: {
-            "ms": t.median * 1e3,
-            "spread": t.spread,
-            **ratios(name, timings),
+        job.name: {
+            "ms": timings[job.name].median * 1e3,
+            "spread": timings[job.name].spread,
+            **ratios(job, timings, visible_share(case_called(job.case), shape, device)),
         }
-        for name, t in timings.items()
+        for job in jobs
+        if job.name in timings
     }
-    absent = [case.name for case in cases if not case.is_in_flex]
     return {
-        "name": f"{shape.name} {which}", "shape": asdict(shape), "pass": which, "results": results,
-        "not_in_flex": absent,
+        "name": f"{shape.name} {which}", "shape": asdict(shape), "pass": which, "results": results, "missing": missing
     }  # fmt: skip
 
 
 def table(found: dict[str, Any]) -> str:
-    """Times over our own plain causal call's; and of each case ours over FlexAttention's, in Markdown."""
-    over_ours = rows_of("time over ours, causal", "over_ours_causal", found["points"])
-    over_flex = rows_of("time over FlexAttention's", "over_flex", found["points"])
-    if all("over_flex" not in cell for p in found["points"] for cell in p["results"].values()):
-        return over_ours
-    absent = ", ".join(found["points"][0]["not_in_flex"])
-    return f"{over_ours}\n\n{over_flex}" + (f"\n\nFlexAttention has no {absent}." if absent else "")
+    """A table for each of RATIOS that some call has, in Markdown; and what could not be timed."""
+    points = found["points"]
+    tables = [rows_of(title, ratio, points) for title, ratio in RATIOS.items()]
+    missing = {f"{p['name']}: no {name}: {why}" for p in points for name, why in p["missing"].items()}
+    return "\n\n".join([*filter(None, tables), *sorted(missing)])
 
 
 def rows_of(title: str, ratio: str, points: list[dict[str, Any]]) -> str:
-    """A row for each call that has this ratio, a column for each point."""
-    lines = [f"| {title} | " + " | ".join(p["name"] for p in points) + " |", "|---" * (len(points) + 1) + "|"]
-    for name in points[0]["results"]:
+    """A row for each call that has this ratio, a column for each point; empty if none has."""
+    rows = {}
+    for name in dict.fromkeys(name for p in points for name in p["results"]):
         cells = [p["results"].get(name, {}).get(ratio) for p in points]
         if any(cell is not None for cell in cells):
-            lines.append(f"| {name} | " + " | ".join("–" if c is None else f"{c:.3f}" for c in cells) + " |")
-    return "\n".join(lines)
+            rows[name] = ["–" if c is None else f"{c:.3f}" for c in cells]
+    return markdown([title, *(p["name"] for p in points)], rows) if rows else ""
 
 
 def run(args: argparse.Namespace) -> None:
     """args: of `python -m bench`; its `sets` are of SETS."""
     cases = tuple(case for name in args.sets for case in SETS[name])
     with_flex = args.peers is None or "flex" in args.peers
-    found: dict[str, Any] = {"provenance": provenance(args.commit), "points": []}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    for shape in SHAPES:
-        for which in PASSES:
-            found["points"].append(measure(cases, shape, which, args.rounds, with_flex))
-            args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            print("timed", found["points"][-1]["name"], flush=True)
-    print(table(found))
-    print(f"written: {args.out}")
+    points = [list(timed(cases, *point, with_flex)) for point in itertools.product(SHAPES, PASSES)]
+    compile_ahead(list(itertools.chain(*points)))
+    run_points(args, (measure(jobs, args.rounds) for jobs in points), table)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench import features, unlike
+from bench import passes, unlike
 from bench.timing import Timing
 from gluon_attn import attention
 from gluon_attn.device import Device
@@ -29,13 +29,12 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(unlike, "time_interleaved", timed)
     monkeypatch.setattr(unlike, "attention", partial(attention, device=Device.hopper()))
     monkeypatch.setattr(unlike, "sdpa", by_reference)
-    monkeypatch.setattr(unlike, "by_cudnn", lambda q, k, v: reference_attention(q, k, v, causal=True)[0])
-    anchor = features.Shape(head_dim=64, batch=1, heads=1, kv_heads=1, length=40)
-    monkeypatch.setattr(unlike, "ANCHOR", anchor)
+    monkeypatch.setattr(passes, "by_cudnn", lambda q, k, v: reference_attention(q, k, v, causal=True)[0])
+    monkeypatch.setattr(passes, "ANCHOR", (1, 1, 40, 64))
     small = tuple(dataclasses.replace(point, length=72, heads=2) for point in unlike.POINTS)
     monkeypatch.setattr(unlike, "POINTS", small)
-    monkeypatch.setattr(unlike, "calls_of", partial(unlike.calls_of, device="cpu"))
-    monkeypatch.setattr(unlike, "provenance", lambda commit: {"commit": commit})
+    monkeypatch.setattr(unlike, "forwards_of", partial(unlike.forwards_of, device="cpu"))
+    monkeypatch.setattr(passes, "provenance", lambda commit: {"commit": commit})
 
 
 def found_by_a_run(tmp_path):
@@ -51,12 +50,12 @@ def test_both_passes_are_timed_beside_cudnn(stand_ins, tmp_path, capsys):
     ]  # fmt: skip
     for point in points:
         results = point["results"]
-        assert list(results) == ["ours", "cudnn", unlike.ANCHOR_NAME]
+        assert list(results) == ["ours", "cudnn", passes.ANCHOR_NAME]
         assert results["ours"]["ms"] == pytest.approx(1)
         assert point["ours_over_cudnn"] == pytest.approx(2)
         # cuDNN's plain call takes 3 ms here: FlashAttention-4 is as much slower as that is than it was.
         fa4 = unlike.FA4_TFLOPS[point["pass"], point["point"]["causal"]]
-        assert point["fa4_carried_tflops"] == pytest.approx(fa4 * unlike.ANCHOR_MS[point["pass"]] / 3)
+        assert point["fa4_carried_tflops"] == pytest.approx(fa4 * passes.ANCHOR_MS[point["pass"]] / 3)
     flops = 2 * 2 * 72**2 * (192 + 128)
     assert points[2]["results"]["ours"]["tflops"] == pytest.approx(flops / 1e-3 / 1e12)
     assert points[3]["results"]["ours"]["tflops"] == pytest.approx(2 * 2 * 72**2 * (3 * 192 + 2 * 128) / 1e-3 / 1e12)
@@ -88,5 +87,5 @@ def test_the_points_are_those_of_the_published_figures():
     assert [(p.head_dim, p.head_dim_v, p.batch, p.heads, p.length) for p in unlike.POINTS] == 2 * [
         (192, 128, 1, 16, 8192)
     ]
-    assert (unlike.ANCHOR.head_dim, unlike.ANCHOR.heads, unlike.ANCHOR.length) == (128, 16, 16384)
+    assert passes.ANCHOR == (1, 16, 16384, 128)
     assert torch.bfloat16 == unlike.POINTS[0].tensors("meta")[0].dtype
