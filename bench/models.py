@@ -2,6 +2,7 @@
 
     python -m bench.models --out FILE             # on a Hopper card, some minutes; needs transformers
     python -m bench.models --only train           # or prefill, or losses, or two of them
+    python -m bench.models --only prefill --rounds 30    # with more rounds, what a gain of 1 % is told from noise by
     python -m bench.models --show FILE            # anywhere
 
 Training steps (forward, loss, backward, AdamW) and prefills (forward, logits of the last position) of 16384 tokens in
@@ -13,8 +14,10 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -133,7 +136,13 @@ def measure(
             calls[name] = call
     timings = time_interleaved(calls, rounds=rounds, runs=RUNS, warmup=WARMUP)
     results = {
-        name: {"ms": t.median * 1e3, "tokens_per_second": TOKENS / t.median, "spread": t.spread, **alone[name]}
+        name: {
+            "ms": t.median * 1e3,
+            "tokens_per_second": TOKENS / t.median,
+            "spread": t.spread,
+            "ms_of_rounds": [seconds * 1e3 for seconds in t.round_medians],
+            **alone[name],
+        }
         for name, t in timings.items()
     }
     return {"length": length, "results": results, "refused": refused}
@@ -174,17 +183,31 @@ def measure_losses(shape: Shape, steps: int, device: str) -> dict[str, list[floa
     return found
 
 
+def peer_of(name: str) -> str:
+    """SDPA, which is deterministic too if `name` is."""
+    return "sdpa, deterministic" if ATTENTION[name][1] is deterministic else "sdpa"
+
+
 def ratio(results: dict[str, Any], name: str) -> float:
-    """Of tokens per second, over those of SDPA, which is deterministic too if `name` is."""
-    peer = "sdpa, deterministic" if ATTENTION[name][1] is deterministic else "sdpa"
+    """Of tokens per second, over those of its peer."""
+    peer = peer_of(name)
     if peer not in results:
         return float("nan")
     return results[name]["tokens_per_second"] / results[peer]["tokens_per_second"]
 
 
+def off_by(results: dict[str, Any], name: str) -> float:
+    """What the ratio may be off by, 0.01 for 1 %, in 95 of 100 such runs: by those of single rounds, in which both were
+    timed one soon after the other. NaN if there are too few."""
+    own, of_peer = (results.get(n, {}).get("ms_of_rounds", []) for n in (name, peer_of(name)))
+    ratios = [math.log(b / a) for a, b in zip(own, of_peer, strict=False)]
+    return 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 4 else math.nan
+
+
 COLUMNS: dict[str, Callable[[dict[str, Any], str], str]] = {
     "tokens/s": lambda results, name: f"{results[name]['tokens_per_second']:.0f}",
     "× sdpa": lambda results, name: f"{ratio(results, name):.3f}",
+    "× sdpa may be off by, %": lambda results, name: f"{off_by(results, name) * 100:.1f}",
     "spread, %": lambda results, name: f"{results[name]['spread'] * 100:.1f}",
     "in kernels of attention, ms": lambda results, name: f"{sum(results[name]['attention_ms'].values()):.1f}",
     "peak memory, GiB": lambda results, name: f"{results[name]['peak_gib']:.2f}",

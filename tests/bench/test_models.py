@@ -1,6 +1,7 @@
 """The bench of models: who computes what, on a tiny model on the CPU, and what is shown of a result."""
 
 import json
+import math
 import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -116,7 +117,12 @@ def test_tables(capsys):
     models.show({"prefill": POINTS})
     shown = capsys.readouterr().out
     assert "| prefill: tokens/s | 2048 | 4096 |\n| --- | --- | --- |\n| sdpa | 1000 | 500 |" in shown
-    for row in ("| gluon_attn | 1250 | - |", "| gluon_attn | 1.250 | - |", "| sdpa | 3.5 | 3.5 |"):
+    for row in (
+        "| gluon_attn | 1250 | - |",
+        "| gluon_attn | 1.250 | - |",
+        "| sdpa | 3.5 | 3.5 |",
+        "| sdpa | nan | nan |",
+    ):
         assert row in shown
     assert "sdpa: attention_forward, other\n" in shown
     assert "gluon_attn, 4096: OutOfMemoryError: too large\n" in shown
@@ -125,6 +131,21 @@ def test_tables(capsys):
 def test_deterministic_is_compared_with_deterministic():
     rates = {"sdpa": 1000.0, "sdpa, deterministic": 500.0, "gluon_attn, deterministic": 750.0}
     assert models.ratio(result(rates, {})["results"], "gluon_attn, deterministic") == 1.5
+
+
+def test_what_a_ratio_may_be_off_by_is_of_rounds_side_by_side():
+    """A drift that both see is none of it, and four times as many rounds halve it."""
+
+    def of(rounds: int, noise: float) -> dict[str, Any]:
+        drift = [50.0 + i for i in range(rounds)]
+        own = [0.8 * ms * (1 + noise * (-1) ** i) for i, ms in enumerate(drift)]
+        return {"sdpa": {"ms_of_rounds": drift}, "gluon_attn": {"ms_of_rounds": own}}
+
+    assert models.off_by(of(8, 0.0), "gluon_attn") == pytest.approx(0, abs=1e-9)
+    few, many = (models.off_by(of(rounds, 0.02), "gluon_attn") for rounds in (100, 400))
+    assert few == pytest.approx(1.96 * 0.02 / 10, rel=0.02)
+    assert many == pytest.approx(few / 2, rel=0.02)
+    assert math.isnan(models.off_by(of(4, 0.02), "gluon_attn"))
 
 
 @pytest.mark.parametrize(("off", "verdict"), [(0.002, "ours is within"), (0.1, "gluon_attn: expected losses within")])

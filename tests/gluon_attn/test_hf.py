@@ -1,6 +1,8 @@
 """Models of transformers by our kernels: small ones of random weights, on the CPU, where ours run on gluon_cpu."""
 
+import collections
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gluon_attn.device import Device
 from tests.slow import slow_if
@@ -282,6 +285,38 @@ def test_training_step(name, ran):
 
     check_near(model, run)
     assert ran == [(WHO[name], 20)] * 2
+
+
+class Operators(TorchDispatchMode):
+    """Names of those that are called within, but for views, which cost the card nothing, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(operator)
+        if not operator.is_view and not re.search("gluon_attn|attention", name):
+            self.called[name] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["prefill", "training step"])
+def test_around_attention_a_model_does_what_it_does_with_sdpa(train, ran):
+    """Nothing is copied, converted or repeated for our kernels, whose time alone is a model's gain."""
+    inputs, model = tokens(20), model_of("Llama")
+    called = []
+    for implementation in ("sdpa", hf.NAME):
+        model.set_attn_implementation(implementation)
+        with Operators() as operators, torch.set_grad_enabled(train):
+            logits = model(inputs, use_cache=False).logits
+            if train:
+                logits.float().square().mean().backward()
+        model.zero_grad()
+        called.append(operators.called)
+    assert called[0].total() > 50
+    assert called[0] == called[1]
+    assert ran == [("SDPA", 20)] * 2 + [("ours", 20)] * 2
 
 
 def test_dropout_is_left_to_sdpa(ran):
