@@ -1,6 +1,7 @@
 """Work in child processes, several at once, each with a time limit: one that hangs or crashes ends itself alone."""
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -110,10 +111,11 @@ class Workers:
             worker.end()
             self.there.remove(worker)
 
-    def run(self, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """(number of the job, what `work` gave or `Failed`), as they end. What is being done when the caller stops
-        asking is given up."""
+    def run(self, jobs: Sequence[Any], within_s: float = math.inf) -> Iterator[tuple[int, Any]]:
+        """(number of the job, what `work` gave or `Failed`), as they end; no more after so many seconds. What is being
+        done then, or when the caller stops asking, is given up."""
         given = ended = 0
+        until = time.monotonic() + within_s
         try:
             while ended < len(jobs):
                 while len(self.there) < min(self.at_once, len(jobs) - ended):
@@ -123,8 +125,10 @@ class Workers:
                         worker.give(given, jobs[given])
                         given += 1
                 waiting = [worker for worker in self.there if worker.job is not None or not worker.ready]
-                patience = min(worker.deadline for worker in waiting) - time.monotonic()
+                patience = min(until, *(worker.deadline for worker in waiting)) - time.monotonic()
                 spoke = set(wait([worker.connection for worker in waiting], timeout=max(0.0, patience)))
+                if not spoke and time.monotonic() >= until:
+                    return
                 for worker in waiting:
                     answer: Any
                     if worker.connection in spoke:

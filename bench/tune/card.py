@@ -1,22 +1,22 @@
 """The card that is here, as a search uses it."""
 
-import contextlib
-import os
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from bench.ahead import Failed, Workers
+from bench.peers import sdpa
 from bench.provenance import SEED
 from bench.timing import time_interleaved
 from bench.tune.search import Config
+from bench.tune.watch import Watch
 from gluon_attn import attention
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.launch import main_kernel
@@ -27,22 +27,28 @@ from gluon_attn.problem import Problem, empty_output
 from gluon_attn.resources import Resources, resources
 from gluon_attn.testing import backward_call, poison_free_memory
 
-AGAIN = 3  # what the process ends with, for another to go on
-HANG_S = 60.0  # a launch takes milliseconds
+STARTING_S = 60.0  # the first use of a card in a process
+HANG_S = 20.0  # a launch takes milliseconds; a kernel that is compiled already, less than a second to load
 RUNS_OF_A_ROUND = 20  # `time_interleaved` runs each call 19 times in a round
+LOADING_S = 0.5  # a kernel that another process has tried
 # Of O and of gradients, relative to what the config in use computes, by bytes of an element: P is rounded to 8 bits in
 # bf16, to 4 or 3 in fp8, in each config at another scale.
 LARGEST_ERROR = {2: 0.02, 1: 0.1}
 IDLE_S = 1.0  # after which a card has lowered its clocks
 WAKING_S = 0.3
+PEER = SDPBackend.CUDNN_ATTENTION
 Job = tuple[Problem, Config, Device]
 
 
 class RealCard:
-    """Raises nothing for a kernel that hangs: the process ends. As a context manager it ends its child processes."""
+    """Raises nothing for a kernel that hangs: the process is ended by who watches it. As a context manager it ends its
+    child processes."""
 
-    def __init__(self, device: Device, at_once: int, limit_s: float, where: str = "cuda") -> None:
+    def __init__(
+        self, device: Device, at_once: int, limit_s: float, watch: Watch | None = None, where: str = "cuda"
+    ) -> None:
         self.device, self.where = device, where
+        self.watch = watch or Watch()
         self.workers = Workers(compile_one, at_once=at_once, limit_s=limit_s)
         self.known: dict[Any, Resources | Failed] = {}  # by what a kernel depends on, which several problems share
         self.of: Problem | None = None
@@ -54,23 +60,29 @@ class RealCard:
         self.last_s = 0.0  # when something ran
 
     def __enter__(self) -> "RealCard":
+        with self.watch.within(STARTING_S):
+            self.works()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.workers.__exit__(kind, error, at)
 
-    def compile(self, problem: Problem, configs: Sequence[Config]) -> Iterator[tuple[int, Resources | Failed]]:
-        kernels = [kernel_of(problem, config, self.device) for config in configs]
+    def compile(
+        self, jobs: Sequence[tuple[Problem, Config]], within_s: float
+    ) -> Iterator[tuple[int, Resources | Failed]]:
+        numbers: dict[Any, list[int]] = {}  # of the jobs that a kernel is for
+        for i, (problem, config) in enumerate(jobs):
+            numbers.setdefault(kernel_of(problem, config, self.device), []).append(i)
         new = []
-        for i, kernel in enumerate(kernels):
+        for kernel, of_kernel in numbers.items():
             if kernel in self.known:
-                yield i, self.known[kernel]
+                yield from ((i, self.known[kernel]) for i in of_kernel)
             else:
-                new.append(i)
-        jobs: list[Job] = [(problem, configs[i], self.device) for i in new]
-        for number, answer in self.workers.run(jobs):
-            self.known[kernels[new[number]]] = answer
-            yield new[number], answer
+                new.append(kernel)
+        work: list[Job] = [(*jobs[numbers[kernel][0]], self.device) for kernel in new]
+        for number, answer in self.workers.run(work, within_s):
+            self.known[new[number]] = answer
+            yield from ((i, answer) for i in numbers[new[number]])
 
     def inputs(self, problem: Problem) -> list[Tensor]:
         if self.of != problem:
@@ -120,7 +132,7 @@ class RealCard:
         return {"O": out.float(), "LSE": torch.where(lse == float("-inf"), 0.0, lse)}
 
     def try_out(self, problem: Problem, config: Config, in_use: Config) -> str | None:
-        with ends_if_hung(f"{config} hangs"):
+        with self.watch.within(HANG_S):
             self.inputs(problem)
             if not self.expected:
                 self.expected = self.outputs(problem, in_use)
@@ -144,9 +156,34 @@ class RealCard:
             return False
 
     def time(self, problem: Problem, configs: Sequence[Config], rounds: int) -> list[Sequence[float]]:
-        calls = [self.call(problem, config) for config in configs]
+        return self.interleaved([self.call(problem, config) for config in configs], rounds)
+
+    def time_beside_peer(self, problem: Problem, configs: Sequence[Config], rounds: int) -> list[Sequence[float]]:
+        peer = self.peer(problem, of_gradients=isinstance(configs[0], HopperBackward))
+        if peer is None:
+            return []
+        return self.interleaved([peer, *(self.call(problem, config) for config in configs)], rounds)
+
+    def peer(self, problem: Problem, of_gradients: bool) -> Callable[[], Any] | None:
+        """cuDNN's attention, through torch; in bf16 where the problem is in fp8. None if it computes no such thing."""
+        q, k, v = (t.to(torch.bfloat16) if problem.dtype.itemsize == 1 else t for t in self.inputs(problem))
+        call: Callable[[], Any] = partial(sdpa, PEER, q, k, v, problem.causal)
+        try:
+            with self.watch.within(HANG_S):
+                if of_gradients:
+                    inputs = q, k, v = [t.detach().requires_grad_() for t in (q, k, v)]
+                    out = sdpa(PEER, q, k, v, problem.causal)
+                    call = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
+                call()
+                self.wait()
+        except RuntimeError:
+            return None
+        return call
+
+    def interleaved(self, calls: Sequence[Callable[[], Any]], rounds: int) -> list[Sequence[float]]:
+        """Seconds of each call in each round."""
         runs = len(calls) * rounds
-        with ends_if_hung(f"one of {len(calls)} configs hangs", HANG_S + runs * (1 + RUNS_OF_A_ROUND * self.slowest_s)):
+        with self.watch.within(HANG_S + runs * (LOADING_S + RUNS_OF_A_ROUND * self.slowest_s)):
             if time.monotonic() - self.last_s > IDLE_S:
                 self.wake(calls[0])
             found = time_interleaved({str(i): call for i, call in enumerate(calls)}, rounds=rounds)
@@ -189,20 +226,3 @@ def compile_one(job: Job) -> Resources:
     if isinstance(config, HopperBackward):
         return resources(main_kernel(BackwardPlan.of(problem, config, device)))
     return resources(compiled_for(problem, config, device.arch))
-
-
-@contextlib.contextmanager
-def ends_if_hung(what: str, limit_s: float = HANG_S) -> Iterator[None]:
-    """Ends the process if the block takes longer: a kernel that hangs can be stopped in no other way."""
-
-    def end() -> None:
-        print(f"\nbench tune: {what}", file=sys.stderr, flush=True)
-        os._exit(AGAIN)
-
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

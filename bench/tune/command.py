@@ -8,40 +8,74 @@ import argparse
 import functools
 import json
 import math
-import multiprocessing
+import signal
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import points
 from bench.ahead import cores
+from bench.predict import problem_of as problem_at
 from bench.provenance import provenance
-from bench.tune.card import AGAIN, RealCard
+from bench.tune.beside import fa3_over_cudnn, geometric_means, ratios
+from bench.tune.card import RealCard
 from bench.tune.forward import Forward
 from bench.tune.gradients import Gradients
-from bench.tune.search import GENERATIONS, Again, Card, Progress, Search, Stop
+from bench.tune.rows import Chosen, rows_for_all
+from bench.tune.search import Again, Card, Progress, Search, Stop, shape_of
+from bench.tune.together import GENERATIONS, Together
+from bench.tune.watch import Watch, run_watched
 from gluon_attn import tuning
-from gluon_attn.backward.table import BackwardRow
 from gluon_attn.device import Device
 from gluon_attn.explain import DEVICES, add_problem_options, problem_of, shape
-from gluon_attn.forward.table import Row
 from gluon_attn.gradients import ARCHS
 from gluon_attn.problem import FP8_DTYPES, Problem
 from gluon_attn.tuning import Measured
 
 OUT = Path("table.json")
 REACH = 1.25
-MOST_PROCESSES = 6  # one after the other, each ended by what its successor passes over
-# Of a problem whose kernels no earlier one has compiled, over the others: its share of the time.
-WEIGHT_OF_COMPILING = 4
+# Of the sweep's points, which are lengths that double: rows of neighbours meet and do not overlap.
+REACH_OF_SWEEP = 2**0.5
+FIRST_OF_SWEEP = 14
+SWEEPS = ("bf16", "e4m3", "backward")
+HEAD_DIMS = (64, 128)  # of a sweep
+AGAIN = 3  # what a process ends with, for another to go on
+MOST_PROCESSES = 12  # one after the other, each ended by what its successor passes over
+STARTING_S = 20.0  # with less time left, no other process is begun
+GRACE_S = 20.0  # beyond the limit, after which the process is ended
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Problems that are searched together, or their gradients."""
+
+    problems: tuple[Problem, ...]
+    of_gradients: bool = False
+
+    def choices(self, problem: Problem, device: Device) -> Any:
+        """`Forward` or `Gradients`."""
+        if self.of_gradients:
+            return Gradients(problem, device, tuning.backward_rows_for(device))
+        return Forward(problem, device, tuning.rows_for(device))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one problem. beside: milliseconds of the peer, of the config in use and of what serves now, timed together
+    after the search; None if they were not."""
+
+    measured: Measured
+    beside: dict[str, float] | None
 
 
 def tune(
-    problems: Sequence[Problem],
+    batches: Sequence[Batch],
     device: Device,
     card: Card,
     progress: Progress,
@@ -49,62 +83,94 @@ def tune(
     limit_s: float = math.inf,
     generations: int = GENERATIONS,
     reach: float = REACH,
-    of_gradients: bool = False,
+    first: int | None = None,
+    beside_peer: bool = False,
     say: Callable[[str], None] = print,
-    keep: Callable[[list[Any], list[Measured], list[Measured]], None] = lambda *_: None,
+    keep: Callable[[Sequence[Chosen], Sequence[Chosen], Sequence[Found]], None] = lambda *_: None,
 ) -> None:
     """Rows for the problems, or their gradients, for which the table in use is not the fastest.
 
-    limit_s: seconds, of this run and those that it resumes. keep: is given the rows after each problem, what each was
-    chosen from, and what was found of every problem.
+    limit_s: seconds from now. first: configs of the first generation, at most. beside_peer: time the peer too. keep: is
+    given the rows of the forward pass and of gradients, and what was found of every problem, whenever that has changed.
+    Raises Stop at the end if a config in use failed.
     """
-    rows: list[Row | BackwardRow] = []
-    of_rows: list[Measured] = []
-    measured: list[Measured] = []
-    weights = weights_of(problems)
-    for i, problem in enumerate(problems):
-        share = (limit_s - progress.spent_s) * weights[i] / sum(weights[i:])
-        choices = choices_for(problem, device, of_gradients)
-        say(choices.title + (f", in {share:.0f} s" if math.isfinite(share) else ""))
-        search = Search(choices, card, progress, say, share)
-        found = search.run(generations)
-        measured.append(found)
-        if found.chosen == found.in_use:
-            say(f"  the table in use stays, with {found.in_use}")
+    until = progress.now() + limit_s
+    every: list[tuple[Batch, Search[Any]]] = []
+    ended: dict[int, dict[str, float]] = {}
+    failures: list[Exception] = []
+
+    def rows(of_gradients: bool) -> list[Chosen]:
+        searches = [s for batch, s in every if batch.of_gradients == of_gradients and s.is_measured]
+        return rows_for_all([(s.choices, s.configs[s.chosen], s.measured()) for s in searches], reach)
+
+    def found() -> list[Found]:
+        return [Found(s.measured(), ended.get(id(s))) for _, s in every if s.is_measured]
+
+    def kept() -> None:
+        keep(rows(False), rows(True), found())
+
+    for i, batch in enumerate(batches):
+        searches = [Search(batch.choices(p, device), card, progress, say, first) for p in batch.problems]
+        every += [(batch, search) for search in searches]
+        # What one batch does not need is for the others.
+        share = (until - progress.now()) / (len(batches) - i)
+        together = Together(searches, card, progress, say, until=progress.now() + share, beside_peer=beside_peer)
+        together.run(generations, kept)
+        failures += together.failures
+        if beside_peer:
+            serving = [chosen.row for chosen in rows(batch.of_gradients)]
+            for search, times in together.end(serving):
+                fa3 = None if batch.of_gradients else fa3_over_cudnn(shape_of(search.problem))
+                ended[id(search)] = times if fa3 is None else times | {"fa3_over_cudnn": fa3}
+        kept()
+    for line in lines(found()):
+        say(line)
+    if failures:
+        raise Stop("; ".join(map(str, failures)))
+
+
+def lines(found: Sequence[Found]) -> Iterator[str]:
+    """What is said in the end, of each problem and of all."""
+    for one in found:
+        measured = one.measured
+        title = ", ".join(f"{name} {value}" for name, value in measured.shape.items())
+        if measured.chosen == measured.in_use:
+            yield f"{title}: the table in use stays, with {measured.in_use}"
         else:
-            say(f"  {found.chosen}: {found.gain:+.1%} ±{found.spread:.1%} over the table in use, {found.in_use}")
-            rows.append(choices.row(search.configs[found.chosen], reach))
-            of_rows.append(found)
-        keep(rows, of_rows, measured)
-    say(
-        f"gain over the table in use, geometric mean of {len(problems)} shapes: "
-        f"{statistics.geometric_mean(1 + found.gain for found in measured) - 1:+.1%}"
-    )
-
-
-def choices_for(problem: Problem, device: Device, of_gradients: bool) -> Any:
-    """`Forward` or `Gradients`."""
-    if of_gradients:
-        return Gradients(problem, device, tuning.backward_rows_for(device))
-    return Forward(problem, device, tuning.rows_for(device))
-
-
-def weights_of(problems: Sequence[Problem]) -> list[int]:
-    seen = set()
-    weights = []
-    for problem in problems:
-        kernels = problem.dtype, problem.padded_head_dim, problem.padded_head_dim_v, problem.mask
-        weights.append(1 if kernels in seen else WEIGHT_OF_COMPILING)
-        seen.add(kernels)
-    return weights
+            yield (
+                f"{title}: {measured.chosen} {measured.gain:+.1%} ±{measured.spread:.1%} over the table in use, "
+                f"{measured.in_use}"
+            )
+        if one.beside:
+            of, fa3 = ratios(one.beside), one.beside.get("fa3_over_cudnn")
+            yield (
+                f"  {of['in_use_over_peer']:.3f} x cuDNN with the table in use, {of['new_over_peer']:.3f} with the new"
+                + (f"; FA3's line {fa3:.2f}" if fa3 else "")
+            )
+    if found:
+        gains = statistics.geometric_mean(1 + one.measured.gain for one in found) - 1
+        yield f"gain over the table in use, geometric mean of {len(found)} shapes: {gains:+.1%}"
+    times = [one.beside for one in found if one.beside]
+    if times:
+        means = ", ".join(f"{name} {value:.3f}" for name, value in geometric_means(times).items())
+        yield f"geometric means of {len(times)} shapes, timed anew together: {means}"
 
 
 def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="python -m bench tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command.add_argument(
-        "--shape", type=shape, nargs="+", required=True, metavar="B,H,S,D", help="of q: batch, heads, queries, head dim"
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--shape", type=shape, nargs="+", default=[], metavar="B,H,S,D", help="of q: batch, heads, queries, head dim"
+    )
+    what.add_argument(
+        "--sweep",
+        nargs="+",
+        choices=SWEEPS,
+        default=[],
+        help="the 24 points that a packaged table is for, in these dtypes, or of gradients in bf16; each set after the "
+        "other, beside cuDNN",
     )
     add_problem_options(command)
     command.add_argument("--backward", action="store_true", help="of their gradients, instead of the forward pass")
@@ -114,7 +180,12 @@ def parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=math.inf, metavar="N", help="end by then, with the best so far (default: none)"
     )
     command.add_argument(
-        "--reach", type=float, default=REACH, help=f"how much larger or smaller a row may serve (default: {REACH})"
+        "--reach",
+        type=float,
+        help=f"how much larger or smaller a row may serve (default: {REACH}, with --sweep {REACH_OF_SWEEP:.2f})",
+    )
+    command.add_argument(
+        "--first", type=int, metavar="N", help=f"configs to begin with (default: all, with --sweep {FIRST_OF_SWEEP})"
     )
     command.add_argument(
         "--generations", type=int, default=GENERATIONS, help=f"of configs, at most (default: {GENERATIONS})"
@@ -133,22 +204,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
+    began = time.monotonic()
     command = parser()
     args = command.parse_args(arguments)
+    if args.reach is None:
+        args.reach = REACH_OF_SWEEP if args.sweep else REACH
+    if args.first is None and args.sweep:
+        args.first = FIRST_OF_SWEEP
     for option, given, least in (
         ("--reach", args.reach, 1), ("--generations", args.generations, 1), ("--jobs", args.jobs, 1),
-        ("--limit", args.limit, 1), ("--minutes", args.minutes, 1),
+        ("--limit", args.limit, 1), ("--minutes", args.minutes, 1), ("--first", args.first, 1),
     ):  # fmt: skip
-        if not given >= least:
+        if given is not None and not given >= least:
             command.error(f"{option}: expected {least} or more, got {given:g}")
     if args.out.is_dir() or args.out.suffix != ".json":
         command.error(f"--out: expected a file name that ends in .json, got {args.out}")
     if args.device and not args.list:
         command.error("--device: expected with --list only, as only the card here can be timed; add --list")
     try:
-        problems = list(dict.fromkeys(problem_of(of_q, args) for of_q in args.shape))
-        if args.backward and problems[0].dtype in FP8_DTYPES:
-            raise ValueError("--backward: expected --dtype fp16 or bf16, as fp8 has no gradients")
+        batches = batches_of(args)
         if args.table:
             tuning.load(args.table)
     except (OSError, ValueError) as error:
@@ -156,14 +230,35 @@ def main(arguments: Sequence[str]) -> None:
     if not args.device and not torch.cuda.is_available():
         sys.exit("bench tune: needs a Hopper or Blackwell card, found no CUDA device; nothing was timed")
     if not args.list:
-        sys.exit(last_of(lambda resume: process(problems, args, resume), args.resume))
+        until = began + 60 * args.minutes
+        sys.exit(last_of(lambda resume: process(batches, args, resume, until), args.resume, until))
     try:
         device = DEVICES[args.device] if args.device else here()
-        require(device, args.backward)
-        for problem in problems:
-            show(choices_for(problem, device, args.backward))
+        require(device, batches)
+        for batch in batches:
+            for problem in batch.problems:
+                show(batch.choices(problem, device), args.first)
     except (NotImplementedError, RuntimeError) as error:
         sys.exit(f"bench tune: {error}")
+
+
+def batches_of(args: argparse.Namespace) -> list[Batch]:
+    """What is asked for. Raises ValueError for what attention() refuses."""
+    if not args.sweep:
+        problems = tuple(dict.fromkeys(problem_of(of_q, args) for of_q in args.shape))
+        if args.backward and problems[0].dtype in FP8_DTYPES:
+            raise ValueError("--backward: expected --dtype fp16 or bf16, as fp8 has no gradients")
+        return [Batch(problems, args.backward)]
+    given = {"kv_heads": None, "kv_length": None, "head_dim_v": None, "dtype": "bf16", "causal": False}
+    given["backward"] = False
+    for name, default in given.items():
+        if getattr(args, name) != default:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option}: expected none with --sweep, which says what is tuned, got it; leave it out")
+    return [
+        Batch(tuple(problem_at(p) for p in points.sweep("bf16" if of_gradients else kind, HEAD_DIMS)), of_gradients)
+        for kind, of_gradients in ((kind, kind == "backward") for kind in dict.fromkeys(args.sweep))
+    ]
 
 
 def here() -> Device:
@@ -173,47 +268,53 @@ def here() -> Device:
     return device
 
 
-def require(device: Device, of_gradients: bool) -> None:
-    if of_gradients and device.arch not in ARCHS:
+def require(device: Device, batches: Sequence[Batch]) -> None:
+    """NotImplementedError for gradients on a card that has none."""
+    if any(batch.of_gradients for batch in batches) and device.arch not in ARCHS:
         raise NotImplementedError(f"--backward: expected a Hopper card, as no other has gradients, got {device.name}")
 
 
-def show(choices: Any) -> None:
+def show(choices: Any, first: int | None) -> None:
     print(choices.title)
+    able = 0
     for config in dict.fromkeys([choices.in_use, *choices.first()]):
         why = choices.why_pruned(config)
-        kind = "in use" if config == choices.in_use else "pruned" if why else ""
+        in_use = config == choices.in_use
+        able += why is None and not in_use
+        late = first is not None and able > first
+        kind = "in use" if in_use else "pruned" if why else "late" if late else ""
         print(f"  {kind:<7} {choices.name(config)}" + (f": {why}" if why else ""))
 
 
-def last_of(start: Callable[[bool], int | None], resume: bool) -> int | str | None:
-    """What the last of several processes ends with: one that a kernel took along is followed by another, which resumes
-    what it has left. start: runs one, and gives its exit status."""
+def last_of(start: Callable[[bool], int | None], resume: bool, until: float = math.inf) -> int | str | None:
+    """What the last of several processes ends with: one that was taken along, by a signal or because something in it
+    hung, is followed by another, which resumes what it has left. start: runs one, and gives its exit status. until: of
+    `time.monotonic`."""
     for _ in range(MOST_PROCESSES):
         status = start(resume)
-        if status != AGAIN:
+        if status is None or (status >= 0 and status != AGAIN) or -status in (signal.SIGINT, signal.SIGTERM):
             return status
-        print("bench tune: goes on in another process", file=sys.stderr, flush=True)
+        if time.monotonic() + STARTING_S > until:
+            return "bench tune: its process ended, and no time is left for another; the table file has what was found"
+        print("bench tune: its process ended; goes on in another", file=sys.stderr, flush=True)
         resume = True
     return f"bench tune: {MOST_PROCESSES} processes ended by what they ran; the same command with --resume goes on"
 
 
-def process(problems: Sequence[Problem], args: argparse.Namespace, resume: bool) -> int | None:
-    child = multiprocessing.get_context("spawn").Process(target=run_here, args=(problems, args, resume))
-    child.start()
-    child.join()
-    return child.exitcode
+def process(batches: Sequence[Batch], args: argparse.Namespace, resume: bool, until: float) -> int | None:
+    watch = Watch()
+    return run_watched(run_here, (batches, args, resume, until, watch), watch, until + GRACE_S)
 
 
-def run_here(problems: Sequence[Problem], args: argparse.Namespace, resume: bool) -> None:
+def run_here(batches: Sequence[Batch], args: argparse.Namespace, resume: bool, until: float, watch: Watch) -> None:
     """`run`, in a process that this is all for."""
     try:
         if args.table:
             tuning.load(args.table)
         device = here()
-        require(device, args.backward)
-        with RealCard(device, args.jobs, args.limit) as card:
-            run(problems, device, card, args, resume)
+        require(device, batches)
+        with RealCard(device, args.jobs, args.limit, watch) as card:
+            run(batches, device, card, args, resume, until - time.monotonic())
     except Again as error:
         print(f"bench tune: {error}", file=sys.stderr, flush=True)
         sys.exit(AGAIN)
@@ -221,7 +322,14 @@ def run_here(problems: Sequence[Problem], args: argparse.Namespace, resume: bool
         sys.exit(f"bench tune: {error}")
 
 
-def run(problems: Sequence[Problem], device: Device, card: Card, args: argparse.Namespace, resume: bool) -> None:
+def run(
+    batches: Sequence[Batch],
+    device: Device,
+    card: Card,
+    args: argparse.Namespace,
+    resume: bool,
+    limit_s: float = math.inf,
+) -> None:
     """Writes the table file after each problem."""
     source = provenance(args.commit)
     key = {name: source[name] for name in ("commit", "card", "driver", "torch", "triton")}
@@ -229,38 +337,50 @@ def run(problems: Sequence[Problem], device: Device, card: Card, args: argparse.
     args.out.parent.mkdir(parents=True, exist_ok=True)
     partial = args.out.with_suffix(".partial.json")
     progress = Progress.begin(partial, key, resume)
-    written: list[Any] = []
+    written = 0
 
-    def keep(rows: list[Any], of_rows: list[Measured], measured: list[Measured]) -> None:
-        written[:] = rows
-        found = source | {"command": command_of(args, progress), "shapes": [summary(m) for m in measured]}
-        of_forward: Any = ([], []) if args.backward else (rows, of_rows)
-        of_gradients: Any = (rows, of_rows) if args.backward else ([], [])
-        table = tuning.as_json([device], found, *of_forward, *of_gradients)
-        args.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        tuning.read(args.out)
+    def keep(forward: Sequence[Chosen], backward: Sequence[Chosen], found: Sequence[Found]) -> None:
+        nonlocal written
+        written = len(forward) + len(backward)
+        of_file = source | {"command": command_of(args, progress), "shapes": [summary(one) for one in found]}
+        times = [one.beside for one in found if one.beside]
+        if times:
+            of_file["geometric_means"] = {"shapes": len(times)} | geometric_means(times)
+        rows: Any = [[chosen.row for chosen in one] for one in (forward, backward)]
+        of_rows = [[chosen.measured for chosen in one] for one in (forward, backward)]
+        table = tuning.as_json([device], of_file, rows[0], of_rows[0], rows[1], of_rows[1])
+        other = args.out.with_suffix(".new")
+        other.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        tuning.read(other)
+        other.replace(args.out)
 
     say = functools.partial(print, flush=True)
     tune(
-        problems, device, card, progress, limit_s=60 * args.minutes, generations=args.generations, reach=args.reach,
-        of_gradients=args.backward, say=say, keep=keep,
+        batches, device, card, progress, limit_s=limit_s, generations=args.generations, reach=args.reach,
+        first=args.first, beside_peer=bool(args.sweep), say=say, keep=keep,
     )  # fmt: skip
     partial.unlink(missing_ok=True)
-    say(f"written: {args.out}, {len(written)} rows; use it with gluon_attn.tuning.load({str(args.out)!r})")
+    say(f"written: {args.out}, {written} rows; use it with gluon_attn.tuning.load({str(args.out)!r})")
 
 
 def command_of(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What was asked for, and the minutes that it took."""
     limit = {"limit_minutes": args.minutes} if math.isfinite(args.minutes) else {}
-    return {
-        "backward": args.backward,
-        "reach": args.reach,
-        "generations": args.generations,
-        "minutes": progress.spent_s / 60,
-    } | limit
+    sweep = {"sweep": args.sweep} if args.sweep else {"backward": args.backward}
+    return (
+        sweep
+        | {
+            "reach": args.reach,
+            "generations": args.generations,
+            "minutes": progress.spent_s / 60,
+        }
+        | limit
+    )
 
 
-def summary(found: Measured) -> dict[str, Any]:
+def summary(found: Found) -> dict[str, Any]:
     """Of every problem, that the table in use is the fastest for too."""
-    ms = {name: found.ms[name] for name in dict.fromkeys([found.in_use, found.chosen])}
-    return asdict(found) | {"ms": ms, "configs": len(found.ms)}
+    measured = found.measured
+    ms = {name: measured.ms[name] for name in dict.fromkeys([measured.in_use, measured.chosen])}
+    beside = {} if found.beside is None else {"beside": found.beside}
+    return asdict(measured) | {"ms": ms, "configs": len(measured.ms)} | beside

@@ -144,6 +144,13 @@ class Forward:
                 return f"needs {needed} registers a softmax thread, has {config.softmax_registers}"
         return None
 
+    def served_by(self, rows: Sequence[Row]) -> ForwardConfig:
+        """The config that serves the problem with these rows in front of those in use."""
+        return pick_config(self.problem, self.device, None, (*rows, *self.rows))
+
+    def serves(self, row: Row, problem: Problem) -> bool:
+        return row.fits(problem.typical, self.device, None)
+
     def row(self, config: ForwardConfig, reach: float) -> Row:
         """For what is like the problem: lengths and heads that are at most so many times as large or as small."""
         problem = self.problem

@@ -96,6 +96,13 @@ class Gradients:
         has = (REGISTERS_PER_SM // WARPGROUP - config.load_registers) // COMPUTING // 8 * 8
         return f"needs {needed} registers a thread that computes, has {has}" if needed > has else None
 
+    def served_by(self, rows: Sequence[BackwardRow]) -> HopperBackward:
+        """The config that serves the problem with these rows in front of those in use."""
+        return pick_config(self.problem, (*rows, *self.rows))
+
+    def serves(self, row: BackwardRow, problem: Problem) -> bool:
+        return row.unmet(problem.typical) is None
+
     def row(self, config: HopperBackward, reach: float) -> BackwardRow:
         """For what is like the problem: lengths and heads that are at most so many times as large or as small."""
         problem = self.problem

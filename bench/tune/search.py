@@ -1,12 +1,14 @@
-"""The search for the fastest config for a problem: generations of configs, which are compiled, tried and timed."""
+"""The search for the fastest config for a problem: generations of configs, which are tried and timed.
 
-import contextlib
+together.py takes several such searches through their generations.
+"""
+
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -19,12 +21,11 @@ from gluon_attn.tuning import Measured
 
 STAGES = (3, 6, 12)  # rounds that a config has been timed in before half of them are dropped
 CONFIRMING = 9  # rounds in which the winner alone is timed against the config in use
-GENERATIONS = 4
-# Of the time that is left to a problem, for compiling and for trying; the rest is for timing.
-SHARE_OF_COMPILING = 0.6
-SHARE_OF_TRYING = 0.75
-LEAST_OF_A_GENERATION_S = 10.0  # with less time left, none is begun
-FIRST_CONFIRMING_S = 5.0  # that confirming may take, before anything was timed
+BESIDE_A_PEER = {"start": 3, "end": 7}  # rounds in which the peer is timed too, before a search and after it
+ENDED = "the process ended while it ran alone"
+PEER = "peer"  # where names of configs are
+SHARE_OF_TRYING = 0.4  # of a generation's time for a problem; the rest is for timing
+FIRST_CONFIRMING_S = 1.0  # that confirming may take, before anything was timed
 
 Config = ForwardConfig | HopperBackward
 C = TypeVar("C", bound=Config)
@@ -36,6 +37,10 @@ class Stop(Exception):
 
 class Again(Exception):
     """Ends the process: something took it along, which another, with what this one has left, passes over."""
+
+
+class InUseFails(Exception):
+    """Of a problem whose config in use does: nothing can be held against it."""
 
 
 class Choices(Protocol[C]):
@@ -60,12 +65,16 @@ class Choices(Protocol[C]):
 
     def why_pruned(self, config: C) -> str | None: ...
 
+    def served_by(self, rows: Sequence[Any]) -> C: ...
+
 
 class Card(Protocol):
     """What a search needs of the card; tests have another one."""
 
-    def compile(self, problem: Problem, configs: Sequence[Config]) -> Iterator[tuple[int, Resources | Failed]]:
-        """(which of the configs, what it takes), as they end."""
+    def compile(
+        self, jobs: Sequence[tuple[Problem, Config]], within_s: float
+    ) -> Iterator[tuple[int, Resources | Failed]]:
+        """(which of the jobs, what it takes), as they end; no more of them after so many seconds."""
 
     def try_out(self, problem: Problem, config: Config, in_use: Config) -> str | None:
         """Run it once. What is wrong with what it computes; None if nothing is."""
@@ -75,6 +84,10 @@ class Card(Protocol):
 
     def time(self, problem: Problem, configs: Sequence[Config], rounds: int) -> list[Sequence[float]]:
         """Seconds of each config in each round, interleaved."""
+
+    def time_beside_peer(self, problem: Problem, configs: Sequence[Config], rounds: int) -> list[Sequence[float]]:
+        """Likewise, those of the peer first; of gradients if the configs are of these. Empty if it has none for such
+        a problem."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,7 @@ class Progress:
         path: Path, key: Mapping[str, Any], resume: bool, now: Callable[[], float] = time.monotonic
     ) -> "Progress":
         """key: what a run must have in common with the one that it resumes. Raises Stop if it has not."""
-        found: dict[str, Any] = {"key": dict(key), "spent_s": 0.0, "shapes": {}}
+        found: dict[str, Any] = {"key": dict(key), "spent_s": 0.0, "shapes": {}, "ended": {}}
         if resume and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
             for name, value in found["key"].items():
@@ -120,39 +133,59 @@ class Progress:
                         "--resume out, or give another --out"
                     )
             found = before
-        return Progress(path, found, now)
+        progress = Progress(path, found, now)
+        progress.settle()
+        return progress
 
     @property
     def spent_s(self) -> float:
         return self.now() - self.started
 
-    def of(self, title: str) -> dict[str, Any]:
+    def of(self, title: str, kind: str) -> dict[str, Any]:
+        """What was found for one problem, whose configs mean the same kernels as those of others of the kind."""
         empty: dict[str, Any] = {
-            "failed": {},
-            "compiled": {},
-            "right": [],
-            "ms": {},
-            "ratios": {},
-            "confirmed": {},
-            "trying": None,
-        }
-        of_shape: dict[str, Any] = self.found["shapes"].setdefault(title, empty)
-        if of_shape["trying"] is not None:
-            of_shape["failed"][of_shape["trying"]] = "the process ended while it ran for the first time"
-            of_shape["trying"] = None
-        return of_shape
+            "kind": kind, "failed": {}, "compiled": [], "right": [], "ms": {}, "ratios": {}, "confirmed": {},
+            "start": None, "end": None, "trying": None, "timing": [], "suspected": [], "cleared": [],
+        }  # fmt: skip
+        found: dict[str, Any] = self.found["shapes"].setdefault(title, empty)
+        return found
+
+    def settle(self) -> None:
+        """What was running when a process ended, has failed, for other problems of the kind too; of several that ran by
+        turns, any may have been it: they are suspected, and with the second time they have failed, but for the first,
+        which they were held against."""
+        for found in self.found["shapes"].values():
+            alone = [found["trying"]] if found["trying"] is not None else []
+            running = found["timing"]
+            if len(running) == 1:
+                alone, running = running, []
+            for name in alone:
+                found["failed"][name] = ENDED
+                self.found["ended"].setdefault(found["kind"], []).append(name)
+            known = found["cleared"] if running[:1] != [PEER] else found["suspected"]  # beside it none is timed alone
+            for i, name in enumerate(running):
+                if i and name in known:
+                    found["failed"][name] = "the process ended twice while it was timed with others"
+                elif name not in found["suspected"]:
+                    found["suspected"].append(name)
+            found |= {"trying": None, "timing": []}
+
+    def ended(self, kind: str) -> list[str]:
+        """Configs that took a process along."""
+        return list(self.found["ended"].get(kind, ()))
 
     def save(self) -> None:
         self.found["spent_s"] = self.spent_s
         other = self.path.with_suffix(".new")  # so that an interruption leaves one or the other
-        other.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        other.write_text(json.dumps(self.found) + "\n", encoding="utf-8")
         other.replace(self.path)
 
 
 class Search(Generic[C]):
-    """For the fastest config for one problem.
+    """For the fastest config for one problem, generation by generation: `ask`, then `take` for each config that was
+    compiled, then `step`.
 
-    limit_s: seconds that it may take; when they are over, the fastest so far is confirmed.
+    first: so many configs of the first generation, at most.
     """
 
     def __init__(
@@ -161,14 +194,22 @@ class Search(Generic[C]):
         card: Card,
         progress: Progress,
         say: Callable[[str], None],
-        limit_s: float = math.inf,
+        first: int | None = None,
     ) -> None:
         self.choices, self.problem, self.card, self.progress = choices, choices.problem, card, progress
-        self.say, self.name = say, choices.name
+        self.say, self.name, self.first = say, choices.name, first
         self.in_use = choices.in_use
-        self.found = progress.of(choices.title)
-        self.configs = {self.name(self.in_use): self.in_use}
-        self.until = progress.now() + limit_s
+        kind = f"{type(choices).__name__} {kind_of(self.problem)}"
+        self.found = progress.of(choices.title, kind)
+        self.leader = self.name(self.in_use)
+        for name in progress.ended(kind):
+            if name != self.leader:
+                self.found["failed"].setdefault(name, ENDED)
+        self.configs = {self.leader: self.in_use}
+        self.new: dict[str, C] = {}  # of this generation
+        self.generation = -1
+        self.until = math.inf
+        self.ended: str | None = None  # why, if there is nothing more to do
 
     def left_s(self) -> float:
         """Before the fastest has to be confirmed."""
@@ -176,57 +217,62 @@ class Search(Generic[C]):
         confirming = FIRST_CONFIRMING_S if ms is None else 1 + CONFIRMING * 2 * 25 * (statistics.median(ms) + 0.2) / 1e3
         return self.until - self.progress.now() - confirming
 
-    def run(self, generations: int) -> Measured:
-        """The winner, which is the config in use if none is faster beyond the noise."""
-        in_use = self.name(self.in_use)
-        asked = [self.in_use, *self.choices.first()]
-        leader = in_use
-        for generation in range(generations):
-            if generation and self.left_s() < LEAST_OF_A_GENERATION_S:
-                self.say("  no time for more")
-                break
-            new = {self.name(c): c for c in asked if self.choices.why_pruned(c) is None}
-            new = {name: c for name, c in new.items() if generation == 0 or name not in self.configs}
-            if not new:
-                break
-            self.configs |= new
-            begun = self.progress.now()
-            left = self.left_s()
-            self.compile(new, begun + SHARE_OF_COMPILING * left)
-            able = [name for name in new if self.runs(name, begun + SHARE_OF_TRYING * left)]
-            if in_use in self.found["failed"]:
-                raise Stop(f"{self.choices.title}: the config in use fails: {self.found['failed'][in_use]}")
-            before = leader
-            leader = self.race(list(dict.fromkeys([in_use, leader, *able])))
-            self.say(f"  generation {generation}: {len(able)} configs, the fastest is {leader}: {self.gain(leader)}")
-            if generation and leader == before:
-                break
-            asked = list(self.choices.neighbours(self.configs[leader]))
-        return self.confirmed(leader)
+    def ask(self) -> bool:
+        """Begins a generation. Whether there is anything in it."""
+        if self.ended is not None:
+            return False
+        self.generation += 1
+        if self.generation == 0:
+            able = [c for c in self.choices.first() if c != self.in_use and self.choices.why_pruned(c) is None]
+            asked = [self.in_use, *able[: self.first]]
+        else:
+            beside = self.choices.neighbours(self.configs[self.leader])
+            asked = [c for c in beside if self.name(c) not in self.configs and self.choices.why_pruned(c) is None]
+        self.new = {self.name(c): c for c in asked}
+        self.configs |= self.new
+        if not self.new:
+            self.ended = "there is nothing else beside it"
+        return bool(self.new)
 
-    def compile(self, configs: Mapping[str, C], until: float) -> None:
-        """Those that were not; which spill in their loops, have failed."""
+    def lacking(self) -> list[str]:
+        """Those of this generation that are to be compiled."""
         done = {*self.found["compiled"], *self.found["failed"]}
-        names = [name for name in configs if name not in done]
-        start = self.progress.now()
-        if not names or start >= until:
+        return [name for name in self.new if name not in done]
+
+    def take(self, name: str, answer: Resources | Failed) -> None:
+        """What compiling it gave. What spills in its loops, has failed."""
+        if isinstance(answer, Failed):
+            self.found["failed"][name] = answer.why
             return
-        answers = self.card.compile(self.problem, [configs[n] for n in names])
-        with contextlib.closing(answers):  # type: ignore[type-var]  # they are a generator's
-            for i, (number, answer) in enumerate(answers, 1):
-                name, now = names[number], self.progress.now()
-                if isinstance(answer, Failed):
-                    self.found["failed"][name] = answer.why
-                else:
-                    self.found["compiled"][name] = asdict(answer)
-                    spills = max((loop.spills for loop in answer.loops), default=0)
-                    if spills > self.choices.MOST_SPILLS and name != self.name(self.in_use):
-                        self.found["failed"][name] = f"spills: {spills} in a loop"
-                self.progress.save()
-                left = min((now - start) / i * (len(names) - i), until - now)
-                self.say(f"  [{left:3.0f} s left] compiled {i} of {len(names)}: {name}")
-                if now >= until:
-                    return
+        self.found["compiled"].append(name)
+        spills = max((loop.spills for loop in answer.loops), default=0)
+        if spills > self.choices.MOST_SPILLS and name != self.name(self.in_use):
+            self.found["failed"][name] = f"spills: {spills} in a loop"
+
+    def step(self, until: float) -> None:
+        """Tries and times those of this generation that are compiled, by then. Raises InUseFails."""
+        self.until = until
+        in_use, before = self.name(self.in_use), self.leader
+        trying_until = self.progress.now() + SHARE_OF_TRYING * self.left_s()
+        able = [name for name in self.new if self.runs(name, trying_until)]
+        self.require_in_use()
+        if in_use not in self.found["right"] or (self.generation and not able):
+            self.ended = "no time was left for it"
+            return
+        self.leader = self.race(list(dict.fromkeys([in_use, self.leader, *able])))
+        self.confirm()
+        self.say(
+            f"  generation {self.generation}: {len(able)} configs, the fastest is {self.leader}: "
+            f"{self.gain(self.leader)}"
+        )
+        if self.generation and self.leader == before:
+            self.ended = "nothing beside it is faster"
+
+    def require_in_use(self) -> None:
+        why = self.found["failed"].get(self.name(self.in_use))
+        if why is not None:
+            self.ended = f"the config in use fails: {why}"
+            raise InUseFails(f"{self.choices.title}: {self.ended}")
 
     def runs(self, name: str, until: float) -> bool:
         """Whether it does, with the right numbers; not whether it would have, had there been time."""
@@ -234,25 +280,26 @@ class Search(Generic[C]):
         if name in found["failed"] or name not in found["compiled"]:
             return False
         if name not in found["right"]:
-            if self.progress.now() >= until:
+            if self.progress.now() >= until and name != self.name(self.in_use):
                 return False
             found["trying"] = name  # if it takes the process along, the next one passes over it
             self.progress.save()
             try:
                 wrong = self.card.try_out(self.problem, self.configs[name], self.in_use)
             except Exception as error:  # any failure is the candidate's
-                wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+                wrong = first_line(error)
                 if not self.card.works():
-                    found["failed"][name], found["trying"] = wrong, None
-                    self.progress.save()
                     raise Again(f"{name} broke the connection to the card ({wrong})") from error
+            except KeyboardInterrupt:
+                found["trying"] = None
+                self.progress.save()
+                raise
             found["trying"] = None
             if wrong is None:
                 found["right"].append(name)
             else:
                 found["failed"][name] = wrong
                 self.say(f"  passed over {name}: {wrong}")
-            self.progress.save()
         return name in found["right"]
 
     def race(self, names: Sequence[str]) -> str:
@@ -262,7 +309,11 @@ class Search(Generic[C]):
         for rounds in STAGES:
             start = self.progress.now()
             whole = self.time([name for name in alive if name != self.name(self.in_use)], rounds)
-            estimates = {name: self.estimate(name, rounds) for name in alive if self.is_timed(name)}
+            estimates = {
+                name: self.estimate(name, rounds)
+                for name in alive
+                if self.is_timed(name) and name not in self.found["failed"]
+            }
             alive = sorted(estimates, key=lambda name: estimates[name].ratio)
             first, *others = alive
             self.say(
@@ -277,17 +328,42 @@ class Search(Generic[C]):
     def time(self, names: Sequence[str], rounds: int) -> bool:
         """Until each was timed in so many rounds beside the config in use. Whether there was time for it."""
         in_use, ratios = self.name(self.in_use), self.found["ratios"]
+        for name in [n for n in (in_use, *names) if n in self.found["suspected"]]:
+            if self.left_s() <= 0:
+                return False
+            self.timed([name], 1)  # alone: if it takes the process along, it was that
+            self.found["suspected"].remove(name)
+            self.found["cleared"].append(name)
         while lacking := [name for name in names if len(ratios.get(name, ())) < rounds]:
             if self.left_s() <= 0:
                 return False
-            together = [in_use, *lacking]
-            seconds = self.card.time(self.problem, [self.configs[name] for name in together], 1)
-            for name, taken in zip(together, seconds, strict=True):
-                self.found["ms"].setdefault(name, []).extend(1e3 * s for s in taken)
+            seconds = self.timed([in_use, *lacking], 1)
             for name, taken in zip(lacking, seconds[1:], strict=True):
-                ratios.setdefault(name, []).extend(s / base for s, base in zip(taken, seconds[0], strict=True))
-            self.progress.save()
+                ratios.setdefault(name, []).extend(rounded(s / base) for s, base in zip(taken, seconds[0], strict=True))
+        self.progress.save()
         return True
+
+    def timed(self, names: Sequence[str], rounds: int, beside_peer: bool = False) -> list[Sequence[float]]:
+        """Seconds, of the peer first if it is asked for and there is one. It is noted what runs: if that takes the
+        process along, the next one knows."""
+        configs = [self.configs[name] for name in names]
+        self.found["timing"] = [PEER] * beside_peer + list(names)
+        self.progress.save()
+        try:
+            if beside_peer:
+                seconds = self.card.time_beside_peer(self.problem, configs, rounds)
+            else:
+                seconds = self.card.time(self.problem, configs, rounds)
+        except Exception as error:  # one of them did it, after it had run well before: the process is not to be trusted
+            raise Again(f"one of {len(names)} configs failed while it was timed ({first_line(error)})") from error
+        except KeyboardInterrupt:
+            self.found["timing"] = []
+            self.progress.save()
+            raise
+        self.found["timing"] = []
+        for name, taken in zip(names, seconds[-len(names) :], strict=False):
+            self.found["ms"].setdefault(name, []).extend(rounded(1e3 * s) for s in taken)
+        return seconds
 
     def is_timed(self, name: str) -> bool:
         return name == self.name(self.in_use) or name in self.found["ratios"]
@@ -304,27 +380,69 @@ class Search(Generic[C]):
         found = Estimate.of(self.found["ratios"][name])
         return f"{1 / found.ratio - 1:+.1%} ±{found.noise:.1%}"
 
-    def confirmed(self, leader: str) -> Measured:
-        """Timed anew, as the fastest of many was also the luckiest. The config in use, if it is not faster then."""
+    def confirm(self) -> None:
+        """Times the leader anew, as the fastest of many was also the luckiest."""
         in_use, confirmed = self.name(self.in_use), self.found["confirmed"]
-        estimate = IN_USE
-        if leader != in_use:
-            if leader not in confirmed:
-                base, taken = self.card.time(self.problem, [self.in_use, self.configs[leader]], CONFIRMING)
-                confirmed[leader] = [s / b for s, b in zip(taken, base, strict=True)]
-                self.progress.save()
-            estimate = Estimate.of(confirmed[leader])
-            if not estimate.faster_than(IN_USE):
-                leader, estimate = in_use, IN_USE
+        if self.leader == in_use or self.leader in confirmed:
+            return
+        base, taken = self.timed([in_use, self.leader], CONFIRMING)
+        confirmed[self.leader] = [rounded(s / b) for s, b in zip(taken, base, strict=True)]
+        self.progress.save()
+
+    @property
+    def chosen(self) -> str:
+        """The fastest of those confirmed. The config in use, if none is faster than that beyond the noise."""
+        confirmed = {name: Estimate.of(ratios) for name, ratios in self.found["confirmed"].items()}
+        faster = [
+            name
+            for name, estimate in confirmed.items()
+            if estimate.faster_than(IN_USE) and name in self.configs and name not in self.found["failed"]
+        ]
+        return min(faster, key=lambda name: confirmed[name].ratio, default=self.name(self.in_use))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is anything to say."""
+        return bool(self.found["ms"].get(self.name(self.in_use)))
+
+    def measured(self) -> Measured:
+        chosen = self.chosen
+        estimate = Estimate.of(self.found["confirmed"][chosen]) if chosen != self.name(self.in_use) else IN_USE
         return Measured(
             shape=shape_of(self.problem),
-            ms={name: statistics.median(taken) for name, taken in self.found["ms"].items()}
-            or {in_use: 1e3 * statistics.median(self.card.time(self.problem, [self.in_use], STAGES[0])[0])},
-            chosen=leader,
-            in_use=in_use,
+            ms={name: statistics.median(taken) for name, taken in self.found["ms"].items()},
+            chosen=chosen,
+            in_use=self.name(self.in_use),
             gain=1 / estimate.ratio - 1,
             spread=estimate.noise / estimate.ratio**2,
         )
+
+    def beside_peer(self, when: str, config: C) -> dict[str, float] | None:
+        """Milliseconds of the peer, of the config in use and of another, if it is another; None if there is no peer.
+        when: of BESIDE_A_PEER; timed once, unless it is another config."""
+        in_use, other = self.name(self.in_use), self.name(config)
+        names = list(dict.fromkeys([in_use, other]))
+        self.configs[other] = config
+        if self.found[when] is None or self.found[when]["config"] != other:
+            seconds = self.timed(names, BESIDE_A_PEER[when], beside_peer=True)
+            ms = [rounded(1e3 * statistics.median(taken)) for taken in seconds]
+            self.found[when] = {"config": other} | ({PEER: ms[0], "in_use": ms[1], "new": ms[-1]} if ms else {})
+            self.progress.save()
+        of_when = {name: value for name, value in self.found[when].items() if name != "config"}
+        return of_when or None
+
+
+def kind_of(problem: Problem) -> str:
+    return f"{problem.dtype} {problem.padded_head_dim} {problem.padded_head_dim_v} {problem.mask}"
+
+
+def rounded(value: float) -> float:
+    """To six digits: files are written often."""
+    return float(f"{value:.6g}")
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def shape_of(problem: Problem) -> dict[str, Any]:

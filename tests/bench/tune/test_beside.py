@@ -1,0 +1,42 @@
+"""How a table does beside others."""
+
+import dataclasses
+
+import pytest
+
+from bench.points import sweep
+from bench.predict import problem_of
+from bench.tune.beside import fa3_over_cudnn, geometric_means, ratios
+from bench.tune.command import HEAD_DIMS
+from bench.tune.search import shape_of
+
+
+def test_the_line_of_every_point_of_the_sweep():
+    points = [p for dtype in ("bf16", "e4m3") for p in sweep(dtype, HEAD_DIMS)]
+    lines = {point.name: fa3_over_cudnn(shape_of(problem_of(point))) for point in points}
+    assert len(lines) == 48
+    assert None not in lines.values()
+    assert lines["D=64 full 512"] == 0.85
+    assert lines["D=128 causal 16384"] == 1.29
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [{"batch": 3}, {"kv_heads": 8}, {"kv_len": 256}, {"head_dim_v": 64}, {"q_len": 600, "kv_len": 600}],
+    ids=str,
+)
+def test_what_was_not_timed_has_no_line(unlike):
+    point = next(p for p in sweep("bf16", HEAD_DIMS) if p.name == "D=128 full 512")
+    assert fa3_over_cudnn(shape_of(dataclasses.replace(problem_of(point), **unlike))) is None
+
+
+def test_means_are_of_speeds():
+    assert ratios({"peer": 2.0, "in_use": 1.0, "new": 0.5}) == {
+        "in_use_over_peer": 2.0, "new_over_peer": 4.0, "new_over_in_use": 2.0
+    }  # fmt: skip
+    one, other = {"peer": 2.0, "in_use": 2.0, "new": 2.0}, {"peer": 8.0, "in_use": 2.0, "new": 0.5}
+    expected = {"in_use_over_peer": 2.0, "new_over_peer": 4.0, "new_over_in_use": 2.0}
+    assert geometric_means([one, other]) == pytest.approx(expected)
+    lines = [one | {"fa3_over_cudnn": 1.0}, other | {"fa3_over_cudnn": 1.21}]
+    assert geometric_means(lines) == pytest.approx(expected | {"fa3_over_cudnn": 1.1})
+    assert geometric_means([lines[0], other]) == pytest.approx(expected)  # not of some of them alone

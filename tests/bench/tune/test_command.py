@@ -1,0 +1,218 @@
+"""The command, and what it writes."""
+
+import dataclasses
+import math
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from bench import __main__ as bench_main
+from bench.points import sweep
+from bench.tune import command
+from bench.tune.command import AGAIN, Batch
+from bench.tune.search import Stop
+from gluon_attn import HopperConfig, tuning
+from gluon_attn.backward import table as backward_table
+from gluon_attn.forward.table import pick_config
+from tests.bench.tune.fakes import (
+    ASKED,
+    BEST,
+    BEST_OF_GRADIENTS,
+    CHOICES,
+    GRADIENTS,
+    H200,
+    IN_USE,
+    PROVENANCE,
+    FakeCard,
+    Killed,
+    name_of,
+    tuned,
+)
+
+
+def test_what_is_no_faster_leaves_the_table_as_it_is(tmp_path):
+    rows, [found], said = tuned(FakeCard(IN_USE), tmp_path / "p.json")
+    assert rows == []
+    assert found.measured.gain == 0
+    assert said[-2].endswith(f"the table in use stays, with {name_of(IN_USE)}")
+    assert said[-1].endswith("geometric mean of 1 shapes: +0.0%")
+
+
+def test_a_process_that_was_taken_along_is_followed_by_another(capsys):
+    """By a signal too, whichever; but not if someone asked it to end."""
+    ends, resumed = [AGAIN, -signal.SIGSEGV, -signal.SIGKILL, 0], list[bool]()
+
+    def start(resume: bool) -> int:
+        resumed.append(resume)
+        return ends[len(resumed) - 1]
+
+    assert command.last_of(start, False) == 0
+    assert resumed == [False, True, True, True]
+    assert "goes on in another" in capsys.readouterr().err
+    for status in (1, -signal.SIGTERM, -signal.SIGINT):
+        ends[:] = [status]
+        resumed.clear()
+        assert command.last_of(start, True) == status
+    assert str(command.last_of(lambda resume: AGAIN, False)).endswith("the same command with --resume goes on")
+
+
+def test_without_time_there_is_no_other_process():
+    starts: list[bool] = []
+
+    def start(resume: bool) -> int:
+        starts.append(resume)
+        return AGAIN
+
+    said = command.last_of(start, False, time.monotonic())
+    assert said == "bench tune: its process ended, and no time is left for another; the table file has what was found"
+    assert starts == [False]
+
+
+def test_a_process_of_its_own_gets_what_was_asked_and_says_what_it_lacks(capfd):
+    args = command.parser().parse_args(["--shape", "1,2,3,64", "--table", "none.json"])
+    assert command.process([Batch((ASKED,))], args, False, math.inf) == 1
+    assert "bench tune: [Errno 2] No such file or directory: 'none.json'" in capfd.readouterr().err
+
+
+def test_a_sweep_is_the_points_that_are_compared():
+    args = command.parser().parse_args(["--sweep", "bf16", "backward", "bf16", "e4m3"])
+    batches = command.batches_of(args)
+    assert [batch.of_gradients for batch in batches] == [False, True, False]
+    for batch, dtype in zip(batches, ("bf16", "bf16", "e4m3"), strict=True):
+        assert [(p.q_len, p.head_dim, p.causal, p.batch) for p in batch.problems] == [
+            (p.length, p.head_dim, p.causal, p.batch) for p in sweep(dtype, (64, 128))
+        ]
+        assert len(batch.problems) == 24
+
+
+@pytest.fixture
+def args(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "provenance", lambda commit: PROVENANCE | {"driver": "1"})
+
+    def parsed(*options: str) -> Any:
+        given = [*(options or ["--shape", "1,2,3,64"]), "--out", str(tmp_path / "made" / "table.json")]
+        found = command.parser().parse_args([*given, "--generations", "6"])
+        found.reach = 1.25
+        return found
+
+    return parsed
+
+
+def test_one_file_has_the_rows_of_all_sets_and_how_they_do_beside_the_peer(args):
+    card = FakeCard()
+    card.peer_s = {ASKED: 2e-3, GRADIENTS: 1e-3}
+    given = args("--sweep", "bf16", "backward")
+    command.run([Batch((ASKED,)), Batch((GRADIENTS,), of_gradients=True)], H200, card, given, resume=False)
+    table = tuning.read(given.out)
+    assert [row.config for row in table.rows] == [BEST]
+    found = table.provenance
+    assert found["command"]["sweep"] == ["bf16", "backward"]
+    assert [shape["beside"]["peer"] for shape in found["shapes"]] == [2.0, 1.0]
+    assert found["shapes"][0]["beside"]["new"] == 1e3 * card.seconds(BEST)
+    assert found["geometric_means"]["shapes"] == 2
+    assert found["geometric_means"]["new_over_in_use"] > 1
+
+
+def test_whatever_ends_the_process_the_file_has_what_was_found(args):
+    """Of two problems, after the first; and the next process finds the rest."""
+    other = dataclasses.replace(ASKED, causal=True)
+    best = next(c for c in CHOICES.first() if isinstance(c, HopperConfig) and c.softmax_roles == 2 and c.block_n == 64)
+    card, failing = FakeCard(best), pick_config(other, H200)
+    card.fails = {"try_out": {name_of(failing): Killed()}}
+    given, batches = args(), [Batch((ASKED, other))]
+    with pytest.raises(Killed):
+        command.run(batches, H200, card, given, resume=False)
+    table = tuning.read(given.out)
+    assert len(table.rows) == 1
+    assert not table.rows[0].causal
+    with pytest.raises(Stop, match=r"causal: the config in use fails: the process ended while it ran alone"):
+        command.run(batches, H200, FakeCard(best), given, resume=True)
+    assert [row.config for row in tuning.read(given.out).rows] == [best]
+
+
+def run(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "tune", *arguments])
+    bench_main.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "1,2,3"], "expected four numbers from 1 on, as 4,16,4096,128, got '1,2,3'"),
+        (["--shape", "1,2,3,64", "--reach", "0.5"], "--reach: expected 1 or more, got 0.5"),
+        (["--shape", "1,2,3,64", "--generations", "0"], "--generations: expected 1 or more, got 0"),
+        (["--shape", "1,2,3,64", "--minutes", "0"], "--minutes: expected 1 or more, got 0"),
+        (["--shape", "1,2,3,64", "--backward", "--dtype", "e4m3"], "--backward: expected --dtype fp16 or bf16"),
+        (["--shape", "1,2,3,64", "--out", "table"], "--out: expected a file name that ends in .json, got table"),
+        (["--shape", "1,2,3,64", "--device", "h100"], "--device: expected with --list only"),
+        (["--shape", "1,2,3,300"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 300"),
+        (["--shape", "1,2,3,64", "--table", "none.json"], "No such file or directory: 'none.json'"),
+        (["--shape", "1,2,3,64", "--first", "0"], "--first: expected 1 or more, got 0"),
+        (["--shape", "1,2,3,64", "--sweep", "bf16"], "argument --sweep: not allowed with argument --shape"),
+        ([], "one of the arguments --shape --sweep is required"),
+        (["--sweep", "bf16", "--causal"], "--causal: expected none with --sweep, which says what is tuned"),
+        (["--sweep", "bf16", "--kv-heads", "2"], "--kv-heads: expected none with --sweep, which says what is tuned"),
+    ],
+)
+def test_nonsense_is_refused(monkeypatch, capsys, arguments, says):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_without_a_card_nothing_is_timed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a Hopper or Blackwell card, found no CUDA device; nothing was timed"):
+        run(monkeypatch, "--shape", "1,2,3,64")
+
+
+def test_the_first_configs_are_listed(monkeypatch, capsys):
+    run(monkeypatch, "--shape", "3,12,3000,96", "--kv-heads", "4", "--device", "h100", "--list", "--first", "2")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "q (3, 12, 3000, 96), k (3, 4, 3000, 96), bf16, no mask"
+    assert lines[1].split() == ["in", "use", *name_of(IN_USE).split()]
+    assert any(line.startswith("  pruned  ") and "which without a mask are alike" in line for line in lines)
+    assert [line[2:9].strip() for line in lines[2:5]] == ["", "", "late"]
+
+
+def test_the_first_configs_of_gradients_are_listed(monkeypatch, capsys):
+    run(monkeypatch, "--shape", "4,16,4096,128", "--device", "h100", "--list", "--backward")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split(maxsplit=2) == ["in", "use", name_of(backward_table.HOPPER[128])]
+    assert "pruned  128x128 q1do1ds1 r24: needs 288 registers" in lines[-2]
+    with pytest.raises(SystemExit, match="--backward: expected a Hopper card"):
+        run(monkeypatch, "--shape", "4,16,4096,128", "--device", "b200", "--list", "--backward")
+
+
+def test_a_run_for_gradients_writes_rows_of_theirs(args):
+    given = args("--shape", "1,2,3,64", "--backward")
+    batch = Batch((GRADIENTS,), of_gradients=True)
+    command.run([batch], H200, FakeCard(BEST_OF_GRADIENTS), given, resume=False)
+    table = tuning.read(given.out)
+    assert table.rows == ()
+    assert [row.config for row in table.backward_rows] == [BEST_OF_GRADIENTS]
+    assert table.provenance["command"]["backward"] is True
+
+
+def test_a_whole_run_writes_a_table_file_that_loads(args, capsys):
+    given = args()
+    other = dataclasses.replace(ASKED, causal=True)
+    for best, configs in ((BEST, [BEST]), (IN_USE, [])):
+        command.run([Batch((ASKED,))], H200, FakeCard(best), given, resume=False)
+        table = tuning.read(given.out)
+        assert [row.config for row in table.rows] == configs
+        assert table.provenance["command"]["reach"] == 1.25
+        [shape] = table.provenance["shapes"]
+        assert shape["chosen"] == name_of(best)
+        assert set(shape["ms"]) == {name_of(best), name_of(IN_USE)}
+        assert [p.name for p in given.out.parent.iterdir()] == ["table.json"]
+        assert f"written: {given.out}, {len(configs)} rows" in capsys.readouterr().out
+    card = FakeCard()
+    card.fails = {"try_out": {name_of(pick_config(other, H200)): "O is off by 1"}}
+    with pytest.raises(Stop, match="the config in use fails"):
+        command.run([Batch((other, ASKED))], H200, card, given, resume=False)
+    assert [row.config for row in tuning.read(given.out).rows] == [BEST]  # of the second shape, though the first failed

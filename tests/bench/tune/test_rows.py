@@ -1,0 +1,120 @@
+"""Rows of several problems, and what each serves."""
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+from bench.points import sweep
+from bench.predict import problem_of
+from bench.tune.command import HEAD_DIMS, REACH_OF_SWEEP
+from bench.tune.forward import Forward
+from bench.tune.rows import rows_for_all
+from gluon_attn import tuning
+from gluon_attn.backward.table import HOPPER, BackwardRow
+from gluon_attn.device import Device
+from gluon_attn.forward.table import PACKAGED, pick_config
+from gluon_attn.problem import Problem
+from gluon_attn.tuning import Measured
+from tests.bench.tune.fakes import (
+    ASKED,
+    BEST,
+    BEST_OF_GRADIENTS,
+    CHOICES,
+    GRADIENTS,
+    H200,
+    IN_USE,
+    OF_GRADIENTS,
+    PROVENANCE,
+    name_of,
+)
+from tests.gluon_attn.problems import problem
+
+
+def found(asked: Problem, config: Any, device: Device = H200) -> tuple[Any, Any, Measured]:
+    choices = Forward(asked, device, PACKAGED)
+    chosen, in_use = choices.name(config), choices.name(choices.in_use)
+    ms = {chosen: 1.0, in_use: 1.1}
+    return choices, config, Measured(shape={}, ms=ms, chosen=chosen, in_use=in_use, gain=0.1, spread=0.01)
+
+
+def served(rows: Any, asked: Problem) -> Any:
+    return pick_config(asked, H200, None, (*(chosen.row for chosen in rows), *PACKAGED))
+
+
+def test_what_is_written_serves_what_is_like_the_shape(tmp_path):
+    rows = rows_for_all([found(ASKED, BEST)], 1.25)
+    path = tmp_path / "table.json"
+    forward: list[Any] = [chosen.row for chosen in rows]
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, forward, [chosen.measured for chosen in rows])))
+    tuning.load(path)
+    others: list[dict[str, Any]] = [
+        {},
+        {"q_len": 3300, "kv_len": 2500},
+        {"batch": 2},
+        {"kv_len": 4096},
+        {"kv_heads": 12},
+    ]
+    of_others = [dataclasses.replace(ASKED, **unlike) for unlike in others]
+    configs = [pick_config(asked, H200, None, tuning.rows_for(H200)) for asked in of_others]
+    assert [config == BEST for config in configs] == [True, True, False, False, False]
+
+
+def test_a_reach_of_one_is_the_shape_alone():
+    row = CHOICES.row(BEST, 1)
+    assert (row.min_kv_len, row.max_kv_len, row.q_lens, row.sequence_heads) == (3000, 3000, (3000, 3000), (36, 36))
+    assert Forward(problem(q_len=1), H200, PACKAGED).row(BEST, 1.25).q_lens == (1, 1)
+
+
+def test_a_row_does_not_serve_a_problem_where_it_lost():
+    """Nor where the table in use stayed; it still serves what is between."""
+    near = dataclasses.replace(ASKED, q_len=3300, kv_len=3300)
+    for second, config in ((dataclasses.replace(BEST, turns=False), None), (None, IN_USE)):
+        of_near = config or second
+        rows = rows_for_all([found(ASKED, BEST), found(near, of_near)], 1.25)
+        assert served(rows, ASKED) == BEST
+        assert served(rows, near) == of_near
+        assert served(rows, dataclasses.replace(ASKED, q_len=3010, kv_len=3010)) == BEST
+        [first] = [chosen.row for chosen in rows if chosen.row.config == BEST]
+        assert first.max_kv_len is not None
+        assert 3000 < first.max_kv_len < 3300
+
+
+def test_rows_that_agree_reach_as_far_as_they_may():
+    near = dataclasses.replace(ASKED, q_len=3300, kv_len=3300)
+    rows = rows_for_all([found(ASKED, BEST), found(near, BEST)], 1.25)
+    assert [chosen.row.max_kv_len for chosen in rows] == [3750, 4125]
+
+
+def test_two_problems_that_no_condition_tells_apart_have_no_row():
+    """Head dims that are padded to one: one row would serve both."""
+    wide = dataclasses.replace(ASKED, head_dim=128, head_dim_v=128)
+    assert rows_for_all([found(ASKED, BEST), found(wide, dataclasses.replace(BEST, turns=False))], 1.25) == []
+
+
+def test_the_rows_of_a_sweep_do_not_overlap():
+    """Each point has a config of its own, and is served by that; every length between is by one of its neighbours'."""
+    problems = [problem_of(point) for dtype in ("bf16", "e4m3") for point in sweep(dtype, HEAD_DIMS)]
+    rows = [Forward(p, H200, PACKAGED).row(BEST, REACH_OF_SWEEP) for p in problems]
+    for i, asked in enumerate(problems):
+        assert [row.fits(asked, H200, None) for row in rows] == [j == i for j in range(len(problems))]
+    causal = [row for row in rows if (row.padded_head_dim, row.causal, row.element_bytes) == (128, True, 2)]
+    for row, after in itertools.pairwise(causal):
+        assert row.max_kv_len is not None
+        assert after.min_kv_len == row.max_kv_len + 1
+
+
+def test_rows_of_gradients():
+    choices = dataclasses.replace(OF_GRADIENTS, problem=GRADIENTS)
+    names = name_of(BEST_OF_GRADIENTS), name_of(HOPPER[128])
+    measured = Measured(shape={}, ms=dict.fromkeys(names, 1.0), chosen=names[0], in_use=names[1], gain=0.1, spread=0.0)
+    longer = dataclasses.replace(choices, problem=dataclasses.replace(GRADIENTS, q_len=3300, kv_len=3300))
+    stays = longer, HOPPER[128], dataclasses.replace(measured, chosen=names[1])
+    [alone] = rows_for_all([(choices, BEST_OF_GRADIENTS, measured)], 1.25)
+    assert alone.row == BackwardRow(
+        (128, 128), BEST_OF_GRADIENTS, False, min_kv_len=2400, max_kv_len=3750, q_lens=(2400, 3750),
+        sequence_heads=(10, 15), heads_per_kv_head=3,
+    )  # fmt: skip
+    beside: list[Any] = [chosen.row for chosen in rows_for_all([(choices, BEST_OF_GRADIENTS, measured), stays], 1.25)]
+    assert choices.served_by(beside) == BEST_OF_GRADIENTS
+    assert longer.served_by(beside) == HOPPER[128]
