@@ -29,11 +29,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import sustained
+from bench.passes import gradients_of
 from bench.points import DTYPES, LENGTHS, MODEL_DIM, Point
 from bench.provenance import provenance
 from bench.sweep import measure_by_rounds
 from bench.timing import host_seconds, time_interleaved
-from gluon_attn import attention
+from gluon_attn import attention, attention_varlen
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.configs import label as label
 from gluon_attn.backward.launch import compiled_backward
@@ -162,10 +163,28 @@ def measure(point: Point, rounds: int, with_deterministic: bool, with_forward: b
 
 
 HOST_POINT = Point(head_dim=128, causal=True, length=512, batch=1, heads=16)
+HOST_LENGTHS = (300, 12, 200)  # of as many rows, as packed sequences
+
+
+def packed_calls(device: str = "cuda") -> dict[str, Callable[[], object]]:
+    """Of HOST_LENGTHS: forward, that to be differentiated, and backward."""
+    starts = torch.tensor([0, *itertools.accumulate(HOST_LENGTHS)], dtype=torch.int32, device=device)
+    tensors = [t[0].transpose(0, 1).contiguous() for t in HOST_POINT.tensors(device)]
+    inputs = [t.clone().requires_grad_() for t in tensors]
+    lengths: Any = (starts, starts, max(HOST_LENGTHS), max(HOST_LENGTHS))
+    forward, differentiable = (
+        partial(attention_varlen, q, k, v, *lengths, causal=True) for q, k, v in (tensors, inputs)
+    )
+    return {
+        "packed forward": forward,
+        "packed forward, to be differentiated": differentiable,
+        "packed backward": gradients_of(differentiable, inputs),
+    }
 
 
 def host_microseconds() -> dict[str, float]:
-    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each is called."""
+    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each is called; and ours
+    of as many rows packed."""
     q, k, v = HOST_POINT.tensors()
     dout = torch.randn_like(q)
     calls = calls_of(HOST_POINT, with_deterministic=True)
@@ -180,6 +199,7 @@ def host_microseconds() -> dict[str, float]:
             "backward": calls["ours"],
             "backward, deterministic": calls["ours, deterministic"],
             "backward, cuDNN": calls["cudnn"],
+            **packed_calls(),
         },
     )
 
@@ -304,7 +324,7 @@ def main() -> None:
     if args.host:
         found |= {"point": asdict(HOST_POINT), "host_us": host_microseconds()}
         for name, us in found["host_us"].items():
-            print(f"{name:30} {us:6.1f} us")
+            print(f"{name:36} {us:6.1f} us")
         save(found, args.out)
         return
     for point in points(args.head_dims, args.lengths, args.kv_heads):

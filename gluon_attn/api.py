@@ -237,7 +237,9 @@ def attend(
     else:
         if q.dtype in FP8_DTYPES:
             check_scales(extras.scales)
-        launch({**extras.given(), "q": q, "k": k, "v": v, "out": out, "lse": lse})
+        given = extras.given()
+        given.update(q=q, k=k, v=v, out=out, lse=lse)
+        launch(given)
     return out if lse is None else (out, lse)
 
 
@@ -268,9 +270,9 @@ def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, option
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
-    for name, t in extras.named().items():
-        if name not in ("sinks", "bias") and t is not None and t.requires_grad:
-            refuse_gradient(name)
+    for t in extras.each():
+        if t is not None and t is not extras.sinks and t is not extras.bias and t.requires_grad:
+            refuse_gradient(next(name for name, other in extras.named().items() if other is t))
     for name, one in zip(SCALES, extras.scales, strict=True):
         check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
 
@@ -354,9 +356,10 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
             if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES:
                 refuse_address(name, t)
     if torch.is_grad_enabled():
-        for name, t in ({"q": q, "k": k, "v": v} | extras.named()).items():
+        for t in (q, k, v, *extras.each()):
             if t is not None and t.requires_grad:
-                refuse_gradient(name)
+                named = {"q": q, "k": k, "v": v} | extras.named()
+                refuse_gradient(next(name for name, other in named.items() if other is t))
 
 
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:

@@ -55,18 +55,26 @@ class Extras(NamedTuple):
     def scales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.q_scale, self.k_scale, self.v_scale
 
+    def each(self) -> tuple[Tensor | None, ...]:
+        """One by one."""
+        return (*self[:-2], *self.of_score_mod, *self.of_mask_mod)
+
     def named(self) -> dict[str, Any]:
         """One by one, as an error calls them."""
-        named = dict(zip(self._fields[:-2], self[:-2], strict=True))
+        named = dict(zip(SINGLE, self[:-2], strict=True))
         named |= {f"score_mod.tensors[{i}]": t for i, t in enumerate(self.of_score_mod)}
         return named | {f"mask_mod.tensors[{i}]": t for i, t in enumerate(self.of_mask_mod)}
 
     def given(self) -> dict[str, Tensor | None]:
-        """What a launch is given, by the name that it has there."""
+        """What a launch is given, by the name that it has there, in a dict of its own."""
+        given = NOT_GIVEN | dict(zip(SINGLE, self[:-2], strict=True))
         read = self.of_score_mod if self.alibi_slopes is None else (self.alibi_slopes,)
-        auxiliary = {f"aux{i}": t for i, t in enumerate((*read, *self.of_mask_mod))}
-        return NOT_GIVEN | dict(zip(self._fields[:-2], self[:-2], strict=True)) | auxiliary
+        for i, t in enumerate((*read, *self.of_mask_mod)):
+            given[f"aux{i}"] = t
+        return given
 
+
+SINGLE = Extras._fields[:-2]  # those that are one tensor each
 
 Key = tuple[Any, ...]
 
@@ -82,8 +90,7 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
-        *[t if t is None else identity(t) for t in extras[:-2]], *map(identity, extras.of_score_mod),
-        *map(identity, extras.of_mask_mod),
+        *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in extras.each()],
     )  # fmt: skip
 
 

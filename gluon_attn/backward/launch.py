@@ -23,6 +23,7 @@ from ..runtime.descriptors import Block, View
 from ..runtime.kernel import (
     Build,
     CardLaunch,
+    CardLaunches,
     Kernel,
     Launch,
     Launches,
@@ -359,4 +360,4 @@ def backward_on_card(
         kernels = (*kernels, compiled_sinks(problem.sinks, device_index=index))
     launches = backward_launches_of(plan, tensors, used, bias, of_bias)
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
-    return Launches(steps, allocated_at_once(workspaces(plan)))
+    return CardLaunches(steps, allocated_at_once(workspaces(plan)), index)

@@ -17,7 +17,7 @@ from ..kernels.hopper.transpose.kernel import transpose_values
 from ..problem import FP8_DTYPES, Problem, in_bhsd, output_dtype
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
-from ..runtime.kernel import Build, CardLaunch, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
+from ..runtime.kernel import Build, CardLaunch, CardLaunches, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
 from ..score_mod import MAX_TENSORS, TENSOR_TYPES, ScoreFunction
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 from .plan import TRANSPOSE_BLOCK_N, Plan
@@ -297,7 +297,7 @@ def launches_on_card(
     if problem.has_documents:
         kernels.insert(0, compiled_documents(of_keys=False, arch=plan.arch, device_index=index))
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]
-    return Launches(steps, workspaces_of(plan))
+    return CardLaunches(steps, workspaces_of(plan), index)
 
 
 NOT_GIVEN = dict.fromkeys(

@@ -14,7 +14,7 @@ import torch
 from .compat import CompiledKernel
 from .compiler import compile_gluon, front_end
 from .descriptors import Block, View
-from .launcher import Launcher, enter_context
+from .launcher import Launcher, current_stream, enter_context
 
 Compiled = TypeVar("Compiled")
 # What a call is given, by name: a Tensor; or None where a pointer may be null; on a card, or its address.
@@ -170,7 +170,6 @@ class CardLaunch:
         build = launch.build
         kernel = build.kernel
         self.launcher = Launcher(compiled, launch.programs, device_index)
-        self.device_index = device_index
         self.tensors = getter(launch.tensor_names((*build.described, *kernel.pointers)))
         self.described = len(build.described)
         there = [launch.views[p.tensor] if p in build.described else None for p in kernel.tma]
@@ -180,12 +179,12 @@ class CardLaunch:
         listed = len(kernel.tma) + len(kernel.pointers) + len(kernel.scalars)
         self.rest = (*numbers, *(None for _ in kernel.names[listed:]))
 
-    def __call__(self, tensors: Tensors) -> None:
-        """Enqueue on the current stream of the tensors' device."""
-        enter_context(self.device_index)
+    def __call__(self, tensors: Tensors, stream: int) -> None:
+        """Enqueue, with the tensors' device current. stream: of it."""
         # Addresses, not tensors: Triton's launcher would ask the driver about each.
         addresses = [t if t is None or type(t) is int else t.data_ptr() for t in self.tensors(tensors)]
-        self.launcher((*self.describe(*addresses[: self.described]), *addresses[self.described :], *self.rest))
+        arguments = (*self.describe(*addresses[: self.described]), *addresses[self.described :], *self.rest)
+        self.launcher(arguments, stream)
 
 
 class Launches:
@@ -197,7 +196,7 @@ class Launches:
 
     def __init__(
         self,
-        steps: Sequence[Callable[[Tensors], None]],
+        steps: Sequence[Callable[..., None]],
         workspaces: Callable[[Tensors], Tensors] | None = None,
     ) -> None:
         self.steps = tuple(steps)
@@ -207,8 +206,30 @@ class Launches:
         """Enqueue on the current stream of the tensors' device. `tensors` is the call's own."""
         if self.workspaces is not None:
             tensors |= self.workspaces(tensors)
+        self.enqueue(tensors)
+
+    def enqueue(self, tensors: Tensors) -> None:
         for step in self.steps:
             step(tensors)
+
+
+class CardLaunches(Launches):
+    """`Launches` on a card, each step a `CardLaunch`. Device and stream are asked for once for all of them."""
+
+    def __init__(
+        self, steps: Sequence[CardLaunch], workspaces: Callable[[Tensors], Tensors] | None, device_index: int
+    ) -> None:
+        super().__init__(steps, workspaces)
+        self.device_index = device_index
+
+    def enqueue(self, tensors: Tensors) -> None:
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self.enqueue(tensors)
+        enter_context(self.device_index)
+        stream = current_stream(self.device_index)
+        for step in self.steps:
+            step(tensors, stream)
 
 
 def allocated_at_once(like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Callable[[Tensors], Tensors]:

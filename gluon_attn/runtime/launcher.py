@@ -23,7 +23,7 @@ def enter_context(device_index: int) -> None:
 
 
 class Launcher:
-    """Launches a compiled kernel on a device, on the stream of it that is current for torch.
+    """Launches a compiled kernel on a device.
 
     Arguments are already flat and encoded: for a descriptor its map, shape and strides. Triton's own launch would build
     and check its descriptor objects anew each time, 60 µs of a call; and where nobody has hooked on to launches and
@@ -31,7 +31,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: CompiledKernel, programs: int, device_index: int) -> None:
-        self.kernel, self.programs, self.device_index = kernel, programs, device_index
+        self.kernel, self.programs = kernel, programs
         with torch.cuda.device(device_index):
             self.triton = kernel.run  # loads the kernel on the current device
         self.triton.launch = driver.active.utils.launch
@@ -47,11 +47,8 @@ class Launcher:
             self.triton.kernel_signature,
         )
 
-    def __call__(self, arguments: tuple[Any, ...]) -> None:
-        if self.device_index != torch.cuda.current_device():
-            with torch.cuda.device(self.device_index):
-                return self(arguments)
-        stream = driver.active.get_current_stream(self.device_index)
+    def __call__(self, arguments: tuple[Any, ...], stream: int) -> None:
+        """With the kernel's device current. stream: of it, as `current_stream` gives it."""
         runtime = knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if self.direct is None or enter is None or leave is None or enter.calls or leave.calls:
@@ -60,3 +57,9 @@ class Launcher:
             self.triton(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
         else:
             self.direct(self.programs, 1, 1, stream, *self.fixed, arguments)
+
+
+def current_stream(device_index: int) -> int:
+    """Of a device, that which is current for torch."""
+    stream: int = driver.active.get_current_stream(device_index)
+    return stream

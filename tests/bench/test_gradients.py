@@ -12,7 +12,7 @@ import torch
 from bench import gradients
 from bench.points import Point
 from bench.timing import Timing
-from gluon_attn import attention
+from gluon_attn import attention, attention_varlen
 from gluon_attn.backward.table import HOPPER, UNLIKE
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
@@ -59,7 +59,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(gradients, "attention_backward", partial(attention_backward, **on_cpu))
     monkeypatch.setattr(gradients, "backward_call", partial(backward_call, **on_cpu))
     tensors = Point.tensors
-    monkeypatch.setattr(Point, "tensors", lambda point: tensors(point, "cpu"))
+    monkeypatch.setattr(Point, "tensors", lambda point, device="cuda": tensors(point, "cpu"))
 
 
 @pytest.mark.slow
@@ -93,7 +93,13 @@ def test_the_host_is_timed_forward_and_backward(stand_ins, monkeypatch):
         "calls_of",
         lambda *given, **options: dict.fromkeys(("ours", "ours, deterministic", "cudnn"), lambda: None),
     )
+    monkeypatch.setattr(gradients, "attention_varlen", partial(attention_varlen, device=Device.hopper()))
+    monkeypatch.setattr(gradients, "HOST_LENGTHS", (70, 0, 60))
+    monkeypatch.setattr(gradients, "packed_calls", partial(gradients.packed_calls, "cpu"))
     assert set(gradients.host_microseconds()) == set(asked)
+    assert asked["packed forward"].shape == (130, 1, 64)
+    assert asked["packed forward, to be differentiated"].requires_grad
+    assert len(asked["packed backward"]) == 3
     assert asked["forward"].shape == (1, 1, 130, 64)
     assert asked["forward, to be differentiated"].requires_grad
     assert len(asked["backward, called directly"]) == 3

@@ -1,5 +1,6 @@
 """The description of a kernel's parameters, and all that is derived from it."""
 
+import contextlib
 import gc
 import math
 import weakref
@@ -17,6 +18,7 @@ from gluon_attn.runtime.descriptors import Block, View
 from gluon_attn.runtime.kernel import (
     Build,
     CardLaunch,
+    CardLaunches,
     Kernel,
     Launch,
     Launches,
@@ -187,7 +189,8 @@ def test_on_a_card_the_same_in_the_same_order(monkeypatch):
         def __init__(self, compiled: Any, programs: int, device_index: int) -> None:
             assert (programs, device_index) == (5, 1)
 
-        def __call__(self, arguments: tuple[Any, ...]) -> None:
+        def __call__(self, arguments: tuple[Any, ...], stream: int) -> None:
+            assert stream == 3
             passed.append(arguments)
 
     encoded: list[Any] = []
@@ -197,32 +200,59 @@ def test_on_a_card_the_same_in_the_same_order(monkeypatch):
         return ("map", address, meta)
 
     monkeypatch.setattr(kernel_module, "Launcher", NoLauncher)
-    monkeypatch.setattr(kernel_module, "enter_context", encoded.append)
     monkeypatch.setattr("gluon_attn.runtime.descriptors.encode_tma", encode)
     compiled: Any = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=["meta a", "meta b"]))
     on_card, given = CardLaunch(launch(), compiled, 1), tensors()
-    on_card(given)
+    on_card(given, 3)
     a, b = (given[name].data_ptr() for name in ("a", "b"))
     views = launch().views
     described = []
     for name, address in (("a", a), ("b", b)):
         described += [("map", address, f"meta {name}"), *views[name].shape, *views[name].strides]
     assert passed == [(*described, given["sum"].data_ptr(), None, 7, 0.5, None, None)]
-    on_card(given)
-    assert encoded == [1, a, b, 1], "in a context; and the same addresses are encoded once"
+    on_card(given, 3)
+    assert encoded == [a, b], "the same addresses are encoded once"
+
+
+@pytest.mark.parametrize("current", [5, 2])
+def test_launches_ask_for_device_and_stream_once(monkeypatch, current):
+    """Also from another device, which is current again afterwards; memory is made before, on the tensors' own."""
+    devices, said = [current], []
+
+    @contextlib.contextmanager
+    def device(index):
+        devices.append(index)
+        yield
+        devices.pop()
+
+    def asked(what, answer=None):
+        def ask(index):
+            said.append((what, index, devices[-1]))
+            return answer
+
+        return ask
+
+    cuda = SimpleNamespace(device=device, current_device=lambda: devices[-1])
+    monkeypatch.setattr(kernel_module, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(kernel_module, "enter_context", asked("context"))
+    monkeypatch.setattr(kernel_module, "current_stream", asked("stream", answer=3))
+    steps: Any = [lambda tensors, stream, i=i: said.append((i, dict(tensors), stream, devices[-1])) for i in range(2)]
+    CardLaunches(steps, lambda tensors: {"made": tensors["q"] + 1}, 5)({"q": 1})
+    given = {"q": 1, "made": 2}
+    assert said == [("context", 5, 5), ("stream", 5, 5), (0, given, 3, 5), (1, given, 3, 5)]
+    assert devices == [current]
 
 
 def test_a_launch_keeps_no_tensor_alive(monkeypatch):
     """Neither before nor after it was asked for arguments; and on a card neither."""
-    monkeypatch.setattr(kernel_module, "Launcher", lambda *args: lambda arguments: None)
-    monkeypatch.setattr(kernel_module, "enter_context", lambda index: None)
+    monkeypatch.setattr(kernel_module, "Launcher", lambda *args: lambda arguments, stream: None)
     monkeypatch.setattr("gluon_attn.runtime.descriptors.encode_tma", lambda *args: "map")
     compiled: Any = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=["meta a", "meta b"]))
     given = tensors()
     one = launch()
     on_card = CardLaunch(one, compiled, 0)
     one.arguments(given)
-    on_card(given)
+    on_card(given, 3)
     left = [weakref.ref(t) for t in given.values() if t is not None]
     assert all(ref() is not None for ref in left)
     given.clear()

