@@ -245,7 +245,8 @@ class Emitter:
             raise unsupported(op)
         previous, self.site = self.site, op.site
         try:
-            if not op.name.startswith("tt.atomic_"):  # these hand their result on later: they say when
+            # Atomics hand their result on later: they say when.
+            if not op.name.startswith(("tt.atomic_", "ttg.local_atomic")):
                 self.scratch(op)
             handler(self, op)
         except Unsupported:

@@ -1,7 +1,8 @@
 """Shared memory of a CTA as bytes, and how views of it read and write them.
 
 A view at run time is one integer: the byte offset of its start, and above bit 40 the offsets of a slice, which combine
-with those of the elements by exclusive or, as swizzling demands.
+with those of the elements by exclusive or, as swizzling demands. So does, above bit 60, the number of the CTA in which
+a slice begins.
 """
 
 import math
@@ -9,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .ir.layouts import full_offsets, padding, shared_buffer
+from .ir.layouts import padding, shared_buffer, spread_of
 from .ir.types import MemDesc
 
 OFFSET_MASK = (1 << 40) - 1
 SLICE_SHIFT = 40
+CTA_SHIFT = 60
 RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -166,7 +168,7 @@ def pattern(m: MemDesc, num_ctas: int, dtype: Any) -> Pattern:
 
 
 def slice_offset(m: MemDesc, starts: tuple[int, ...], num_ctas: int) -> tuple[int, int]:
-    """(bytes to add, bytes to xor) for a slice of view `m` that starts at `starts`."""
+    """(bytes to add, what to combine by exclusive or) for a slice of view `m` that starts at `starts`."""
     buffer = shared_buffer(m, num_ctas)
     rank = len(buffer.shard.shape)
     lead, tail = starts[:-rank] if len(starts) > rank else (), starts[-rank:]
@@ -174,11 +176,12 @@ def slice_offset(m: MemDesc, starts: tuple[int, ...], num_ctas: int) -> tuple[in
     for size, at in zip(reversed(m.alloc_shape[: len(lead)]), reversed(lead), strict=True):
         add += at * step
         step *= size
-    full = full_offsets(m, num_ctas)
-    local = []
-    for d, at in enumerate(tail):
-        # A slice starts at the same local coordinate in every CTA: those bits that are split are taken out.
-        coordinates = buffer.shard.coordinates(d, 0)
-        local.append(int(np.searchsorted(coordinates, at % (int(coordinates[-1]) + 1))))
-    start = int(full[tuple(local)])
-    return (add + start, 0) if padding(m.layout) else (add, start)  # gaps add up, where a swizzle combines bits
+    spread = spread_of(m, num_ctas)
+    start, cta = int(spread.offsets[tail]), int(spread.owners[tail]) << CTA_SHIFT
+    # Gaps add up, where a swizzle combines bits.
+    return (add + start, cta) if padding(m.layout) else (add, start << SLICE_SHIFT | cta)
+
+
+def decode(m: int) -> tuple[int, int, int]:
+    """(start, bytes to xor, CTA number to xor) of a view at run time."""
+    return m & OFFSET_MASK, m >> SLICE_SHIFT & (1 << CTA_SHIFT - SLICE_SHIFT) - 1, m >> CTA_SHIFT

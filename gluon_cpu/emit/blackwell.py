@@ -288,7 +288,7 @@ def clc_try_cancel(e: Emitter, op: Op) -> None:
 @handles("ttng.clc_load_result")
 def clc_load_result(e: Emitter, op: Op) -> None:
     source = e.use(op.operands[0])
-    info = e.info(op, "CLC answer", pattern=view_pattern(e, memdesc(op, source.type)))
+    info = e.info(op, "CLC answer", pattern=view_pattern(e, memdesc(op, source.type)), spread=None)
     e.emit("yield")
     e.set(op.results[0], f"A.clc_load({info}, {source.code})", e.module.types.parse("!ttng.clc_result"))
 

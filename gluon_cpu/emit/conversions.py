@@ -72,8 +72,9 @@ def fp4_to_fp(e: Emitter, op: Op) -> None:
     """Two values to a byte, the lower half first, along an axis."""
     (a,) = e.operands(op)
     target, axis = op.result_types[0], int_attr(op.attrs["axis"])
-    if e.shard(a.type).bits[axis]:
-        raise unsupported(op, "along a dimension that is split over CTAs")
+    # Each CTA's bytes are the two values that it holds, if the result is split where they are.
+    if tuple((bit + 1, cta) for bit, cta in e.shard(a.type).bits[axis]) != e.shard(target).bits[axis]:
+        raise unsupported(op, "a result that is split over CTAs otherwise than the bytes")
     code = f"unpack_fp4_to({e.full(a)}, {e.dtype_code(target)}, {axis})"
     e.set(op.results[0], code, target, e.local(target), array=True)
 

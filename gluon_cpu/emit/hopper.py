@@ -1,14 +1,15 @@
 """TMA, wgmma, cp.async."""
 
+import math
 from typing import Any
 
 from ..generate import Emitter, Value, handles, unsupported
-from ..ir.layouts import shared_buffer
+from ..ir.layouts import Shard, shared_buffer
 from ..ir.parse import Op
 from ..ir.text import int_attr
 from ..ir.types import MemDesc, Tensor, TensorDesc
 from .globals_ import pointee_bytes
-from .memory import memdesc, view_pattern, zero_bits
+from .memory import memdesc, touched, view_pattern, zero_bits
 from .sync import check_attrs, guarded, predicate
 
 
@@ -18,6 +19,10 @@ def bracketed(e: Emitter, op: Op, which: int = 0) -> list[str]:
     for _ in range(which + 1):
         start = op.body.index("[", start + 1)
     return [v.strip() for v in op.body[start + 1 : op.body.index("]", start)].split(",")]
+
+
+# Of one dimension of what a single instruction copies.
+MOST_ROWS = 256
 
 
 def box(e: Emitter, op: Op, m: MemDesc, desc: TensorDesc) -> dict[str, Any]:
@@ -30,10 +35,15 @@ def box(e: Emitter, op: Op, m: MemDesc, desc: TensorDesc) -> dict[str, Any]:
     lead = len(m.shape) - len(shard.shape)
     low = [(0,) * lead + shard.offset(c) for c in range(e.num_ctas)]
     extent = tuple(p.shape)
-    more = len(desc.shape) - len(extent)  # dimensions of the box alone, as of a batch: one element each
-    if more < 0 or any(size != 1 for size in desc.shape[:more]):
-        raise unsupported(op, "a box whose rank is not that of its tile")
-    low, extent = [(0,) * more + start for start in low], (1,) * more + extent
+    more = len(desc.shape) - len(extent)
+    if more >= 0 and all(size == 1 for size in desc.shape[:more]):  # as of a batch: one element each
+        low, extent = [(0,) * more + start for start in low], (1,) * more + extent
+    elif shard.cta_bits or max(desc.shape) > MOST_ROWS:
+        raise unsupported(op, "a box with other dimensions than its tile, in parts: the compiler moves wrong ones")
+    elif math.prod(desc.shape) != p.count or desc.shape[-1] != extent[-1]:
+        raise unsupported(op, "a box with other rows than its tile")
+    else:  # the same rows one after the other, counted in other dimensions
+        low, extent = [(0,) * len(desc.shape)], desc.shape
     zero = (e.num_ctas - 1) & ~shard.cta_bits
     return {"pattern": p, "low": low, "extent": extent, "bytes": p.bytes, "data_zero": zero}
 
@@ -186,7 +196,10 @@ def async_copy(e: Emitter, op: Op) -> None:
     words = op.body.split()
     mask = e.use(words[words.index("mask") + 1].rstrip(",")) if "mask" in words else None
     other = e.use(words[words.index("other") + 1].rstrip(",")) if "other" in words else None
-    info = e.info(op, "cp.async", pattern=view_pattern(e, m), dtype=e.dtype(m), shape=e.local(pointers.type))
+    how = touched(e, m, pointers.type)
+    if how["spread"] is not None:
+        raise unsupported(op, "into other CTAs' shared memory, which cp.async does not reach")
+    info = e.info(op, "cp.async", pattern=how["pattern"], dtype=e.dtype(m), shape=e.local(pointers.type))
     codes = f"{e.full(pointers)}, {tile.code}"
     if mask is not None:
         codes += f", {mask.code}"
@@ -231,9 +244,10 @@ def async_shared_store(e: Emitter, op: Op) -> None:
     tile, barrier = by_type(e, op, MemDesc)
     m = memdesc(op, tile.type)
     p = view_pattern(e, m)
-    source, target = e.shard(data.type), shared_buffer(m, e.num_ctas).shard
-    if m.shape != m.alloc_shape or len(m.shape) != len(target.shape):
-        raise unsupported(op, "a store into a slice")
+    source, whole = e.shard(data.type), shared_buffer(m, e.num_ctas).shard
+    if len(m.shape) != len(whole.shape):
+        raise unsupported(op, "a store into several buffers at once")
+    target = Shard(m.shape, whole.bits)  # of a slice along dimensions that are not split
     info = e.info(
         op, "asynchronous store", pattern=p, source_shard=source, target_shard=target,
         zero=zero_bits(e, memdesc(op, barrier.type)), item=m.element.bytes,

@@ -4,12 +4,13 @@ import math
 from typing import Any
 
 from ..generate import Emitter, handles, unsupported
-from ..ir.layouts import layout_rank, shared_buffer
+from ..ir.layouts import cuts_split, layout_rank, shared_buffer, spread_of
 from ..ir.locations import buffer_name
 from ..ir.parse import Op
 from ..ir.text import int_array, int_attr
 from ..ir.types import MemDesc, Type
 from ..memory import Pattern, pattern, slice_offset
+from .atomics import by_one_of, meet_after
 
 
 def memdesc(op: Op, t: Type) -> MemDesc:
@@ -19,6 +20,8 @@ def memdesc(op: Op, t: Type) -> MemDesc:
 
 
 def view_pattern(e: Emitter, m: MemDesc) -> Pattern:
+    if cuts_split(m, e.num_ctas):
+        raise NotImplementedError("a slice along a dimension that is split over CTAs, by other than loads and stores")
     return pattern(m, e.num_ctas, e.dtype(m))
 
 
@@ -44,13 +47,13 @@ def local_alloc(e: Emitter, op: Op) -> None:
         offset = (e.bump + alignment - 1) // alignment * alignment
         e.bump = offset + size
     e.smem_bytes = max(e.smem_bytes, offset + size)
+    how = touched(e, m, e.use(op.operands[0]).type) if op.operands else {"pattern": view_pattern(e, m), "spread": None}
     info = e.info(
         op, f"initialises {buffer_name(op.site)}", offset=offset, bytes=size, stride=stride,
-        name=unique_name(e, buffer_name(op.site), op), pattern=view_pattern(e, m),
+        name=unique_name(e, buffer_name(op.site), op), **how,
     )  # fmt: skip
     data = f", {e.full(e.use(op.operands[0]))}" if op.operands else ""
     if data:
-        require_same_shards(e, op, m, e.use(op.operands[0]).type)
         e.emit("yield")
     e.set(op.results[0], f"A.local_alloc({info}{data})", m)
 
@@ -119,11 +122,31 @@ def subslice(e: Emitter, op: Op) -> None:
     if add:
         code = f"{code} + {add}"
     if xor:
-        code = f"({code}) ^ {xor << 40}"
+        code = f"({code}) ^ {xor}"
     if code == source.code:
         e.alias(op.results[0], source, target)
     else:
         e.set(op.results[0], code, target)
+
+
+def touched(e: Emitter, m: MemDesc, t: Type, by_index: bool = False) -> dict[str, Any]:
+    """How the elements of a tensor `t` of registers lie in a view. `pattern`: each CTA's part in its own memory, in the
+    order of its registers. Or they are found one by one: `source_shard` has their coordinates, `spread` their places.
+    by_index: their coordinate along one dimension is not that of the register."""
+    if e.num_ctas == 1:
+        return {"pattern": view_pattern(e, m), "spread": None}
+    buffer, own = shared_buffer(m, e.num_ctas), e.shard(t)
+    rank = len(buffer.shard.shape)
+    same = own.bits[-rank:] == buffer.shard.bits and not any(own.bits[:-rank]) and not cuts_split(m, e.num_ctas)
+    if same and not (by_index and own.cta_bits):
+        return {"pattern": view_pattern(e, m), "spread": None}
+    if len(m.shape) != rank:
+        raise NotImplementedError("several buffers at once, spread over the CTAs otherwise than the registers")
+    whole = MemDesc(m.alloc_shape[-rank:], m.element, m.layout, m.space, m.alloc_shape[-rank:])
+    return {
+        "pattern": view_pattern(e, whole), "spread": spread_of(m, e.num_ctas), "source_shard": own, "shape": m.shape,
+        "copies": (e.num_ctas - 1) & ~own.cta_bits & ~buffer.zero_bits,
+    }  # fmt: skip
 
 
 @handles("ttg.local_load")
@@ -131,42 +154,18 @@ def local_load(e: Emitter, op: Op) -> None:
     source = e.use(op.operands[0])
     m = memdesc(op, source.type)
     kind = op.result_types[0]
-    info = e.info(op, "local load", pattern=view_pattern(e, m))
+    info = e.info(op, "local load", **touched(e, m, kind))
     e.emit("yield")
-    code = f"A.local_load({info}, {source.code})"
-    require_same_shards(e, op, m, kind)
-    e.set(op.results[0], code, kind, e.local(kind), array=True)
-
-
-def require_same_shards(e: Emitter, op: Op, m: MemDesc, t: Type) -> None:
-    """That each CTA's registers and its shared memory hold the same part of the tensor."""
-    local = tuple(view_pattern(e, m).shape)
-    if local != e.local(t):
-        raise unsupported(op, f"{local} elements per CTA in shared memory, {e.local(t)} in registers")
-    shard = shared_buffer(m, e.num_ctas).shard
-    if m.shape == m.alloc_shape == shard.shape and shard != e.shard(t):
-        raise unsupported(op, "shared memory and registers spread over the CTAs in different ways")
+    e.set(op.results[0], f"A.local_load({info}, {source.code})", kind, e.local(kind), array=True)
 
 
 @handles("ttg.local_store")
 def local_store(e: Emitter, op: Op) -> None:
     data, target = e.operands(op)
     m = memdesc(op, target.type)
-    info = e.info(op, "local store", pattern=view_pattern(e, m))
-    require_same_shards(e, op, m, data.type)
+    info = e.info(op, "local store", **touched(e, m, data.type))
     e.emit("yield")
     e.emit(f"A.local_store({info}, {target.code}, {e.full(data)})")
-
-
-def over_ctas(e: Emitter, op: Op, m: MemDesc, t: Type) -> dict[str, Any]:
-    """How elements are found by their coordinates, if the CTAs share the buffer: those of tensor `t` that this CTA has,
-    and who has which of the buffer."""
-    target = shared_buffer(m, e.num_ctas).shard
-    if not target.cta_bits:
-        return {"source_shard": None, "target_shard": None}
-    if not m.shape == target.shape == m.alloc_shape[-len(m.shape) :]:
-        raise unsupported(op, "a part of a buffer that the CTAs share")
-    return {"source_shard": e.shard(t), "target_shard": target}
 
 
 @handles("ttg.local_gather")
@@ -174,7 +173,7 @@ def local_gather(e: Emitter, op: Op) -> None:
     source, index = (e.use(op.operands[i]) for i in (0, 1))
     m = memdesc(op, source.type)
     kind = op.result_types[0]
-    info = e.info(op, "local gather", pattern=view_pattern(e, m), **over_ctas(e, op, m, kind))
+    info = e.info(op, "local gather", **touched(e, m, kind, by_index=True))
     e.emit("yield")
     code = f"A.local_gather({info}, {source.code}, {e.full(index)}, {int_attr(op.attrs['axis'])})"
     e.set(op.results[0], code, kind, e.local(kind), array=True)
@@ -185,7 +184,7 @@ def local_scatter(e: Emitter, op: Op) -> None:
     """`%memory[%indices], %values`"""
     target, index, data = e.operands(op)
     m = memdesc(op, target.type)
-    info = e.info(op, "local scatter", pattern=view_pattern(e, m), **over_ctas(e, op, m, data.type))
+    info = e.info(op, "local scatter", **touched(e, m, data.type, by_index=True))
     e.emit("yield")
     axis = int_attr(op.attrs["axis"])
     e.emit(f"A.local_scatter({info}, {target.code}, {e.full(data)}, {e.full(index)}, {axis})")
@@ -199,12 +198,17 @@ def local_atomic_scatter(e: Emitter, op: Op) -> None:
     if len(op.operands) > 4:
         raise unsupported(op)
     kind = op.body.split(",")[0].strip()
-    info = e.info(op, f"atomic {kind}", pattern=view_pattern(e, m), kind=kind, **over_ctas(e, op, m, data.type))
+    copies = 0 if e.num_ctas == 1 else (e.num_ctas - 1) & ~e.shard(data.type).cta_bits
+    if copies & zero_bits(e, m):
+        raise unsupported(op, "on copies in several CTAs, of which the compiler's code changes those of one alone")
+    info = e.info(op, f"atomic {kind}", kind=kind, **touched(e, m, data.type, by_index=True))
     mask = f", {e.full(e.use(op.operands[3]))}" if len(op.operands) == 4 else ""
     e.emit("yield")
     axis = int_attr(op.attrs["axis"])
     code = f"A.local_atomic({info}, {target.code}, {e.full(data)}, {e.full(index)}, {axis}{mask})"
+    # Not one for each copy: one CTA does it, and hands the old values on to those that want them.
+    nothing = f"np.zeros({e.local(data.type)}, {e.dtype_code(data.type)})"
+    old = e.fresh("old")
+    e.emit(f"{old} = {by_one_of(copies, code, nothing)}")
     if op.results:
-        e.set(op.results[0], code, data.type, e.local(data.type), array=True)
-    else:
-        e.emit(code)
+        e.set(op.results[0], meet_after(e, op, old, copies, False), data.type, e.local(data.type), array=True)

@@ -45,6 +45,8 @@ def fields(text: str) -> tuple[str, dict[str, str]]:
     if not m:
         raise NotImplementedError(f"layout {text}")
     inside = text[m.end() : matching(text, m.end() - 1)].strip()
+    if inside.startswith("["):  # the gaps of a padded layout come first
+        inside = inside[matching(inside, 0) + 1 :].strip()
     if inside.startswith("{"):
         end = matching(inside, 0)
         entries = parse_dict(inside[1:end])

@@ -1,6 +1,7 @@
 """Which CTA holds which part of a tensor, and at which byte offsets a buffer keeps its elements."""
 
 import functools
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .attributes import bases, fields, linear_layout
+from .text import int_array
 from .types import MemDesc, Tensor
 
 
@@ -85,10 +87,9 @@ def layout_rank(layout: str) -> int:
         if "rank" in f:
             return int(f["rank"])
         return f["CGALayout"].split("]")[0].count(",") + 1 if "CGALayout" in f else 2
-    if kind == "padded_shared":
-        found = re.search(r"order = \[([^\]]*)\]", layout)
-        return found[1].count(",") + 1 if found else 2
-    if kind == "shared_linear":
+    if kind == "padded_shared" and "order" in f:
+        return len(int_array(f["order"]))
+    if kind in ("padded_shared", "shared_linear"):
         return f["offset"].split("]")[0].count(",") + 1
     return 2
 
@@ -127,16 +128,15 @@ def shared_bases(layout: str, shape: tuple[int, ...]) -> tuple[list[list[int]], 
         across = 1 << sum(1 for b in cga if b[0])
         local = max(1, shape[0] // across)
         return [[1 << i] for i in range((local - 1).bit_length())], [[b[0] * local] for b in cga]
+    if kind == "padded_shared" and "order" not in f:
+        return bases(f["offset"]), bases(f["block"])
     if kind == "padded_shared":
-        if "CGALayout" in layout:
-            raise NotImplementedError(f"shared memory layout {layout}")
-        found = re.search(r"order = \[([^\]]*)\]", layout)
-        if "offset" in layout or not found:
-            raise NotImplementedError(f"shared memory layout {layout}")
+        cga = bases(f["CGALayout"]) if "CGALayout" in f else []
+        parts = [s >> sum(1 for b in cga if b[d]) for d, s in enumerate(shape)]
         steps = []
-        for d in (int(x) for x in found[1].split(",")):
-            steps += [[1 << i if k == d else 0 for k in range(len(shape))] for i in range((shape[d] - 1).bit_length())]
-        return steps, []
+        for d in int_array(f["order"]):
+            steps += [[1 << i if k == d else 0 for k in range(len(shape))] for i in range((parts[d] - 1).bit_length())]
+        return steps, [[x * s for x, s in zip(b, parts, strict=True)] for b in cga]
     linear = linear_layout(layout, shape)
     if not hasattr(linear, "offset_bases"):
         raise NotImplementedError(f"shared memory layout {layout}")
@@ -178,6 +178,45 @@ def local_view(shape: tuple[int, ...], whole: tuple[int, ...], local: tuple[int,
     )
 
 
-def full_offsets(m: MemDesc, num_ctas: int) -> Any:
-    """Byte offsets of the whole allocation that a slice is part of."""
-    return shared_buffer(MemDesc(m.alloc_shape, m.element, m.layout, m.space, m.alloc_shape), num_ctas).offsets
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Where each element of a buffer lies, by its coordinates in the whole of it.
+
+    owners: number of the CTA that has it, without the bits over which the buffer is replicated, which are zero_bits.
+    offsets: its bytes from the start of the buffer there.
+    """
+
+    owners: Any
+    offsets: Any
+    zero_bits: int
+
+
+@functools.lru_cache(maxsize=4096)
+def spread_of(m: MemDesc, num_ctas: int) -> Spread:
+    """Of the whole allocation that a view is part of."""
+    rank = layout_rank(m.layout)
+    tail = m.alloc_shape[-rank:]
+    offset_bases, block_bases = shared_bases(m.layout, tail)
+    positions = np.zeros((1, len(tail)), np.int64)
+    for basis in offset_bases:
+        positions = np.concatenate([positions, positions ^ np.array(basis)])
+    places = padded(np.arange(len(positions)), padding(m.layout)) * m.element.bytes
+    owners, zero_bits = np.zeros(len(positions), np.int64), 0
+    for cta_bit, basis in enumerate(block_bases if num_ctas > 1 else []):
+        moved = [b if b < s else 0 for b, s in zip(basis, tail, strict=True)]
+        if not any(moved):
+            zero_bits |= 1 << cta_bit
+            continue
+        positions = np.concatenate([positions, positions ^ np.array(moved)])
+        places, owners = np.concatenate([places, places]), np.concatenate([owners, owners | 1 << cta_bit])
+    flat: Any = np.ravel_multi_index(tuple(positions.T), tail)
+    tables = np.zeros((2, math.prod(tail)), np.int64)
+    tables[:, flat[::-1]] = owners[::-1], places[::-1]  # backwards: of several places the lowest
+    return Spread(tables[0].reshape(tail), tables[1].reshape(tail), zero_bits)
+
+
+def cuts_split(m: MemDesc, num_ctas: int) -> bool:
+    """Whether a view is a slice along a dimension over which the CTAs are spread: it lies in some of them alone."""
+    shard = shared_buffer(m, num_ctas).shard
+    shape = m.shape[-len(shard.shape) :]
+    return any(bits and s != w for s, w, bits in zip(shape, shard.shape, shard.bits, strict=False))

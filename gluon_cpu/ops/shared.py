@@ -1,11 +1,12 @@
 """Shared memory as the threads of a role see it: loads, stores, gathers and scatters."""
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..findings import OutOfBounds
-from ..memory import OFFSET_MASK, runs_of
+from ..memory import OFFSET_MASK, decode, runs_of
 from ..poison import plain
 from ..reductions import combine
 from ..shadow import Access, Scope
@@ -13,6 +14,14 @@ from .base import AgentBase
 
 if TYPE_CHECKING:
     from ..cta import Cta
+
+
+class Place(NamedTuple):
+    """Some elements of a tensor: in whose shared memory, which ones by their number, their byte offsets there."""
+
+    cta: "Cta"
+    chosen: Any
+    offsets: Any
 
 
 class NoSlot:
@@ -61,6 +70,9 @@ class SharedOps(AgentBase):
 
     def local_load(self, info: Any, m: int) -> Any:
         self.at = info
+        if info.spread is not None:
+            shape = info.source_shard.local_shape
+            return self.gathered(info, self.places(info, m, shape), shape)
         cta = self.cta
         if cta.checks:
             runs, base = info.pattern.runs_at(m)
@@ -69,43 +81,46 @@ class SharedOps(AgentBase):
 
     def local_store(self, info: Any, m: int, data: Any) -> None:
         self.at = info
+        if info.spread is not None:
+            self.scattered(info, self.places(info, m, info.source_shard.local_shape), plain(data))
+            return
         cta = self.cta
         if cta.checks:
             runs, base = info.pattern.runs_at(m)
             cta.shadow.write(runs, base, self.clk, self.access(info))
         info.pattern.store(cta.memory, m, plain(data))
 
-    def places(self, info: Any, m: int, indices: Any, axis: int) -> list[tuple["Cta", Any, Any]]:
-        """Where elements lie whose coordinate along `axis` is given by `indices`: for each CTA that has some of them,
-        (it, which of them by their number, their byte offsets in its shared memory)."""
-        offsets, start = info.pattern.offsets_at(m)
-        target = info.target_shard
-        size = offsets.shape[axis] if target is None else target.shape[axis]
-        if np.any((indices < 0) | (indices >= size)):
-            bad = indices[(indices < 0) | (indices >= size)].flat[0]
-            message = (
-                f"{self.who}: index {bad} along dimension {axis} of {self.cta.name_at(m & OFFSET_MASK)}, which has "
-                f"{size} there\n    at {info.site.where}"
-            )
-            self.cluster.machine.found(OutOfBounds(message, (info.site,)))
-            indices = np.clip(indices, 0, size - 1)
-        if target is None:
-            coordinates = list(np.indices(indices.shape, sparse=True))
-            coordinates[axis] = indices
-            return [(self.cta, slice(None), (offsets[tuple(coordinates)] + start).reshape(-1))]
-        mine = [info.source_shard.coordinates(d, self.cta.number) for d in range(indices.ndim)]
-        coordinates = [np.broadcast_to(c, indices.shape).reshape(-1) for c in np.ix_(*mine)]
-        coordinates[axis] = indices.reshape(-1)
+    def places(self, info: Any, m: int, shape: tuple[int, ...], indices: Any = None, axis: int = 0) -> list[Place]:
+        """Where the elements of this CTA's part of a tensor lie. indices: their coordinates along `axis`, if these are
+        not those that they have in the tensor."""
+        start, xor, first = decode(m)
+        spread = info.spread
+        if indices is not None:
+            size = info.pattern.shape[axis] if spread is None else info.shape[axis]
+            wrong = (indices < 0) | (indices >= size)
+            if np.any(wrong):
+                message = (
+                    f"{self.who}: index {indices[wrong].flat[0]} along dimension {axis} of {self.cta.name_at(start)}, "
+                    f"which has {size} there\n    at {info.site.where}"
+                )
+                self.cluster.machine.found(OutOfBounds(message, (info.site,)))
+                indices = np.clip(indices, 0, size - 1)
+        mine: list[Any] = list(np.indices(shape, sparse=True))
+        if spread is not None:
+            mine = list(np.ix_(*(info.source_shard.coordinates(d, self.cta.number) for d in range(len(shape)))))
+        if indices is not None:
+            mine[axis] = indices
+        table = info.pattern.offsets if spread is None else spread.offsets
+        offsets = np.broadcast_to((table[tuple(mine)] ^ xor) + start, shape).reshape(-1)
+        if spread is None:
+            return [Place(self.cta, slice(None), offsets)]
         # Copies over the other bits: each CTA uses those of its own.
-        owners = np.full(indices.size, self.cta.number & ~target.cta_bits)
-        for c, bits in zip(coordinates, target.bits, strict=True):
-            for bit, cta_bit in bits:
-                owners |= (c >> bit & 1) << cta_bit
+        owners = spread.owners[tuple(mine)] ^ first | self.cta.number & spread.zero_bits
+        owners = np.broadcast_to(owners, shape).reshape(-1)
         found = []
         for number in np.unique(owners).tolist():
             chosen = np.flatnonzero(owners == number)
-            local = [np.searchsorted(target.coordinates(d, number), c[chosen]) for d, c in enumerate(coordinates)]
-            found.append((self.cluster.ctas[number], chosen, offsets[tuple(local)] + start))
+            found.append(Place(self.cluster.ctas[number], chosen, offsets[chosen]))
         return found
 
     def touch(self, info: Any, cta: "Cta", offsets: Any, access: Access, how: str) -> None:
@@ -115,32 +130,42 @@ class SharedOps(AgentBase):
             if cta is not self.cta:
                 cta.touched[self.slot] = (self.t, self.who, info)
 
-    def local_gather(self, info: Any, m: int, indices: Any, axis: int) -> Any:
-        self.at = info
+    def gathered(self, info: Any, places: list[Place], shape: tuple[int, ...]) -> Any:
         p = info.pattern
-        out = np.empty(indices.size, p.dtype)
-        for cta, chosen, offsets in self.places(info, m, indices, axis):
+        out = np.empty(math.prod(shape), p.dtype)
+        for cta, chosen, offsets in places:
             self.touch(info, cta, offsets, self.access(info), "read")
             out[chosen] = cta.memory.views[p.element_bytes].take(offsets // p.element_bytes).view(p.dtype)
-        return out.reshape(indices.shape)
+        return out.reshape(shape)
+
+    def scattered(self, info: Any, places: list[Place], data: Any) -> None:
+        p = info.pattern
+        access = self.access(info)
+        if info.spread is not None and info.copies:
+            # Each CTA that holds a copy of a value writes it, to the same place: no race among them.
+            access = access._replace(atomic=Scope(False, self.cluster.number, self.cta.number))
+        for cta, chosen, offsets in places:
+            self.touch(info, cta, offsets, access, "write")
+            view = cta.memory.views[p.element_bytes]
+            view[offsets // p.element_bytes] = np.ascontiguousarray(data).reshape(-1).view(view.dtype)[chosen]
+
+    def local_gather(self, info: Any, m: int, indices: Any, axis: int) -> Any:
+        self.at = info
+        return self.gathered(info, self.places(info, m, indices.shape, indices, axis), indices.shape)
 
     def local_scatter(self, info: Any, m: int, data: Any, indices: Any, axis: int) -> None:
         self.at = info
-        p = info.pattern
-        for cta, chosen, offsets in self.places(info, m, indices, axis):
-            self.touch(info, cta, offsets, self.access(info), "write")
-            view = cta.memory.views[p.element_bytes]
-            view[offsets // p.element_bytes] = np.ascontiguousarray(data).reshape(-1).view(view.dtype)[chosen]
+        self.scattered(info, self.places(info, m, indices.shape, indices, axis), data)
 
     def local_atomic(self, info: Any, m: int, data: Any, indices: Any, axis: int, mask: Any = None) -> Any:
         self.at = info
         p = info.pattern
         values, old = np.broadcast_to(data, indices.shape).reshape(-1), np.zeros(indices.size, p.dtype)
         wanted = np.ones(indices.size, np.bool_) if mask is None else mask.reshape(-1)
-        for cta, chosen, offsets in self.places(info, m, indices, axis):
+        for cta, chosen, offsets in self.places(info, m, indices.shape, indices, axis):
             keep = wanted[chosen]
             # Between CTAs they are atomic too, if the CTAs share the buffer.
-            scope = Scope(info.target_shard is None, self.cluster.number, self.cta.number)
+            scope = Scope(info.spread is None, self.cluster.number, self.cta.number)
             access = self.access(info)._replace(atomic=scope)
             for how in ("read", "write"):
                 self.touch(info, cta, offsets[keep], access, how)

@@ -7,7 +7,7 @@ import numpy as np
 from ..clocks import ORDER
 from ..findings import OutOfBounds
 from ..global_memory import Descriptor, Im2colDescriptor
-from ..memory import OFFSET_MASK, runs_of
+from ..memory import decode, runs_of
 from ..shadow import Access, Conflict, Scope
 from .base import AgentBase
 from .mbarrier import Barrier
@@ -249,9 +249,10 @@ class PeerStore(Task):
 
     def run(self) -> None:
         info, cluster = self.info, self.cluster
+        start, xor, _ = decode(self.m)
         for number, offsets, values in self.parts:
             cta = cluster.ctas[number]
-            flat = offsets + (self.m & OFFSET_MASK)
+            flat = (offsets ^ xor) + start
             if cta.checks:
                 cta.shadow.write(runs_of(flat, info.item), 0, self.clk, self.access()._replace(is_async=False))
                 cta.touched[self.slot] = (self.time, self.who, info)
@@ -359,8 +360,6 @@ class TmaOps(AgentBase):
     def tma_store(self, info: Any, desc: Descriptor, coords: tuple[int, ...], m: int) -> None:
         self.at = info
         c = self.cta.number
-        if c & info.data_zero:
-            return  # every CTA of the group holds the same data; one writes it, or adds it
         low = tuple(int(x) + o for x, o in zip(coords, info.low[c], strict=True))
         extent = info.extent
         self.issue_store(info, m, lambda task, data: write_box(task, desc, low, extent, data.reshape(extent)))
@@ -381,6 +380,8 @@ class TmaOps(AgentBase):
         self.stores += 1
         number = self.stores
         self.fence_as_compiled(info.pattern, m)
+        if self.cta.number & info.data_zero:
+            return  # all hold the same data, and one writes it or adds it; the bulk group of the others is empty
         # Neither is ordered after earlier stores of the role, unless it has waited for them.
         clk = self.async_clk()
         read = StoreRead(self, info, clk, number, m)

@@ -8,16 +8,8 @@ import torch
 import gluon_cpu
 from gluon_cpu.ir.tensor_memory import tensor_memory_offsets
 from gluon_cpu.ir.types import MemDesc, Scalar
-from tests.compat import (
-    blackwell,
-    gl,
-    jit,
-)
-from tests.gluon_cpu.support import (
-    ROW_HALVES,
-    normal,
-    poisoned,
-)
+from tests.compat import TensorDescriptor, async_copy, blackwell, cluster, gl, jit, tma
+from tests.gluon_cpu.support import ROW_COPIES, ROW_HALVES, descriptor, new_barrier, normal, poisoned
 
 LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
 
@@ -67,16 +59,60 @@ def test_gather_of_registers_over_ctas():
     refused(gather_registers, out, marker="gather over CTAs", words="own part alone", num_ctas=2)
 
 
+HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], [[1]]))
+COPIES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], [[0]]))
+
+
 @jit
-def gather_from_a_half(out_ptr):
-    tile = gl.allocate_shared_memory(gl.int32, [512], gl.SwizzledSharedLayout(1, 1, 1, [0], [[1]]))
+def add_to_copies():
+    """Compiled to an addition by CTA 0 in its own copy alone."""
+    i = gl.arange(0, 256, ROW_COPIES)
+    tile = gl.allocate_shared_memory(gl.int32, [256], COPIES, i)
+    tile.atomic_scatter_add(i, i, axis=0)  # <- atomic on copies
+
+
+def test_atomics_on_copies():
+    refused(add_to_copies, marker="atomic on copies", words="those of one alone", num_ctas=2)
+
+
+@jit
+def copy_into_the_other_half(x_ptr):
+    tile = gl.allocate_shared_memory(gl.int32, [512], HALVES)
     i = gl.arange(0, 256, ROW_HALVES)
-    gl.store(out_ptr + i, tile.slice(0, 256).gather(255 - i, axis=0))  # <- gather from a part
+    async_copy.async_load(tile.slice(0, 256), x_ptr + i)  # <- cp.async to a peer
 
 
-def test_gather_from_a_part_of_what_ctas_share():
-    out = poisoned(256, dtype=torch.int32)
-    refused(gather_from_a_half, out, marker="gather from a part", words="a part of a buffer", num_ctas=2)
+def test_cp_async_into_another_cta():
+    x = torch.zeros(256, dtype=torch.int32)
+    refused(copy_into_the_other_half, x, marker="cp.async to a peer", words="does not reach", num_ctas=2)
+
+
+@jit
+def load_into_the_other_half(desc):
+    tile = gl.allocate_shared_memory(gl.float32, [128, 32], desc.layout)
+    loaded = new_barrier(1)
+    cluster.barrier()
+    tma.async_load(desc, [0, 0], loaded, tile.slice(64, 64, dim=0))  # <- TMA to a peer
+
+
+def test_tma_into_a_slice_that_one_cta_has():
+    desc = descriptor(normal(64, 32), [64, 32], cga=[[1, 0]])
+    refused(load_into_the_other_half, desc, marker="TMA to a peer", words="by other than loads", num_ctas=2)
+
+
+@jit
+def load_a_column_of_a_batch(desc, SHARED: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [64, 32], SHARED)
+    loaded = new_barrier(1)
+    cluster.barrier()
+    tma.async_load(desc, [0, 1, 0], loaded, tile)  # <- box in parts
+
+
+def test_a_box_with_other_dimensions_in_parts():
+    """Compiled so that CTA 1 adds its first row to the coordinate of the batch."""
+    boxes, tiles = (gl.NVMMASharedLayout(128, 32, n, cga_layout=[[1] + [0] * (n - 1)]) for n in (3, 2))
+    desc = TensorDescriptor.from_tensor(normal(64, 4, 32), [64, 1, 32], boxes)
+    refused(load_a_column_of_a_batch, desc, marker="box in parts", words="moves wrong ones", SHARED=tiles, num_ctas=2)
 
 
 @jit

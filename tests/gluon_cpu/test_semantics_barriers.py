@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import gluon_cpu
 from tests.compat import ampere_mbarrier, async_store, cluster, gl, jit, mbarrier, tma
 from tests.gluon_cpu import findings_hopper as hopper
 from tests.gluon_cpu.support import (
@@ -347,25 +348,32 @@ def test_expect_from_cta_0_for_all(launch):
 
 
 @jit
-def store_to_peers(out_ptr):
+def store_to_peers(out_ptr, SLICE: gl.constexpr, WAIT: gl.constexpr):
     """An asynchronous store through the cluster: rows sharded in registers, columns in shared memory."""
     x = gl.arange(0, 32, gl.SliceLayout(1, MATRIX_HALVES))[:, None] * 32
     x += gl.arange(0, 32, gl.SliceLayout(0, MATRIX_HALVES))[None, :]
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[0, 1]])
-    tile = gl.allocate_shared_memory(gl.int32, [32, 32], LAYOUT)
+    tile = gl.allocate_shared_memory(gl.int32, [64 if SLICE else 32, 32], LAYOUT)
+    if SLICE:
+        tile = tile.slice(32, 32, dim=0)
     arrived = new_barrier(1)
     cluster.barrier()
-    mbarrier.expect(arrived, tile.nbytes_per_cta)
+    mbarrier.expect(arrived, 2048)  # half of the tile
     async_store(tile, x, arrived)
-    mbarrier.wait(arrived, 0)
+    if WAIT:
+        mbarrier.wait(arrived, 0)
     store_matrix(out_ptr, tile.load(MATRIX_COLUMN_HALVES))
+    mbarrier.wait(arrived, 0)
     cluster.barrier()
 
 
-def test_asynchronous_store_into_the_peer(launch):
+@pytest.mark.parametrize("of_slice", [False, True])
+def test_asynchronous_store_into_the_peer(launch, of_slice):
     out = poisoned(32, 32, dtype=torch.int32)
-    launch(store_to_peers, (1,), out, num_ctas=2)
+    launch(store_to_peers, (1,), out, SLICE=of_slice, WAIT=True, num_ctas=2)
     same(out, torch.arange(1024, dtype=torch.int32).reshape(32, 32))
+    with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
+        launch(store_to_peers, (1,), out, SLICE=of_slice, WAIT=False, num_ctas=2)
 
 
 def test_asynchronous_store_into_one_peer(launch):

@@ -216,6 +216,10 @@ def test_atomics_over_ctas(launch):
     same(out, want)
 
 
+def row_descriptor(t: torch.Tensor, cga: list[list[int]]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(t, [1, 32], gl.NVMMASharedLayout(128, 32, 2, cga_layout=cga))
+
+
 @jit
 def gather_rows(desc, stored, ROWS: gl.constexpr, WAIT: gl.constexpr):
     """Each CTA gathers half of the rows into its half of the tile, and scatters them."""
@@ -235,10 +239,86 @@ def gather_rows(desc, stored, ROWS: gl.constexpr, WAIT: gl.constexpr):
 
 def test_tma_gather_and_scatter_of_rows_over_ctas(blackwell_launch):
     x, out = normal(64, 32), poisoned(64, 32)
-    layout = gl.NVMMASharedLayout(128, 32, 2, cga_layout=[[1, 0]])
     rows = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 4], [1, 0], [[0, 1]]))
-    descriptors = [TensorDescriptor.from_tensor(t, [1, 32], layout) for t in (x, out)]
+    descriptors = [row_descriptor(t, [[1, 0]]) for t in (x, out)]
     blackwell_launch(gather_rows, (1,), *descriptors, ROWS=rows, WAIT=True, num_ctas=2)
     same(out, x[torch.arange(64) * 5 % 64].flip(0))
     with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
         blackwell_launch(gather_rows, (1,), *descriptors, ROWS=rows, WAIT=False, num_ctas=2)
+
+
+COPIES_BY_ROW = gl.constexpr(gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 4], [1, 0], [[0, 0]])))
+
+
+@jit
+def scatter_a_copy(desc, WAIT: gl.constexpr):
+    """Both CTAs hold the tile: one of them writes its rows, as compiled."""
+    one = gl.full([32, 32], 1.0, gl.float32, MATRIX_COPIES)
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout, one)
+    rows = gl.arange(0, 32, COPIES_BY_ROW)
+    tma_blackwell.async_scatter(desc, 2 * rows, 0, tile)
+    if WAIT:
+        tma.store_wait(0)
+    tile.store(one + one)
+    tma_blackwell.async_scatter(desc, 2 * rows + 1, 0, tile)
+    tma.store_wait(0)
+    cluster.barrier()
+
+
+def test_scatter_of_a_tile_that_every_cta_holds(blackwell_launch):
+    x = poisoned(64, 32)
+    blackwell_launch(scatter_a_copy, (1,), row_descriptor(x, [[0, 0]]), WAIT=True, num_ctas=2)
+    same(x, torch.tensor([1.0, 2.0]).repeat(32)[:, None].expand(64, 32))
+    with pytest.raises(gluon_cpu.DataRace, match="data race on tile"):
+        blackwell_launch(scatter_a_copy, (1,), row_descriptor(x, [[0, 0]]), WAIT=False, num_ctas=2)
+
+
+@jit
+def gather_copies(desc, out_ptr, MULTICAST: gl.constexpr, WAIT: gl.constexpr):
+    """Both CTAs get all rows: each by its own gather, or by one of CTA 0 for both."""
+    tile = gl.allocate_shared_memory(gl.float32, [32, 32], desc.layout)
+    loaded = new_barrier(1)
+    cluster.barrier()
+    mbarrier.expect(loaded, tile.nbytes_per_cta)
+    rows = gl.arange(0, 32, COPIES_BY_ROW)
+    tma_blackwell.async_gather(desc, rows * 5 % 32, 0, loaded, tile, multicast=MULTICAST)
+    if WAIT:
+        mbarrier.wait(loaded, 0)
+    store_matrix(out_ptr, tile.load(MATRIX_HALVES))
+    mbarrier.wait(loaded, 0)
+    cluster.barrier()
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+def test_gather_of_a_tile_that_every_cta_holds(blackwell_launch, multicast):
+    x, out = normal(32, 32), poisoned(32, 32)
+    arguments = row_descriptor(x, [[0, 0]]), out
+    blackwell_launch(gather_copies, (1,), *arguments, MULTICAST=multicast, WAIT=True, num_ctas=2)
+    same(out, x[torch.arange(32) * 5 % 32])
+    with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
+        blackwell_launch(gather_copies, (1,), *arguments, MULTICAST=multicast, WAIT=False, num_ctas=2)
+
+
+@jit
+def wait_for_all_but_the_copy(halves, copies, ONE: gl.constexpr):
+    """A bulk group in which CTA 1 stores nothing, as CTA 0 does it for both, counts all the same."""
+    one = gl.full([64, 32], 1.0, gl.float32, MATRIX_HALVES)
+    a = gl.allocate_shared_memory(gl.float32, [64, 32], halves.layout, one)
+    two = gl.full([32, 32], 2.0, gl.float32, MATRIX_COPIES)
+    b = gl.allocate_shared_memory(gl.float32, [32, 32], copies.layout, two)
+    tma.async_store(halves, [0, 0], a)
+    tma.async_store(copies, [0, 0], b)
+    tma.store_wait(1 if ONE else 2)
+    a.store(3.0 * one)
+    tma.store_wait(0)
+    cluster.barrier()
+
+
+def test_an_empty_bulk_group_counts(launch):
+    x, y = poisoned(64, 32), poisoned(32, 32)
+    arguments = descriptor(x, [64, 32], cga=[[1, 0]]), descriptor(y, [32, 32], cga=[[0, 0]])
+    launch(wait_for_all_but_the_copy, (1,), *arguments, ONE=True, num_ctas=2)
+    same(x, torch.ones(64, 32))
+    same(y, torch.full((32, 32), 2.0))
+    with pytest.raises(gluon_cpu.DataRace, match="data race on a"):
+        launch(wait_for_all_but_the_copy, (1,), *arguments, ONE=False, num_ctas=2)

@@ -28,12 +28,19 @@ PADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[32, 4]], [32, 32
 LINEAR = gl.constexpr(
     gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4], [2, 8], [4, 16], [8, 0], [16, 0]])
 )
+# Rows in another order, of which each eighth lies four elements further.
+PADDED_ROWS = gl.constexpr(
+    gl.PaddedSharedLayout(
+        [[128, 4]], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], [1, 0], [2, 0], [4, 0], [16, 0]], [], [32, 32]
+    )
+)
 LAYOUTS = {
     "plain": PLAIN_2D,
     "swizzled": SWIZZLED,
     "nvmma": NVMMA,
     "nvmma transposed": NVMMA_T,
     "padded": PADDED,
+    "padded, rows in another order": PADDED_ROWS,
     "linear": LINEAR,
 }
 

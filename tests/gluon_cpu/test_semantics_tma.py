@@ -435,6 +435,32 @@ def test_a_box_with_more_dimensions_than_its_tile(launch):
 
 
 @jit
+def rows_of_a_box(desc, out_ptr, column, WAIT: gl.constexpr):
+    """A tile that has the rows of the box, counted in fewer dimensions."""
+    tile = gl.allocate_shared_memory(gl.float32, [32, 64], gl.NVMMASharedLayout(128, 32, 2))
+    loaded = new_barrier(1)
+    gl.barrier()
+    mbarrier.expect(loaded, tile.nbytes_per_cta)
+    tma.async_load(desc, [8, column, 0], loaded, tile)
+    if WAIT:
+        mbarrier.wait(loaded, 0)
+    store_matrix(out_ptr, tile.load(MATRIX))
+    mbarrier.wait(loaded, 0)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_box_that_has_its_rows_in_two_dimensions(launch, columns):
+    x, out = normal(32, 4, 64), poisoned(32, 64)
+    layout = gl.NVMMASharedLayout(128, 32, 3)
+    desc = TensorDescriptor.from_tensor(x, [32 // columns, columns, 64], layout)
+    launch(rows_of_a_box, (1,), desc, out, 2, WAIT=True)
+    padded = torch.cat([x[8:], torch.zeros(8, 4, 64)])
+    same(out, padded[: 32 // columns, 2 : 2 + columns].reshape(32, 64))
+    with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
+        launch(rows_of_a_box, (1,), desc, out, 2, WAIT=False)
+
+
+@jit
 def copy_tile(desc, out_ptr):
     store_matrix(out_ptr, load_tile(desc).load(MATRIX))
 
