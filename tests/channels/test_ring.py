@@ -9,7 +9,8 @@ import gluon_cpu
 from channels.ring import Ring, ring_start
 from tests.channels.support import NO_BUG, finds, under_schedules
 from tests.compat import gl, jit, mbarrier
-from tests.gluon_cpu.support import PLAIN, ROW, poisoned, same
+from tests.gluon_cpu.layouts import PLAIN, ROW
+from tests.gluon_cpu.support import poisoned, same
 
 SLOTS = [1, 2, 3, 4, 5]
 LAPS = 5

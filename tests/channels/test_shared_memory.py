@@ -9,16 +9,8 @@ import gluon_cpu
 from channels import SharedMemoryChannel, SharedMemoryProducer, close_all, init_all, tma
 from tests.channels.support import NO_BUG, finds, refuses, under_schedules
 from tests.compat import gl, jit, mbarrier
-from tests.gluon_cpu.support import (
-    MATRIX,
-    MATRIX_COPIES,
-    descriptor,
-    normal,
-    poisoned,
-    same,
-    small_integers,
-    store_matrix,
-)
+from tests.gluon_cpu.layouts import MATRIX, MATRIX_COPIES
+from tests.gluon_cpu.support import descriptor, normal, poisoned, same, small_integers, store_matrix
 
 STEPS = 5
 MATRIX_1 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0]))

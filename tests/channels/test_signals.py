@@ -9,7 +9,8 @@ import gluon_cpu
 from channels import SignalChannel, close_all, init_all
 from tests.channels.support import NO_BUG, finds, under_schedules
 from tests.compat import gl, jit
-from tests.gluon_cpu.support import PLAIN, ROW, poisoned, same
+from tests.gluon_cpu.layouts import PLAIN, ROW
+from tests.gluon_cpu.support import poisoned, same
 
 ROUNDS = 4
 

@@ -9,16 +9,8 @@ import gluon_cpu
 from channels import SharedMemoryChannel, close_all, init_all, tma
 from tests.channels.support import NO_BUG, finds, refuses, under_schedules
 from tests.compat import gl, jit, mbarrier
-from tests.gluon_cpu.support import (
-    MATRIX,
-    descriptor,
-    load_matrix,
-    normal,
-    poisoned,
-    same,
-    small_integers,
-    store_matrix,
-)
+from tests.gluon_cpu.layouts import MATRIX
+from tests.gluon_cpu.support import descriptor, load_matrix, normal, poisoned, same, small_integers, store_matrix
 
 STEPS = 4
 

@@ -1,7 +1,8 @@
 """Kernels with one bug each in their copies: by TMA, and by `cp.async`. As findings_hopper.py."""
 
 from tests.compat import async_copy, fence_async_shared, gl, jit, mbarrier, tma
-from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, load_matrix, new_barrier, store_matrix
+from tests.gluon_cpu.layouts import MATRIX, PLAIN, ROW
+from tests.gluon_cpu.support import load_matrix, new_barrier, store_matrix
 
 
 @jit

@@ -12,7 +12,8 @@ from tests.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tests.gluon_cpu.support import MATRIX, MATRIX_COPIES, PLAIN, ROW, ROW_1, new_barrier, store_matrix
+from tests.gluon_cpu.layouts import MATRIX, MATRIX_COPIES, PLAIN, ROW, ROW_1
+from tests.gluon_cpu.support import new_barrier, store_matrix
 
 COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))

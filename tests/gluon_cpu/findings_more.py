@@ -11,7 +11,8 @@ from tests.compat import (
     tma,
 )
 from tests.gluon_cpu.findings_hopper import operands
-from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, new_barrier, store_matrix
+from tests.gluon_cpu.layouts import MATRIX, PLAIN, ROW
+from tests.gluon_cpu.support import new_barrier, store_matrix
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Barriers

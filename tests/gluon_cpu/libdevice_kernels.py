@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from tests.compat import gl, jit, libdevice
-from tests.gluon_cpu.support import ROW, normal, poisoned
+from tests.gluon_cpu.layouts import ROW
+from tests.gluon_cpu.support import normal, poisoned
 
 N = 128
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.5, -2.5, math.inf, -math.inf, math.nan, 1e-40, 3e38])

@@ -1,24 +1,11 @@
-"""What the kernels of these tests share: layouts, inputs, poisoned outputs."""
+"""What the kernels of these tests share: loads and stores, inputs, poisoned outputs."""
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tests.compat import TensorDescriptor, cluster, gl, jit, mbarrier, tma
-
-# Layouts for four warps: 128 elements in a row; a matrix by rows.
-ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-MATRIX = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-# For one warp.
-ROW_1 = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-# For two CTAs, each with half of the elements (rows), or both with all.
-ROW_HALVES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0], [[1]]))
-ROW_COPIES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0], [[0]]))
-MATRIX_HALVES = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], [[1, 0]]))
-MATRIX_COLUMN_HALVES = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], [[0, 1]]))
-MATRIX_COPIES = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], [[0, 0]]))
-# Shared memory without and with the swizzle that TMA and the tensor cores use.
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PLAIN_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @jit
@@ -61,6 +48,13 @@ def load_tile(desc, row=0, column=0):
     mbarrier.wait(loaded, 0)
     mbarrier.invalidate(loaded)  # the next tile may come to lie in its bytes
     return tile
+
+
+def line_of(file: str, marker: str) -> str:
+    """ "name.py:line" of the line of a test that ends in `# <- marker`."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    (line,) = (i for i, text in enumerate(lines, 1) if text.endswith(f"# <- {marker}"))
+    return f"{Path(file).name}:{line}"
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

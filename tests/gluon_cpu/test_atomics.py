@@ -5,7 +5,8 @@ import torch
 
 import gluon_cpu
 from tests.compat import gl, jit
-from tests.gluon_cpu.support import ROW, ROW_1, ROW_HALVES, poisoned, same
+from tests.gluon_cpu.layouts import ROW, ROW_1, ROW_HALVES
+from tests.gluon_cpu.support import poisoned, same
 
 
 def flag() -> torch.Tensor:

@@ -5,7 +5,8 @@ import torch
 
 import gluon_cpu
 from tests.compat import fence_async_shared, gl, jit, mbarrier, tma
-from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, ROW_1, descriptor, new_barrier, poisoned, same
+from tests.gluon_cpu.layouts import MATRIX, PLAIN, ROW, ROW_1
+from tests.gluon_cpu.support import descriptor, new_barrier, poisoned, same
 
 
 @pytest.fixture(params=gluon_cpu.POLICIES)

@@ -3,8 +3,6 @@
 test_findings.py has a pair for the captures of warp_specialize and one for the scratch of a sum.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,13 +17,10 @@ from tests.compat import (
     warpgroup_mma_wait,
 )
 from tests.gluon_cpu.findings_hopper import ACC, operands, scratch_over_a_store, signals, waits
+from tests.gluon_cpu.layouts import MATRIX, PLAIN, ROW, ROW_COPIES, ROW_HALVES
 from tests.gluon_cpu.support import (
-    MATRIX,
-    PLAIN,
-    ROW,
-    ROW_COPIES,
-    ROW_HALVES,
     descriptor,
+    line_of,
     new_barrier,
     normal,
     poisoned,
@@ -43,13 +38,6 @@ def launch(request):
         return gluon_cpu.launch(kernel, (1,), *arguments, **{"mode": "lowered", "schedule": schedule, **options})
 
     return run
-
-
-def line_of(marker: str) -> str:
-    """ "file:line" of the line that ends in a marker."""
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    (line,) = (i for i, text in enumerate(lines, 1) if text.endswith(f"# <- {marker}"))
-    return f"{Path(__file__).name}:{line}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,7 +165,7 @@ def test_exchanges_between_ctas(launch):
 
 def test_scratch_that_a_peer_still_reads(launch, compiled_without):
     compiled_without("ttng.cluster_barrier", 0)
-    with pytest.raises(gluon_cpu.DataRace, match=line_of("exchange")) as caught:
+    with pytest.raises(gluon_cpu.DataRace, match=line_of(__file__, "exchange")) as caught:
         launch(two_exchanges, poisoned(256, dtype=torch.int32), num_ctas=2)
     assert "reads: two_exchanges (CTA 0): exchange between CTAs" in str(caught.value).replace("CTA 1", "CTA 0")
     assert "writes: two_exchanges (CTA 0): scratch of convert_layout" in str(caught.value).replace("CTA 1", "CTA 0")

@@ -9,7 +9,8 @@ import torch
 import gluon_cpu
 from gluon_cpu import Accept
 from tests.compat import gl, jit, mbarrier, tma
-from tests.gluon_cpu.support import PLAIN, ROW, descriptor, new_barrier, normal, poisoned, same
+from tests.gluon_cpu.layouts import PLAIN, ROW
+from tests.gluon_cpu.support import descriptor, new_barrier, normal, poisoned, same
 
 MODES = pytest.mark.parametrize("mode", ["fast", "lowered"])
 

@@ -5,18 +5,8 @@ import torch
 
 import gluon_cpu
 from tests.compat import async_copy, fence_async_shared, gl, jit, mbarrier, tma
-from tests.gluon_cpu.support import (
-    MATRIX,
-    PLAIN,
-    ROW,
-    descriptor,
-    load_matrix,
-    new_barrier,
-    normal,
-    poisoned,
-    same,
-    store_matrix,
-)
+from tests.gluon_cpu.layouts import MATRIX, PLAIN, ROW
+from tests.gluon_cpu.support import descriptor, load_matrix, new_barrier, normal, poisoned, same, store_matrix
 
 SCHEDULES = [gluon_cpu.Schedule(policy, seed) for policy in gluon_cpu.POLICIES for seed in range(4)]
 MATRIX_1 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0]))

@@ -7,7 +7,8 @@ import torch
 
 import gluon_cpu
 from tests.compat import gl, jit
-from tests.gluon_cpu.support import ROW, poisoned
+from tests.gluon_cpu.layouts import ROW
+from tests.gluon_cpu.support import poisoned
 
 
 @jit

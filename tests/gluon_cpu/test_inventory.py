@@ -19,7 +19,8 @@ from tests.compat import (
     tma,
 )
 from tests.gluon_cpu import inventory
-from tests.gluon_cpu.support import MATRIX, ROW, load_matrix, normal, poisoned, store_matrix
+from tests.gluon_cpu.layouts import MATRIX, ROW
+from tests.gluon_cpu.support import load_matrix, normal, poisoned, store_matrix
 
 # Test: the operations for which it is the one to look at.
 TESTED: dict[str, str] = {

@@ -1,7 +1,6 @@
 """Ways to run: ordinary launches, modes, targets; an operation that the machine does not know."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ from gluon_cpu import generate
 from gluon_cpu.compat import GluonJITFunction, JITFunction, driver
 from tests.compat import gl, jit
 from tests.gluon_cpu import findings_hopper as hopper
-from tests.gluon_cpu.support import ROW, normal, poisoned, same
+from tests.gluon_cpu.layouts import ROW
+from tests.gluon_cpu.support import line_of, normal, poisoned, same
 
 
 @jit
@@ -79,11 +79,9 @@ def foreign(x_ptr, out_ptr):
 
 def test_unknown_operation_is_named_with_its_line(monkeypatch):
     monkeypatch.delitem(generate.HANDLERS, "tti.experimental_fpsan_embed")  # as if Triton had added it yesterday
-    source = Path(__file__).read_text(encoding="utf-8").splitlines()
-    line = next(i for i, text in enumerate(source, 1) if text.endswith("# <- no" + " such machine"))
     with pytest.raises(NotImplementedError, match="fpsan_embed") as caught:
         gluon_cpu.launch(foreign, (1,), normal(128), poisoned(128, dtype=torch.int32))
-    assert f"{Path(__file__).name}:{line}" in str(caught.value)
+    assert line_of(__file__, "no such machine") in str(caught.value)
 
 
 def test_a_warmup_compiles_for_a_card_and_checks_nothing():

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +11,7 @@ from gluon_cpu.ir.locations import assigned_name
 from tests.compat import TensorDescriptor, gl, jit, mbarrier, tma
 from tests.gluon_cpu import findings_more
 from tests.gluon_cpu.findings_cases import CASES
-from tests.gluon_cpu.support import new_barrier, poisoned
-
-HERE = "gluon_cpu/test_messages.py"
-
-
-def line_of(marker: str) -> int:
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return next(i for i, text in enumerate(lines, 1) if text.endswith(f"# <- {marker}"))
+from tests.gluon_cpu.support import line_of, new_barrier, poisoned
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -55,14 +47,17 @@ def test_too_many_arrivals_names_those_before():
         gluon_cpu.launch(arrives_twice, (1,), ints(1))
     message = str(found.value)
     assert "done.barrier of CTA 0: arrives_twice arrives with count 4\n" in message
-    assert f"has had 1 of 3 arrivals:\n    arrives_twice at {HERE}:{line_of('the arrival before')}\n" in message
+    assert (
+        f"has had 1 of 3 arrivals:\n    arrives_twice at gluon_cpu/{line_of(__file__, 'the arrival before')}\n"
+        in message
+    )
     assert "Its init, for 3 arrivals a phase:\n    at gluon_cpu/support.py" in message
 
 
 def test_a_deadlock_says_who_arrived_and_where():
     with pytest.raises(gluon_cpu.TooFewArrivals, match=r"1 of 5 arrivals pending") as found:
         gluon_cpu.launch(three_roles, (1,), ints(1), COUNT=5)
-    assert str(found.value).count(f" at {HERE}:") >= 3
+    assert str(found.value).count(" at gluon_cpu/test_messages.py:") >= 3
     assert "x2" in str(found.value)  # the arrival with a count of two
 
 

@@ -16,7 +16,8 @@ from gluon_cpu.generate import generate
 from gluon_cpu.ir.parse import parse_module
 from tests.compat import gl, jit, mbarrier, tma
 from tests.gluon_cpu.campaign_mutants import instead_of_compiling
-from tests.gluon_cpu.support import MATRIX, ROW, descriptor, new_barrier, normal, poisoned, same, store_matrix
+from tests.gluon_cpu.layouts import MATRIX, ROW
+from tests.gluon_cpu.support import descriptor, new_barrier, normal, poisoned, same, store_matrix
 
 
 @jit

@@ -9,7 +9,8 @@ import gluon_cpu
 from gluon_cpu.launch import Report
 from gluon_cpu.progress import Progress, duration
 from tests.compat import gl, jit
-from tests.gluon_cpu.support import ROW, normal, poisoned
+from tests.gluon_cpu.layouts import ROW
+from tests.gluon_cpu.support import normal, poisoned
 
 
 class Stream(io.StringIO):

@@ -1,7 +1,5 @@
 """What the machine does not know is an error that names the construct and the kernel's line, never a wrong number."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,20 +7,14 @@ import gluon_cpu
 from gluon_cpu.ir.tensor_memory import tensor_memory_offsets
 from gluon_cpu.ir.types import MemDesc, Scalar
 from tests.compat import TensorDescriptor, async_copy, blackwell, cluster, gl, jit, tma
-from tests.gluon_cpu.support import ROW_COPIES, ROW_HALVES, descriptor, new_barrier, normal, poisoned
-
-LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
-
-
-def line_of(marker: str) -> str:
-    number = next(i for i, text in enumerate(LINES, 1) if text.endswith(f"# <- {marker}"))
-    return f"{Path(__file__).name}:{number}"
+from tests.gluon_cpu.layouts import PLAIN_COPIES, PLAIN_HALVES, ROW_COPIES, ROW_HALVES
+from tests.gluon_cpu.support import descriptor, line_of, new_barrier, normal, poisoned
 
 
 def refused(kernel, *arguments, marker: str, words: str, **options) -> None:
     with pytest.raises(NotImplementedError, match=words) as caught:
         gluon_cpu.launch(kernel, (1,), *arguments, **options)
-    assert line_of(marker) in str(caught.value)
+    assert line_of(__file__, marker) in str(caught.value)
 
 
 def test_padded_fp4_in_tensor_memory():
@@ -59,15 +51,11 @@ def test_gather_of_registers_over_ctas():
     refused(gather_registers, out, marker="gather over CTAs", words="own part alone", num_ctas=2)
 
 
-HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], [[1]]))
-COPIES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], [[0]]))
-
-
 @jit
 def add_to_copies():
     """Compiled to an addition by CTA 0 in its own copy alone."""
     i = gl.arange(0, 256, ROW_COPIES)
-    tile = gl.allocate_shared_memory(gl.int32, [256], COPIES, i)
+    tile = gl.allocate_shared_memory(gl.int32, [256], PLAIN_COPIES, i)
     tile.atomic_scatter_add(i, i, axis=0)  # <- atomic on copies
 
 
@@ -77,7 +65,7 @@ def test_atomics_on_copies():
 
 @jit
 def copy_into_the_other_half(x_ptr):
-    tile = gl.allocate_shared_memory(gl.int32, [512], HALVES)
+    tile = gl.allocate_shared_memory(gl.int32, [512], PLAIN_HALVES)
     i = gl.arange(0, 256, ROW_HALVES)
     async_copy.async_load(tile.slice(0, 256), x_ptr + i)  # <- cp.async to a peer
 

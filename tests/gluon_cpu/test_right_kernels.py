@@ -21,7 +21,8 @@ from tests.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, descriptor, new_barrier, normal, poisoned, same
+from tests.gluon_cpu.layouts import MATRIX, PLAIN, ROW
+from tests.gluon_cpu.support import descriptor, new_barrier, normal, poisoned, same
 
 POLICIES = pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 MODES = pytest.mark.parametrize("mode", ["fast", "lowered"])

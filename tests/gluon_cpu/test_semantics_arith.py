@@ -6,7 +6,8 @@ import torch
 import triton.language as tl
 
 from tests.compat import gl, jit
-from tests.gluon_cpu.support import ROW, normal, poisoned, same
+from tests.gluon_cpu.layouts import ROW
+from tests.gluon_cpu.support import normal, poisoned, same
 
 N = 128
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1

@@ -6,21 +6,8 @@ import torch
 import gluon_cpu
 from tests.compat import ampere_mbarrier, async_store, cluster, gl, jit, mbarrier, tma
 from tests.gluon_cpu import findings_hopper as hopper
-from tests.gluon_cpu.support import (
-    MATRIX_COLUMN_HALVES,
-    MATRIX_HALVES,
-    PLAIN,
-    ROW,
-    ROW_1,
-    ROW_COPIES,
-    ROW_HALVES,
-    descriptor,
-    new_barrier,
-    normal,
-    poisoned,
-    same,
-    store_matrix,
-)
+from tests.gluon_cpu.layouts import MATRIX_COLUMN_HALVES, MATRIX_HALVES, PLAIN, ROW, ROW_1, ROW_COPIES, ROW_HALVES
+from tests.gluon_cpu.support import descriptor, new_barrier, normal, poisoned, same, store_matrix
 
 
 @jit

@@ -5,20 +5,8 @@ import torch
 
 import gluon_cpu
 from tests.compat import TensorDescriptor, cluster, gl, jit, mbarrier, tma, tma_blackwell
-from tests.gluon_cpu.support import (
-    MATRIX_COPIES,
-    MATRIX_HALVES,
-    ROW_COPIES,
-    ROW_HALVES,
-    descriptor,
-    new_barrier,
-    normal,
-    poisoned,
-    same,
-    store_matrix,
-)
-
-HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], [[1]]))
+from tests.gluon_cpu.layouts import MATRIX_COPIES, MATRIX_HALVES, PLAIN_HALVES, ROW_COPIES, ROW_HALVES
+from tests.gluon_cpu.support import descriptor, new_barrier, normal, poisoned, same, store_matrix
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -134,7 +122,7 @@ def test_reduction_of_a_tile_that_every_cta_holds(launch):
 def reverse(out_ptr, BARRIER: gl.constexpr):
     """Each element from the shared memory of the other CTA, in the last of three slots."""
     i = gl.arange(0, 256, ROW_HALVES)
-    tiles = gl.allocate_shared_memory(gl.int32, [3, 256], HALVES)
+    tiles = gl.allocate_shared_memory(gl.int32, [3, 256], PLAIN_HALVES)
     tiles.index(0).store(0 * i)
     tile = tiles.index(2)
     tile.store(i)
@@ -156,7 +144,7 @@ def test_gather_over_ctas(launch):
 def gather_and_end(out_ptr, LAST: gl.constexpr):
     """Without the last barrier a CTA may end while the other still reads its shared memory."""
     i = gl.arange(0, 256, ROW_HALVES)
-    tile = gl.allocate_shared_memory(gl.int32, [256], HALVES)
+    tile = gl.allocate_shared_memory(gl.int32, [256], PLAIN_HALVES)
     tile.store(i)
     cluster.barrier()
     gl.store(out_ptr + i, tile.gather(i ^ 128, axis=0))
@@ -200,7 +188,7 @@ def test_scatter_over_ctas(launch):
 def count_over_ctas(out_ptr):
     """Both CTAs add to each element of both."""
     i = gl.arange(0, 256, ROW_HALVES)
-    tile = gl.allocate_shared_memory(gl.int32, [256], HALVES)
+    tile = gl.allocate_shared_memory(gl.int32, [256], PLAIN_HALVES)
     tile.store(0 * i)
     cluster.barrier()
     tile.atomic_scatter_add(i, i & 7, axis=0)

@@ -6,7 +6,8 @@ import torch
 
 import gluon_cpu
 from tests.compat import aggregate, constexpr_function, gl, jit, mbarrier
-from tests.gluon_cpu.support import MATRIX, PLAIN, ROW, load_matrix, normal, poisoned, same, small_integers
+from tests.gluon_cpu.layouts import MATRIX, PLAIN, ROW
+from tests.gluon_cpu.support import load_matrix, normal, poisoned, same, small_integers
 
 
 @jit

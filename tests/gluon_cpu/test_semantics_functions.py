@@ -6,19 +6,8 @@ import torch
 
 import gluon_cpu
 from tests.compat import MBarrierLayout, blackwell, constexpr_function, fpsan, gl, jit
-from tests.gluon_cpu.support import (
-    MATRIX,
-    MATRIX_COLUMN_HALVES,
-    MATRIX_HALVES,
-    PLAIN,
-    ROW,
-    load_matrix,
-    normal,
-    poisoned,
-    same,
-    small_integers,
-    store_matrix,
-)
+from tests.gluon_cpu.layouts import MATRIX, MATRIX_COLUMN_HALVES, MATRIX_HALVES, PLAIN, ROW
+from tests.gluon_cpu.support import load_matrix, normal, poisoned, same, small_integers, store_matrix
 
 N = 128
 

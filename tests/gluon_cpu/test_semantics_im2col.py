@@ -11,14 +11,7 @@ from tests.compat import (
     mbarrier,
     tma,
 )
-from tests.gluon_cpu.support import (
-    descriptor,
-    new_barrier,
-    normal,
-    poisoned,
-    same,
-    small_integers,
-)
+from tests.gluon_cpu.support import descriptor, new_barrier, normal, poisoned, same, small_integers
 
 
 @jit

@@ -5,7 +5,7 @@ import torch
 
 import gluon_cpu
 from tests.compat import gl, jit
-from tests.gluon_cpu.support import (
+from tests.gluon_cpu.layouts import (
     MATRIX,
     MATRIX_COLUMN_HALVES,
     MATRIX_COPIES,
@@ -13,14 +13,8 @@ from tests.gluon_cpu.support import (
     ROW,
     ROW_COPIES,
     ROW_HALVES,
-    addresses,
-    load_matrix,
-    normal,
-    poisoned,
-    same,
-    small_integers,
-    store_matrix,
 )
+from tests.gluon_cpu.support import addresses, load_matrix, normal, poisoned, same, small_integers, store_matrix
 
 BLOCKED_T = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
 ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))

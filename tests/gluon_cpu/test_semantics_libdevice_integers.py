@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.compat import gl, jit, libdevice
+from tests.gluon_cpu.layouts import ROW
 from tests.gluon_cpu.libdevice_kernels import (
     N,
     away,
@@ -17,7 +18,7 @@ from tests.gluon_cpu.libdevice_kernels import (
     name_of,
     run,
 )
-from tests.gluon_cpu.support import ROW, normal, poisoned, same
+from tests.gluon_cpu.support import normal, poisoned, same
 
 # Conversions
 

@@ -6,20 +6,16 @@ import torch
 
 import gluon_cpu
 from tests.compat import cluster, gl, jit
-from tests.gluon_cpu.support import (
+from tests.gluon_cpu.layouts import (
     MATRIX_COLUMN_HALVES,
     MATRIX_COPIES,
     MATRIX_HALVES,
+    PLAIN_HALVES,
     ROW_COPIES,
     ROW_HALVES,
-    addresses,
-    normal,
-    poisoned,
-    same,
-    store_matrix,
 )
+from tests.gluon_cpu.support import addresses, normal, poisoned, same, store_matrix
 
-HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], [[1]]))
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0], [[1, 0]]))
 ROWS_PADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[32, 4]], [64, 32], [1, 0], [[1, 0]]))
 COPIES = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0], [[0, 0]]))
@@ -70,7 +66,7 @@ def test_each_cta_writes_its_own_copy(launch):
 @jit
 def slices(out_ptr, BARRIER: gl.constexpr):
     """Of a buffer of which each CTA has a half, a slice of half lies in one of them: both write to both."""
-    tile = gl.allocate_shared_memory(gl.int32, [512], HALVES)
+    tile = gl.allocate_shared_memory(gl.int32, [512], PLAIN_HALVES)
     i = gl.arange(0, 256, ROW_HALVES)
     cluster.barrier()
     tile.slice(0, 256).store(i)
@@ -145,7 +141,7 @@ def test_gather_from_a_buffer_that_every_cta_has(launch):
 @jit
 def scatter_copies(out_ptr, BARRIER: gl.constexpr):
     """Both CTAs have every value, and both write it: the same value to the same place."""
-    tile = gl.allocate_shared_memory(gl.int32, [256], HALVES)
+    tile = gl.allocate_shared_memory(gl.int32, [256], PLAIN_HALVES)
     i = gl.arange(0, 256, ROW_COPIES)
     cluster.barrier()
     tile.scatter(i, 255 - i, axis=0)
@@ -166,7 +162,7 @@ def test_scatter_of_what_every_cta_has(launch):
 @jit
 def add_copies(out_ptr, RESULT: gl.constexpr, BARRIER: gl.constexpr):
     """Both CTAs have every value: it is added once, and both have what was there before."""
-    tile = gl.allocate_shared_memory(gl.int32, [256], HALVES)
+    tile = gl.allocate_shared_memory(gl.int32, [256], PLAIN_HALVES)
     i = gl.arange(0, 256, ROW_COPIES)
     j = gl.arange(0, 256, ROW_HALVES)
     tile.store(1000 + j)

@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from tests.compat import async_copy, gl, jit, mbarrier
+from tests.gluon_cpu.layouts import MATRIX, MATRIX_COLUMN_HALVES, MATRIX_HALVES, PLAIN, PLAIN_2D, ROW
 from tests.gluon_cpu.support import (
-    MATRIX,
-    MATRIX_COLUMN_HALVES,
-    MATRIX_HALVES,
-    PLAIN,
-    PLAIN_2D,
-    ROW,
     addresses,
     load_matrix,
     new_barrier,

@@ -18,9 +18,8 @@ from tests.compat import (
     tcgen05_mma,
     tcgen05_mma_scaled,
 )
+from tests.gluon_cpu.layouts import MATRIX, ROW
 from tests.gluon_cpu.support import (
-    MATRIX,
-    ROW,
     addresses,
     descriptor,
     load_matrix,

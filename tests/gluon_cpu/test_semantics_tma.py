@@ -15,10 +15,8 @@ from tests.compat import (
     mbarrier,
     tma,
 )
+from tests.gluon_cpu.layouts import MATRIX, MATRIX_COPIES, MATRIX_HALVES
 from tests.gluon_cpu.support import (
-    MATRIX,
-    MATRIX_COPIES,
-    MATRIX_HALVES,
     descriptor,
     load_matrix,
     load_tile,

@@ -12,17 +12,8 @@ from tests.compat import (
     tma,
     tma_blackwell,
 )
-from tests.gluon_cpu.support import (
-    MATRIX,
-    addresses,
-    descriptor,
-    load_tile,
-    new_barrier,
-    normal,
-    poisoned,
-    same,
-    store_matrix,
-)
+from tests.gluon_cpu.layouts import MATRIX
+from tests.gluon_cpu.support import addresses, descriptor, load_tile, new_barrier, normal, poisoned, same, store_matrix
 
 
 @jit

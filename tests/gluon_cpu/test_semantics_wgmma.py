@@ -13,16 +13,8 @@ from tests.compat import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from tests.gluon_cpu.support import (
-    MATRIX,
-    descriptor,
-    load_tile,
-    normal,
-    poisoned,
-    same,
-    small_integers,
-    store_matrix,
-)
+from tests.gluon_cpu.layouts import MATRIX
+from tests.gluon_cpu.support import descriptor, load_tile, normal, poisoned, same, small_integers, store_matrix
 
 
 @jit

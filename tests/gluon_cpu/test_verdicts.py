@@ -8,7 +8,8 @@ import torch
 import gluon_cpu
 from gluon_cpu import __main__ as command
 from tests.compat import gl, jit, mbarrier
-from tests.gluon_cpu.support import PLAIN, ROW, ROW_1, new_barrier, normal, poisoned
+from tests.gluon_cpu.layouts import PLAIN, ROW, ROW_1
+from tests.gluon_cpu.support import new_barrier, normal, poisoned
 
 
 @jit

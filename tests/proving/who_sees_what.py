@@ -26,7 +26,8 @@ from proving.verifier import Limits, verify
 from tests.compat import gl, jit
 from tests.gluon_cpu import findings_copies as copies
 from tests.gluon_cpu.findings_cases import CASES, out_boxes
-from tests.gluon_cpu.support import MATRIX, load_matrix, normal, poisoned, store_matrix
+from tests.gluon_cpu.layouts import MATRIX
+from tests.gluon_cpu.support import load_matrix, normal, poisoned, store_matrix
 from tests.proving import kernels
 
 CONSAN = Path(__file__).parents[2] / "bench" / "results" / "h200_agreement.json"
