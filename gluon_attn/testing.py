@@ -279,8 +279,9 @@ class GradientError:
     """Of one gradient, in magnitude at its largest. plain_error: that of plain PyTorch in the same dtype.
 
     budget: twice plain_error, plus one unit in the last place at the gradient's largest number, plus 2^-20 of the
-    largest number that fp32 sums have on the way: of all gradients, and of delta times scale and the largest number of
-    Q and K. For dS is P (dP - delta), and where that is 0, as with a single key, dP and delta are rounded unlike.
+    largest number that fp32 sums have on the way: of all gradients, and of what delta is made of, rowsum(dO * O) and
+    dLSE, times scale and the largest number of Q and K. For dS is P (dP - delta), and where that is 0, as with a single
+    key, dP and delta are rounded unlike.
     """
 
     name: str
@@ -316,7 +317,7 @@ def gradient_errors(
     torch.backends.cuda.matmul.allow_tf32 = False
 
     def plain(dtype: torch.dtype) -> tuple[list[Tensor], float]:
-        """The gradients, and the largest delta."""
+        """The gradients, and the largest number that delta of a row is made of."""
         given = (q, k, v) if bias is None else (q, k, v, bias)
         inputs = [t.detach().to(dtype).requires_grad_() for t in given]
         out, lse = reference_attention(
@@ -324,11 +325,12 @@ def gradient_errors(
             bias=None if bias is None else inputs[3],
         )  # fmt: skip
         outputs, with_grads = [out], [dout.to(dtype)]
+        addends = [(out.detach() * dout.to(dtype)).sum(dim=-1)]
         if dlse is not None:
             # A row that sees no key has an LSE that no input moves.
             outputs, with_grads = [out, lse], [*with_grads, dlse.masked_fill(lse == float("-inf"), 0.0).to(lse.dtype)]
-        delta = (out.detach() * dout.to(dtype)).sum(dim=-1)
-        return list(torch.autograd.grad(outputs, inputs, with_grads)), largest(delta)
+            addends.append(with_grads[1])
+        return list(torch.autograd.grad(outputs, inputs, with_grads)), max(map(largest, addends))
 
     exact, delta = plain(torch.float64)
     scale_used = q.shape[-1] ** -0.5 if scale is None else abs(scale)

@@ -1,9 +1,11 @@
 """The checks of the tests on the card can fail: each planted fault is found."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gluon_attn import reference_attention, testing
 from gluon_attn.testing import Surrounded, check, last_place, normal_qkv, repeat
@@ -125,6 +127,86 @@ def test_normal_numbers_are_the_same_for_a_seed_and_no_others():
     assert all(map(torch.equal, (q, k, v), normal_qkv(**kind)))
     assert not torch.equal(k, normal_qkv(**kind, seed=1)[1])
     assert not torch.equal(k, v[..., :8])
+
+
+ONE_KEY: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 64, "kv_len": 1, "head_dim": 64}
+
+
+def of_one_key(v_columns, dlse_size) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
+    """(q, k, v, dO) in fp16, and dLSE or None: P is 1 and dP is delta, so dS is dLSE, and without that 0."""
+    q, k, v = normal_qkv(**ONE_KEY, head_dim_v=v_columns, dtype=torch.float16, device="cpu")
+    dout = testing.normal(1, 1, 64, v_columns, dtype=torch.float16, device="cpu", seed=7)
+    dlse = testing.normal(1, 1, 64, dtype=torch.float32, device="cpu", seed=8)
+    return (q, k, v, dout), None if dlse_size is None else dlse_size * dlse
+
+
+def same(x):
+    return x
+
+
+def gradients_by_formula(tensors, dlse, dtype, delta_of=same, dlse_of=same):
+    """dQ, dK and dV for one key; dS is dP less what delta_of makes of delta, plus what dlse_of makes of dLSE."""
+    q, k, v, dout = (t.to(dtype) for t in tensors)
+    dp = dout @ v.mT
+    ds = dp - delta_of((dout * v).sum(-1, keepdim=True))
+    if dlse is not None:
+        ds = ds + dlse_of(dlse[..., None].to(dtype))
+    scale = q.shape[-1] ** -0.5
+    grads = scale * ds @ k, scale * ds.mT @ q, dout.sum(-2, keepdim=True)
+    return [g.half() for g in grads]
+
+
+# What is made of delta, and of dLSE.
+WRONG_DELTAS = {
+    "no delta": (torch.zeros_like, same),
+    "delta of the row before": (lambda delta: delta.roll(1, dims=2), same),
+    "delta twice": (lambda delta: 2 * delta, same),
+    "delta off by a thousandth": (lambda delta: 1.001 * delta, same),
+}
+WRONG_DLSES = {
+    "no dLSE": (same, torch.zeros_like),
+    "dLSE subtracted": (same, torch.neg),
+    "dLSE of the row before": (same, lambda dlse: dlse.roll(1, dims=2)),
+    "dLSE in base 2": (same, lambda dlse: dlse * 1.4427),
+}
+WRONG = WRONG_DELTAS | WRONG_DLSES
+# With a dLSE of 100 a thousandth of delta is within a unit in the last place of the gradient.
+FAULTS_OF_DELTA = [
+    *itertools.product(WRONG_DELTAS, (None, 1.0)),
+    *itertools.product([name for name in WRONG_DELTAS if "thousandth" not in name], [100.0]),
+    *itertools.product(WRONG_DLSES, (1.0, 100.0)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dlse_size", [None, 1.0, 100.0])
+@pytest.mark.parametrize("v_columns", [64, 256])
+def test_of_a_single_key_right_gradients_pass(v_columns, dlse_size, dtype):
+    tensors, dlse = of_one_key(v_columns, dlse_size)
+    grads = gradients_by_formula(tensors, dlse, dtype)
+    testing.check_gradients(*tensors, grads, dlse=dlse)
+
+
+@pytest.mark.parametrize(("wrong", "dlse_size"), FAULTS_OF_DELTA)
+@pytest.mark.parametrize("name", ["dQ", "dK"])
+def test_of_a_single_key_a_wrong_delta_is_found(name, wrong, dlse_size):
+    """In either of the gradients that it makes wrong."""
+    tensors, dlse = of_one_key(64, dlse_size)
+    i = ("dQ", "dK").index(name)
+    grads = gradients_by_formula(tensors, dlse, torch.float64)
+    grads[i] = gradients_by_formula(tensors, dlse, torch.float64, *WRONG[wrong])[i]
+    with pytest.raises(AssertionError, match=f"{name} is off"):
+        testing.check_gradients(*tensors, grads, dlse=dlse)
+
+
+def test_where_gradients_cancel_what_is_allowed_follows_dlse():
+    """Two queries, q and -q, and two keys, k and -k, with q k = 0: each P is a half, and dQ and dK are 0."""
+    q, k = (torch.zeros(1, 1, 2, 64, dtype=torch.float16) for _ in range(2))
+    q[0, 0, :, 0] = k[0, 0, :, 1] = torch.tensor([1.0, -1.0])
+    dout, dlse = torch.zeros_like(q), torch.full((1, 1, 2), 100.0)
+    errors = testing.gradient_errors(q, k, k, dout, [[torch.zeros_like(q)] * 3], dlse=dlse)
+    allowed = 2**-20 * 100 * 64**-0.5
+    assert [e.budget for e in errors] == pytest.approx([allowed] * 3, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["dQ", "dK"])
