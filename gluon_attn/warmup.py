@@ -163,9 +163,6 @@ def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
         require_bias(bias, dtypes, arch)
     if options.backward:
         require_gradients(dtypes, arch)
-    if options.packed:
-        for used in (False, True):
-            yield Job(f"list of row blocks{of_used(used)}", partial(list_build, used))
     for head_dim in options.head_dim:
         head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
         multiple = 16 if any(dtype in FP8_DTYPES for dtype in dtypes) else 8
@@ -261,6 +258,10 @@ def forward_jobs(
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     table = [row for row in tuning.rows_of_arch(arch) if features.take(row.config)]
     rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, table)
+    if features.packed:
+        sizes = {row.config.block_m: None for row in reached(rows, mask)}
+        for block_m, used in itertools.product(sizes, (False, True)):
+            yield Job(f"list of blocks of {block_m} rows{of_used(used)}", partial(list_build, block_m, used))
     for row in reached(rows, mask):
         config = for_scores(row.config, features.score_mod, row.head_dims, dtype)
         if features.bias is not None:

@@ -49,7 +49,7 @@ BLACKWELL = Kernel(blackwell.attention_forward, *OPERANDS, *STATISTICS, *SCORES,
 TRANSPOSE = Kernel(transpose_values, Tma("v_desc", "v"), Tma("out_desc", "transposed_v"), *LENGTHS[1:])
 LIST = Kernel(
     list_row_blocks, *LENGTHS, RECORDS,
-    *map(Scalar, ("sequences", "q_rows", "k_rows", "block_m", "reach", "most_keys", "capacity")),
+    *map(Scalar, ("sequences", "q_rows", "k_rows", "reach", "most_keys", "capacity")),
 )  # fmt: skip
 TRANSPOSED_MULTIPLE = 16  # of V transposed: a row of it is a multiple of 16 bytes, and keys change places among 16
 
@@ -137,15 +137,15 @@ def absent_lengths(packed: bool, used: bool, kernel: Kernel) -> dict[str, None]:
     return {p.name: None for p in LENGTHS if p in kernel.pointers and p not in there}
 
 
-def list_build(used: bool) -> Build:
-    """The kernel that lists the row blocks of packed sequences. used: of each, some keys count."""
-    return Build(kernel=LIST, blocks={}, constants=absent_lengths(True, used, LIST))
+def list_build(block_m: int, used: bool) -> Build:
+    """The kernel that lists the row blocks, of so many rows, of packed sequences. used: of each, some keys count."""
+    return Build(kernel=LIST, blocks={}, constants=absent_lengths(True, used, LIST) | {"BLOCK_M": block_m})
 
 
-@lru_cache(maxsize=8)
-def compiled_list(used: bool, arch: int, *, device_index: int | None = None) -> CompiledKernel:
+@lru_cache(maxsize=32)
+def compiled_list(block_m: int, used: bool, arch: int, *, device_index: int | None = None) -> CompiledKernel:
     """That kernel. device_index: as for `compiled`."""
-    return list_build(used).compile(arch)
+    return list_build(block_m, used).compile(arch)
 
 
 @lru_cache(maxsize=256)
@@ -233,7 +233,7 @@ def launches_of(
     before, given = [], {}
     if packed:
         counts = plan.list_numbers
-        before = [Launch(build=list_build(used), programs=plan.list_programs, views={}, scalars=counts)]
+        before = [Launch(build=list_build(config.block_m, used), programs=plan.list_programs, views={}, scalars=counts)]
     if problem.has_documents:
         before, given = [documents_launch(problem, of_keys=False)], documents_given(problem)
     if not config.transposes_before(problem.dtype.itemsize):
@@ -293,7 +293,7 @@ def launches_on_card(
         )
         kernels.insert(0, transpose)
     if packed:
-        kernels.insert(0, compiled_list(used, plan.arch, device_index=index))
+        kernels.insert(0, compiled_list(plan.config.block_m, used, plan.arch, device_index=index))
     if problem.has_documents:
         kernels.insert(0, compiled_documents(of_keys=False, arch=plan.arch, device_index=index))
     steps = [CardLaunch(launch, kernel, index) for launch, kernel in zip(launches, kernels, strict=True)]

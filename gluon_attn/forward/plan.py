@@ -78,7 +78,6 @@ class Plan:
             "sequences": problem.sequences or 0,
             "q_rows": problem.q_len,
             "k_rows": problem.kv_len,
-            "block_m": block_m,
             "reach": -1 if mask.reach is None else min(mask.reach, problem.q_len),
             "most_keys": most if most == problem.kv_len else most + block_m,
             "capacity": self.capacity,

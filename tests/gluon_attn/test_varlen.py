@@ -19,6 +19,7 @@ from gluon_attn.forward.launch import LIST, RECORD, compiled, launches_of, list_
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import TABLE, Row, blackwell_config, hopper_config, pick_config
 from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.kernels.common.packed import CANDIDATES
 from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
 from gluon_attn.resources import resources
 from gluon_attn.runtime.compat import gl, jit
@@ -326,12 +327,14 @@ def listed(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], mask: Mask, b
     capacity = sum(lengths_q) // block_m + len(lengths_q)
     most = mask.most_keys(sum(lengths_k))
     numbers = {
-        "sequences": len(lengths_q), "q_rows": sum(lengths_q), "k_rows": sum(lengths_k), "block_m": block_m,
+        "sequences": len(lengths_q), "q_rows": sum(lengths_q), "k_rows": sum(lengths_k),
         "reach": -1 if mask.reach is None else mask.reach, "capacity": capacity,
         "most_keys": most if most == sum(lengths_k) else most + block_m,
     }  # fmt: skip
     records = torch.full(((1 + capacity) * RECORD.value,), -7, dtype=torch.int32)
-    launch = Launch(build=list_build(False), programs=-(-capacity // 32), views={}, scalars=numbers)
+    launch = Launch(
+        build=list_build(block_m, False), programs=-(-capacity // CANDIDATES.value), views={}, scalars=numbers
+    )
     cu_q, cu_k = starts(lengths_q), starts(lengths_k)
     CpuLaunch(launch, 90)({"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_k": None, "records": records})
     count, rows = int(records[0]), records.view(-1, RECORD.value)[1:, :6].tolist()

@@ -10,8 +10,9 @@ from .sequence import Sequence
 from .sizes import Lengths
 
 RECORD = gl.constexpr(8)  # int32 of a record, 32 bytes: six are used, and one sector of the cache holds it
-CANDIDATES = gl.constexpr(32)  # that a program of the kernel below looks at
+CANDIDATES = gl.constexpr(8)  # that a program of a kernel that lists looks at: many programs, each done soon
 SEQUENCES = gl.constexpr(128)  # that it compares them with at a time
+LIST_LAYOUT = gl.constexpr(gl.BlockedLayout([2, 1], [1, 32], [4, 1], [1, 0]))  # [candidates, sequences]
 
 
 @aggregate
@@ -126,24 +127,73 @@ def sequence_of_keys(cu_k_ptr, used_k_ptr, rows, sequences, block, BLOCK_N: gl.c
 
 
 @jit
-def blocks_above(cost, q_len, k_len, block_m, reach, most_keys):
+def begun_by(candidate, starts_ptr, rows, sequences, BLOCK: gl.constexpr):
+    """How many sequences have their first block, of BLOCK rows, at one of these candidates or before: that of
+    sequence b is candidate starts[b] // BLOCK + b."""
+    column = gl.arange(0, SEQUENCES, gl.SliceLayout(0, LIST_LAYOUT))
+    begun = candidate * 0
+    for start in range(0, sequences, SEQUENCES):
+        other = start + column
+        exists = other < sequences
+        first, _ = bounds(starts_ptr, rows, other, exists)
+        before = exists[None, :] & ((first // BLOCK + other)[None, :] <= candidate[:, None])
+        begun += gl.sum(before.to(gl.int32), axis=1)
+    return begun
+
+
+@jit
+def dearer_of_others(cost, number, packed, sequences, BLOCK: gl.constexpr, reach, most, ABOVE: gl.constexpr):
+    """(of each block, how many of other sequences come before it: those that cost more, or as much and are of an
+    earlier sequence; how many blocks there are at all, in parts to be added).
+
+    cost, number: of the block and of its sequence. packed: cu_q, cu_k, used_k, q_rows and k_rows. ABOVE: says how many
+    blocks of a sequence cost more than something, given that, its queries, its keys, BLOCK, reach and most.
+    """
+    cu_q_ptr, cu_k_ptr, used_k_ptr, q_rows, k_rows = packed
+    column = gl.arange(0, SEQUENCES, gl.SliceLayout(0, LIST_LAYOUT))
+    dearer, count = cost * 0, column * 0
+    for start in range(0, sequences, SEQUENCES):
+        other = start + column
+        exists = other < sequences
+        _, q_len = bounds(cu_q_ptr, q_rows, other, exists)
+        _, k_len = keys_of(cu_k_ptr, used_k_ptr, k_rows, other, exists)
+        count += ABOVE(column * 0 - 1, q_len, k_len, BLOCK, reach, most)
+        least = cost[:, None] - (other[None, :] < number[:, None]).to(gl.int32)
+        above = ABOVE(least, q_len[None, :], k_len[None, :], BLOCK, reach, most)
+        dearer += gl.sum(gl.where(exists[None, :] & (other[None, :] != number[:, None]), above, 0), axis=1)
+    return dearer, gl.sum(count, axis=0)
+
+
+@jit
+def store_records(records_ptr, count, place, numbers, listed, capacity):
+    """numbers: of each record, see `PackedWork.rows`. listed: which there are. count: of all programs together."""
+    record = records_ptr + (1 + place) * RECORD
+    listed = listed & (place < capacity)
+    for i in gl.static_range(len(numbers)):
+        gl.store(record + i, numbers[i], mask=listed)
+    if gl.program_id(0) == 0:
+        gl.store(records_ptr, gl.minimum(count, capacity))
+
+
+@jit
+def blocks_above(cost, q_len, k_len, BLOCK_M: gl.constexpr, reach, most_keys):
     """How many row blocks of a sequence cost more than `cost`, see `cost_of`, of which later ones never cost less."""
-    blocks = (q_len + block_m - 1) // block_m
+    blocks = (q_len + BLOCK_M - 1) // BLOCK_M
     end = gl.maximum(cost - (k_len - q_len) - reach, 0)
     end = gl.where(reach < 0, 0, end)
-    cheaper = gl.minimum(end // block_m, gl.maximum(blocks - 1, 0))  # of all but the last
+    cheaper = gl.minimum(end // BLOCK_M, gl.maximum(blocks - 1, 0))  # of all but the last
     return gl.where(cost < 0, blocks, gl.where(gl.minimum(k_len, most_keys) > cost, blocks - cheaper, 0))
 
 
 @jit
-def cost_of(index, q_len, k_len, block_m, reach, most_keys):
+def cost_of(index, q_len, k_len, BLOCK_M: gl.constexpr, reach, most_keys):
     """Keys up to the last that a row block sees, but no more than any of them may see."""
-    end = gl.minimum((index + 1) * block_m, q_len) + (k_len - q_len) + reach
+    end = gl.minimum((index + 1) * BLOCK_M, q_len) + (k_len - q_len) + reach
     end = gl.where(reach < 0, k_len, gl.maximum(gl.minimum(end, k_len), 0))
     return gl.minimum(end, most_keys)
 
 
-@jit(do_not_specialize=["sequences", "q_rows", "k_rows", "block_m", "reach", "most_keys", "capacity"])
+@jit(do_not_specialize=["sequences", "q_rows", "k_rows", "reach", "most_keys", "capacity"])
 def list_row_blocks(
     cu_q_ptr,  # (sequences + 1,) int32: where each begins, and where the last ends
     cu_k_ptr,
@@ -152,53 +202,26 @@ def list_row_blocks(
     sequences,
     q_rows,
     k_rows,
-    block_m,
     reach,  # how many keys after its own position a query sees; -1: all
     most_keys,  # that a row block sees
     capacity,  # records that there is room for
+    BLOCK_M: gl.constexpr,  # rows of a block
 ):
-    """The kernel. Row block i of sequence b is candidate cu_q[b] // block_m + b + i: each has one, and some numbers are
-    nobody's. A program counts, for each of its candidates, the row blocks before it: those that cost more, or as much
-    and are of an earlier sequence, or later in its own. So there is nothing to sort."""
+    """The kernel. Row block i of sequence b is candidate cu_q[b] // BLOCK_M + b + i: each has one, and some numbers are
+    nobody's. A program counts, for each of its candidates, the row blocks before it: `dearer_of_others`, and those
+    later in its own sequence. So there is nothing to sort."""
     gdc_launch_dependents()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [4, 1], [1, 0])
     gl.static_assert(gl.num_warps() == 4)
-    candidate = gl.program_id(0) * CANDIDATES + gl.arange(0, CANDIDATES, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, SEQUENCES, gl.SliceLayout(0, LAYOUT))
-    begun = candidate * 0
-    for start in range(0, sequences, SEQUENCES):
-        other = start + column
-        exists = other < sequences
-        first, _ = bounds(cu_q_ptr, q_rows, other, exists)
-        before = exists[None, :] & ((first // block_m + other)[None, :] <= candidate[:, None])
-        begun += gl.sum(before.to(gl.int32), axis=1)
-
-    number = gl.maximum(begun - 1, 0)
-    of_list = number < sequences
-    q_first, q_len = bounds(cu_q_ptr, q_rows, number, of_list)
-    k_first, k_len = keys_of(cu_k_ptr, used_k_ptr, k_rows, number, of_list)
-    index = candidate - (q_first // block_m + number)
-    blocks = (q_len + block_m - 1) // block_m
-    cost = cost_of(index, q_len, k_len, block_m, reach, most_keys)
-    place = blocks - 1 - index
-    count = column * 0
-    for start in range(0, sequences, SEQUENCES):
-        other = start + column
-        exists = other < sequences
-        _, other_q_len = bounds(cu_q_ptr, q_rows, other, exists)
-        _, other_k_len = keys_of(cu_k_ptr, used_k_ptr, k_rows, other, exists)
-        count += (other_q_len + block_m - 1) // block_m
-        least = cost[:, None] - (other[None, :] < number[:, None]).to(gl.int32)
-        above = blocks_above(least, other_q_len[None, :], other_k_len[None, :], block_m, reach, most_keys)
-        place += gl.sum(gl.where(exists[None, :] & (other[None, :] != number[:, None]), above, 0), axis=1)
-
-    listed = (index >= 0) & (index < blocks) & (place < capacity)
-    record = records_ptr + (1 + place) * RECORD
-    gl.store(record, q_first, mask=listed)
-    gl.store(record + 1, q_len, mask=listed)
-    gl.store(record + 2, k_first, mask=listed)
-    gl.store(record + 3, k_len, mask=listed)
-    gl.store(record + 4, number, mask=listed)
-    gl.store(record + 5, index, mask=listed)
-    if gl.program_id(0) == 0:
-        gl.store(records_ptr, gl.minimum(gl.sum(count, axis=0), capacity))
+    candidate = gl.program_id(0) * CANDIDATES + gl.arange(0, CANDIDATES, gl.SliceLayout(1, LIST_LAYOUT))
+    number = gl.maximum(begun_by(candidate, cu_q_ptr, q_rows, sequences, BLOCK_M) - 1, 0)
+    exists = number < sequences
+    q_first, q_len = bounds(cu_q_ptr, q_rows, number, exists)
+    k_first, k_len = keys_of(cu_k_ptr, used_k_ptr, k_rows, number, exists)
+    index = candidate - (q_first // BLOCK_M + number)
+    blocks = (q_len + BLOCK_M - 1) // BLOCK_M
+    cost = cost_of(index, q_len, k_len, BLOCK_M, reach, most_keys)
+    packed = (cu_q_ptr, cu_k_ptr, used_k_ptr, q_rows, k_rows)
+    dearer, count = dearer_of_others(cost, number, packed, sequences, BLOCK_M, reach, most_keys, blocks_above)
+    listed = (index >= 0) & (index < blocks)
+    numbers = (q_first, q_len, k_first, k_len, number, index)
+    store_records(records_ptr, count, dearer + blocks - 1 - index, numbers, listed, capacity)

@@ -7,7 +7,7 @@ their gradients are 0.
 
 from gluon_attn.runtime.compat import gdc_launch_dependents, gl, jit
 
-from ...common.packed import CANDIDATES, RECORD, SEQUENCES, bounds, keys_of
+from ...common.packed import CANDIDATES, LIST_LAYOUT, begun_by, bounds, dearer_of_others, keys_of, store_records
 from ...common.sequence import RowBlock, Sequence
 
 NUMBERS = gl.constexpr(128)  # sequences that `number_of` looks at at a time
@@ -91,19 +91,11 @@ def list_key_blocks(
     """The kernel, as `list_row_blocks`, but that the first block of a sequence costs the most: so they are listed in
     the order in which they add to dQ, if that is fixed."""
     gdc_launch_dependents()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [4, 1], [1, 0])
     gl.static_assert(gl.num_warps() == 4)
-    candidate = gl.program_id(0) * CANDIDATES + gl.arange(0, CANDIDATES, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, SEQUENCES, gl.SliceLayout(0, LAYOUT))
+    candidate = gl.program_id(0) * CANDIDATES + gl.arange(0, CANDIDATES, gl.SliceLayout(1, LIST_LAYOUT))
     rest_first, rest = rest_of(cu_k_ptr, k_rows, sequences)
-    begun = (candidate >= padded_block(rest_first, sequences, KEYS)).to(gl.int32)
-    for start in range(0, sequences, SEQUENCES):
-        other = start + column
-        exists = other < sequences
-        first, _ = bounds(cu_k_ptr, k_rows, other, exists)
-        before = exists[None, :] & (padded_block(first, other, KEYS)[None, :] <= candidate[:, None])
-        begun += gl.sum(before.to(gl.int32), axis=1)
-
+    begun = begun_by(candidate, cu_k_ptr, k_rows, sequences, KEYS)
+    begun += (candidate >= padded_block(rest_first, sequences, KEYS)).to(gl.int32)
     number = gl.maximum(begun - 1, 0)
     known = number < sequences
     q_first, q_len = bounds(cu_q_ptr, q_rows, number, known)
@@ -111,26 +103,8 @@ def list_key_blocks(
     k_first, k_len = gl.where(known, k_first, rest_first), gl.where(known, k_len, rest)
     index = candidate - padded_block(k_first, number, KEYS)
     cost = gl.where(known, cost_of(index, q_len, k_len, KEYS, reach, most_queries), 0)
-    place = index
-    count = column * 0
-    for start in range(0, sequences, SEQUENCES):
-        other = start + column
-        exists = other < sequences
-        _, other_q_len = bounds(cu_q_ptr, q_rows, other, exists)
-        _, other_k_len = keys_of(cu_k_ptr, used_k_ptr, k_rows, other, exists)
-        count += (other_k_len + KEYS - 1) // KEYS
-        least = cost[:, None] - (other[None, :] < number[:, None]).to(gl.int32)
-        above = blocks_above(least, other_q_len[None, :], other_k_len[None, :], KEYS, reach, most_queries)
-        place += gl.sum(gl.where(exists[None, :] & (other[None, :] != number[:, None]), above, 0), axis=1)
-
-    blocks = (k_len + KEYS - 1) // KEYS
-    listed = (index >= 0) & (index < blocks) & (place < capacity)
-    record = records_ptr + (1 + place) * RECORD
-    gl.store(record, q_first, mask=listed)
-    gl.store(record + 1, q_len, mask=listed)
-    gl.store(record + 2, k_first, mask=listed)
-    gl.store(record + 3, k_len, mask=listed)
-    gl.store(record + 4, number, mask=listed)
-    gl.store(record + 5, index, mask=listed)
-    if gl.program_id(0) == 0:
-        gl.store(records_ptr, gl.minimum(gl.sum(count, axis=0) + (rest + KEYS - 1) // KEYS, capacity))
+    packed = (cu_q_ptr, cu_k_ptr, used_k_ptr, q_rows, k_rows)
+    dearer, count = dearer_of_others(cost, number, packed, sequences, KEYS, reach, most_queries, blocks_above)
+    count += (rest + KEYS - 1) // KEYS
+    listed = (index >= 0) & (index < (k_len + KEYS - 1) // KEYS)
+    store_records(records_ptr, count, dearer + index, (q_first, q_len, k_first, k_len, number, index), listed, capacity)
