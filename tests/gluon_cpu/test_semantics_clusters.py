@@ -8,6 +8,8 @@ from tests.compat import TensorDescriptor, cluster, gl, jit, mbarrier, tma, tma_
 from tests.gluon_cpu.layouts import MATRIX_COPIES, MATRIX_HALVES, PLAIN_HALVES, ROW_COPIES, ROW_HALVES
 from tests.gluon_cpu.support import descriptor, new_barrier, normal, poisoned, same, store_matrix
 
+RACE = (gluon_cpu.DataRace, gluon_cpu.UninitialisedRead)
+
 
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
@@ -136,7 +138,7 @@ def test_gather_over_ctas(launch):
     out = poisoned(256, dtype=torch.int32)
     launch(reverse, (1,), out, BARRIER=True, num_ctas=2)
     same(out, torch.arange(255, -1, -1, dtype=torch.int32))
-    with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         launch(reverse, (1,), out, BARRIER=False, num_ctas=2)
 
 
@@ -180,7 +182,7 @@ def test_scatter_over_ctas(launch):
     out = poisoned(64, 32, dtype=torch.int32)
     launch(scatter_columns, (1,), out, BARRIER=True, num_ctas=2)
     same(out, torch.arange(64 * 32, dtype=torch.int32).view(64, 32).flip(0))
-    with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         launch(scatter_columns, (1,), out, BARRIER=False, num_ctas=2)
 
 
@@ -231,7 +233,7 @@ def test_tma_gather_and_scatter_of_rows_over_ctas(blackwell_launch):
     descriptors = [row_descriptor(t, [[1, 0]]) for t in (x, out)]
     blackwell_launch(gather_rows, (1,), *descriptors, ROWS=rows, WAIT=True, num_ctas=2)
     same(out, x[torch.arange(64) * 5 % 64].flip(0))
-    with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         blackwell_launch(gather_rows, (1,), *descriptors, ROWS=rows, WAIT=False, num_ctas=2)
 
 
@@ -283,7 +285,7 @@ def test_gather_of_a_tile_that_every_cta_holds(blackwell_launch, multicast):
     arguments = row_descriptor(x, [[0, 0]]), out
     blackwell_launch(gather_copies, (1,), *arguments, MULTICAST=multicast, WAIT=True, num_ctas=2)
     same(out, x[torch.arange(32) * 5 % 32])
-    with pytest.raises((gluon_cpu.DataRace, gluon_cpu.UninitialisedRead), match="tile"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         blackwell_launch(gather_copies, (1,), *arguments, MULTICAST=multicast, WAIT=False, num_ctas=2)
 
 

@@ -50,7 +50,7 @@ def test_loads_and_stores_of_registers_spread_otherwise(launch, spread):
     layouts = dict(zip(("SHARED", "FROM", "TO"), spread, strict=True))
     launch(through, (1,), x, out, **layouts, BARRIER=True, num_ctas=2)
     same(out, x)
-    with pytest.raises(RACE, match="tiles"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         launch(through, (1,), x, out, **layouts, BARRIER=False, num_ctas=2)
 
 
@@ -84,7 +84,7 @@ def test_slices_along_a_dimension_that_is_split(launch):
     launch(slices, (1,), out, BARRIER=True, num_ctas=2)
     i = torch.arange(256, dtype=torch.int32)
     same(out, torch.cat([i, i + 1000, i + 1000, (i & 127) + 1128]))
-    with pytest.raises(RACE, match="tile"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         launch(slices, (1,), out, BARRIER=False, num_ctas=2)
 
 
@@ -117,7 +117,7 @@ def test_gather_and_scatter_of_a_part_of_what_ctas_share(launch, gaps):
     launch(part_of_each, (1,), out, SHARED=shared, BARRIER=True, num_ctas=2)
     at = torch.arange(64 * 32, dtype=torch.int32).view(64, 32)
     same(out, torch.cat([at.flip(0), at]))
-    with pytest.raises(RACE, match="tile"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         launch(part_of_each, (1,), out, SHARED=shared, BARRIER=False, num_ctas=2)
 
 
@@ -155,7 +155,7 @@ def test_scatter_of_what_every_cta_has(launch):
     out = poisoned(256, dtype=torch.int32)
     launch(scatter_copies, (1,), out, BARRIER=True, num_ctas=2)
     same(out, torch.arange(255, -1, -1, dtype=torch.int32))
-    with pytest.raises(RACE, match="tile"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         launch(scatter_copies, (1,), out, BARRIER=False, num_ctas=2)
 
 
@@ -184,5 +184,5 @@ def test_atomics_of_what_every_cta_has(launch, result):
     launch(add_copies, (1,), out, RESULT=result, BARRIER=True, num_ctas=2)
     i = torch.arange(256, dtype=torch.int32)
     same(out, torch.cat([1000 + i + (i ^ 7), 1000 + (i ^ 7)]))
-    with pytest.raises(RACE, match="tile"):
+    with pytest.raises(RACE, match="shared memory of CTA"):
         launch(add_copies, (1,), out, RESULT=result, BARRIER=False, num_ctas=2)
