@@ -32,6 +32,12 @@ class Bias:
         """That kernels write it in."""
         return torch.float32 if self.sums_gradient else self.dtype
 
+    def zero_gradient(self, shape: torch.Size, device: torch.device | str) -> Tensor:
+        """Memory for its gradient, of zeros: of blocks that no query sees nobody stores it. Rows may be parts of longer
+        ones, as TMA asks for; one that queries have in common is written without it."""
+        rounded = -(-shape[-1] // STRIDE_MULTIPLE) * STRIDE_MULTIPLE if self.each_row else shape[-1]
+        return torch.zeros((*shape[:-1], rounded), dtype=self.gradient_dtype, device=device)[..., : shape[-1]]
+
     def block(self, rows: int, keys: int) -> Block:
         """What one TMA copy moves, for a tile of scores of that many queries and keys."""
         return Block.of(self.dtype, rows if self.each_row else 1, keys)

@@ -128,8 +128,9 @@ def differentiate(
         _launches[key] = launch
     if extras.sinks is not None:
         grads["dsinks"] = torch.empty_like(extras.sinks)
-    if of_bias:
-        grads["dbias"] = empty_dbias(q, extras.bias, options.layout)
+    if extras.bias is not None and of_bias:
+        kind = bias_of(extras.bias, in_bhsd(q, options.layout).shape[:3])
+        grads["dbias"] = kind.zero_gradient(extras.bias.shape, q.device)
     if launch is None:
         grads = {name: grad.zero_() for name, grad in grads.items()}
         if extras.sinks is not None and dlse is not None:  # LSE of a row without keys is its sink
@@ -140,14 +141,8 @@ def differentiate(
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}
         launch({**NOT_THERE, **extras.given(), **given, **grads})
     if extras.bias is not None and of_bias:
-        grads["dbias"] = grads["dbias"].to(extras.bias.dtype)
+        grads["dbias"] = grads["dbias"].to(extras.bias.dtype).contiguous()
     return tuple(grads.values())
-
-
-def empty_dbias(q: Tensor, bias: Any, layout: str) -> Tensor:
-    """Memory for its gradient, of zeros: of blocks that no query sees nobody stores it."""
-    dtype = bias_of(bias, in_bhsd(q, layout).shape[:3]).gradient_dtype
-    return torch.zeros(bias.shape, dtype=dtype, device=q.device)
 
 
 def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -> None:

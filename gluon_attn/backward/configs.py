@@ -78,6 +78,11 @@ class HopperBackward:
         dqs = self.dq_slots * 4 * self.block_m * head_dim // self.dq_parts
         return 2 * (queries + values + scores) + statistics + dqs + BARRIER_BYTES
 
+    def dbias_rows(self, bias: Bias, head_dim: int) -> int:
+        """Of how many queries a tile of a bias's gradient is, in its dtype, for which a slot of dQ has room."""
+        tile = self.block_m * self.keys * bias.gradient_dtype.itemsize
+        return self.block_m // max(1, tile * self.dq_parts // (4 * self.block_m * head_dim))
+
     def bias_bytes(self, bias: Bias) -> int:
         """Shared memory that a bias takes besides."""
         return self.query_slots * bias.tile_bytes(self.block_m, self.keys)

@@ -38,6 +38,9 @@ from .configs import HopperBackward
 from .plan import MOST_SHARERS, BackwardPlan
 from .table import padded_head_dims
 
+# The gradient of a bias: of one of each row, or of one that queries have in common. At most one of them is there.
+DBIAS, DBIAS_ROW = Tma("dbias_desc", "dbias"), Pointer("dbias_ptr", "dbias")
+
 LIST = Kernel(
     list_key_blocks,
     *LENGTHS,
@@ -71,10 +74,11 @@ MAIN = Kernel(
     Tma("delta_desc", "delta"),
     Tma("dq_desc", "dq_sums"),
     BIAS,
+    DBIAS,
     Pointer("added_ptr", "added", "i32"),
     Pointer("handed_in_ptr", "handed_in"),
     Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
-    Pointer("dbias_ptr", "dbias"),
+    DBIAS_ROW,
     *AUX,
     RECORDS,
     Scalar("scale_log2", "fp32"),
@@ -134,11 +138,9 @@ def builds_of(
     too."""
     absent = {} if shared else {"has_handed_in_ptr": None}
     pointers = types_of(score_mod, None, mask)
-    no_bias = {} if bias is not None else {"bias_desc": None}
-    if bias is not None and of_bias:
-        pointers |= {"dbias_ptr": TENSOR_TYPES[bias.gradient_dtype]}
-    else:
-        no_bias |= {"dbias_ptr": None}
+    no_bias = {} if bias is not None else {BIAS.name: None}
+    no_bias |= {} if bias is not None and of_bias and bias.each_row else {DBIAS.name: None}
+    no_bias |= {} if bias is not None and of_bias and not bias.each_row else {DBIAS_ROW.name: None}
     pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     columns = padded_head_dim // pieces
     rows, rows_v = (Block.of(dtype, config.block_m, d, packed=packed) for d in (columns, head_dim_v))
@@ -150,6 +152,9 @@ def builds_of(
     blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
     if bias is not None:
         blocks[BIAS.tensor] = bias.block(config.block_m, config.keys)
+        if of_bias and bias.each_row:
+            rows_of_tile = config.dbias_rows(bias, padded_head_dim)
+            blocks[DBIAS.tensor] = Block.of(bias.gradient_dtype, rows_of_tile, config.keys)
     return (
         *((key_list_build(config.keys, used),) if packed else ()),
         Build(
@@ -291,8 +296,9 @@ def backward_launches_of(
     view = View.packed if packed else View.of
     views = {name: view(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
     views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
-    if bias is not None:
+    if bias is not None and problem.bias is not None:
         views[BIAS.tensor] = view_of_bias(bias)
+        views[DBIAS.tensor] = view_of_bias(problem.bias.zero_gradient(bias.shape, "meta"))
     head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
     *lists, before, main, after = builds_of(
         problem.dtype,

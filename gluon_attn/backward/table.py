@@ -70,7 +70,8 @@ def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 # With a bias of each row, at D=64 with row blocks of half the size: a tile of it takes memory, and registers.
-WITH_BIAS = {64: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2)}
+# Through the slots of dQ goes the gradient of the bias too, in two parts.
+WITH_BIAS = {64: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2, dq_slots=3)}
 
 
 def pick_row(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED) -> BackwardRow:

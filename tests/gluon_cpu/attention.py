@@ -151,7 +151,7 @@ class BackwardRun:
         self.dbias: Tensor | None = None
         if bias is not None and problem.bias is not None:
             self.sums_dbias = problem.bias.sums_gradient
-            self.dbias = torch.empty(bias.shape, dtype=problem.bias.gradient_dtype)
+            self.dbias = problem.bias.zero_gradient(bias.shape, "cpu")
             self.tensors |= {"bias": bias, "dbias": self.dbias}
 
     def __call__(self, **options: Any) -> Any:

@@ -321,7 +321,7 @@ ROWS_FOR_ALL = "full, shared|causal, shared, in order"  # each share has row blo
 ROW_OF_DBIAS = line_of(
     BACKWARD,
     "gradient.py",
-    'gl.atomic_add(dbias + first * k_len + key, gl.sum(ds, axis=1), mask=key < k_len, sem="relaxed")',
+    'gl.atomic_add(dbias + first + key, gl.sum(ds, axis=1), mask=key < keys.sequence.k_len, sem="relaxed")',
 )
 HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands.handed_in)")
 

@@ -11,12 +11,9 @@ At D=256, and at 192 with V of 128, there are registers for 64 keys only. Then e
 dK and dV, and needs all of P and dS, which both go through shared memory.
 """
 
-import math
-
 from channels import SharedMemoryConsumer, SharedMemoryProducer, Slot, tma
 from gluon_attn.runtime.compat import (
     aggregate,
-    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -30,6 +27,7 @@ from ...common.sequence import key_coords
 from ..inline_asm import wait_apart
 from ..pieces import from_column, multiply_transposed, pieces_of, zeros_in_pieces
 from .layouts import accumulator_layout, in_register_order, left_operand_layout
+from .operands import first_tile
 from .shares import collect, hand_in
 from .work import first_work
 
@@ -92,42 +90,31 @@ def bias_of_scores(slot, scale_log2, PART: gl.constexpr, SHAPE: gl.constexpr, SC
 
 
 @jit
-def store_dbias_piece(ds, tile, keys, row, SUMS: gl.constexpr):
-    """The same for eight of every 32 queries [KEYS, BLOCK_M / 32, 8], the first of which is `row`, with its place at
-    `tile`."""
-    LAYOUT: gl.constexpr = ds.type.layout
-    k_len = keys.sequence.k_len
-    key = keys.first + gl.arange(0, ds.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    group = gl.arange(0, ds.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    query = 32 * group + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    inside = (key < k_len) & (row + query < keys.sequence.q_len)
-    in_this = k_len + (row >> 31)  # the same, but not for the compiler, which would hold all places before the loop
-    place = tile + (query * in_this + key)
-    if SUMS:
-        gl.atomic_add(place, ds, mask=inside, sem="relaxed")
+def hand_over_dbias(ds, dqs, desc):
+    """Give dS [KEYS, BLOCK_M], which is what a bias of each row has as its gradient here, to the reduce role: in tiles
+    of `desc` [rows, KEYS], through slots of dQ. Returns the next end."""
+    PIECES: gl.constexpr = ds.shape[1] // desc.block_shape[2]
+    if PIECES > 1:
+        halves = gl.split(ds.reshape([ds.shape[0], 2, ds.shape[1] // 2]).permute((0, 2, 1)))
     else:
-        gl.store(place, ds.to(tile.dtype.element_ty), mask=inside)
+        halves = (ds,)
+    gl.static_assert(len(halves) == PIECES)
+    for i in gl.static_range(PIECES):
+        slot, dqs = dqs.acquire()
+        tile = first_tile(slot.part(0), desc).reshape([ds.shape[1] // PIECES, ds.shape[0]])
+        tile.permute((1, 0)).store(halves[i].to(desc.dtype))
+        slot.publish()
+    return dqs
 
 
 @jit
-def store_dbias(ds, keys, row, head, operands):
-    """Store dS [KEYS, BLOCK_M] of a query head as the gradient of the bias, or add it to the sums of that."""
-    bias, dbias = operands.bias
-    k_len = keys.sequence.k_len
+def add_dbias_row(ds, keys, head, operands):
+    """Add dS [KEYS, BLOCK_M] to the gradient of a bias that all queries have in common."""
+    bias, dbias = operands.bias[0], operands.bias[2]
     batch, of_head = gl.minimum(keys.batch, bias.shape[0] - 1), gl.minimum(head, bias.shape[1] - 1)
-    first = (batch * bias.shape[1] + of_head).to(gl.int64)
-    if bias.block_shape[2] == 1:
-        key = keys.first + gl.arange(0, ds.shape[0], gl.SliceLayout(1, ds.type.layout))
-        gl.atomic_add(dbias + first * k_len + key, gl.sum(ds, axis=1), mask=key < k_len, sem="relaxed")
-    else:
-        # A quarter at a time, for whose places there are registers: eight of every 32 queries.
-        view = ds.reshape([ds.shape[0], ds.shape[1] // 32, 2, 2, 8]).permute((0, 1, 4, 2, 3))
-        even, odd = gl.split(view)
-        pieces = gl.split(even) + gl.split(odd)
-        for i in gl.static_range(4):
-            first_row = row + 8 * (i // 2) + 16 * (i % 2)
-            tile = dbias + (first * keys.sequence.q_len + first_row) * k_len
-            store_dbias_piece(pieces[i], tile, keys, first_row, operands.SUMS_DBIAS)
+    first = (batch * bias.shape[1] + of_head).to(gl.int64) * keys.sequence.k_len
+    key = keys.first + gl.arange(0, ds.shape[0], gl.SliceLayout(1, ds.type.layout))
+    gl.atomic_add(dbias + first + key, gl.sum(ds, axis=1), mask=key < keys.sequence.k_len, sem="relaxed")
 
 
 @jit
@@ -240,16 +227,19 @@ def next_block(state, k, v, keys, row, head, wires, operands, scale, MASKED: gl.
     dp = wait_apart(dp, 0)
     ds = p * (dp - of_columns(do_slot, SCORES))
     ds = keys.derived(ds, s, modified, row, head, scale.before)
+    dqs = ends.dqs
     if operands.bias[1] is not None:
-        store_dbias(ds, keys, row, head, operands)
+        dqs = hand_over_dbias(ds, dqs, operands.bias[1])
+    if operands.bias[2] is not None:
+        add_dbias_row(ds, keys, head, operands)
     ds = ds.to(DTYPE)
     ds_tile = wires.ds.index(ends.ds_slot)
     ds_tile.store(ds)
     rows = StepSlots(q_slot, do_slot, q, do)
     if wires.CONFIG.exchanges_p:
-        dk, dv, dqs = from_memory(p.to(DTYPE), wires.p, ds_tile, k, rows, state, ends.dqs)
+        dk, dv, dqs = from_memory(p.to(DTYPE), wires.p, ds_tile, k, rows, state, dqs)
     else:
-        dk, dv, dqs = from_registers(p.to(DTYPE), ds, ds_tile, k, rows, state, ends.dqs)
+        dk, dv, dqs = from_registers(p.to(DTYPE), ds, ds_tile, k, rows, state, dqs)
     return State(dk, dv, Ends(queries, douts, dqs, (ends.ds_slot + 1) % wires.CONFIG.ds_slots))
 
 
@@ -275,7 +265,7 @@ def walk(state, k, v, keys, first, steps, after, wires, operands, scale, MASKED:
     counts which row block it is; and for a function, of scores or of masks, or for the gradient of a bias, by the
     number `first` of the first of these steps."""
     walked = keys.query_range()
-    COUNTED: gl.constexpr = keys.SCORE_MOD is not None or operands.bias[1] is not None
+    COUNTED: gl.constexpr = keys.SCORE_MOD is not None or operands.bias[2] is not None
     for step in range(steps):
         if not COUNTED and (keys.MASK.function is None or not MASKED):
             head, row = keys.kv_head, walked.masked_block(step, after) * keys.BLOCK_M
@@ -295,20 +285,6 @@ def store_staged(grad, desc, coords, tile):
     """Start the store of dK or dV [KEYS, D] through memory that nobody else uses."""
     tile.reshape(grad.shape).store(grad.to(desc.dtype))
     tma.store_own(desc, coords, tile)
-
-
-@constexpr_function
-def tiles_in(shape, dtype, tile_shape, tile_dtype):
-    """Shape of memory [*shape] as a row of tiles, which it is a multiple of: Triton 3.8 reinterprets all of it only."""
-    bits = math.prod(shape) * dtype.primitive_bitwidth
-    return [bits // (math.prod(tile_shape) * tile_dtype.primitive_bitwidth), *tile_shape]
-
-
-@jit
-def first_tile(memory, desc):
-    """The first tile of `desc` in memory that may be larger."""
-    TILES: gl.constexpr = tiles_in(memory.shape, memory.dtype, desc.block_shape, desc.dtype)
-    return reinterpret(memory, desc.dtype, TILES, desc.layout).index(0)
 
 
 @jit

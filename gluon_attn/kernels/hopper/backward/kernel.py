@@ -24,10 +24,13 @@ def attention_backward(
     dq_desc,  # (B, H, R * D / 32, 32) fp32, blocks [1, 1, BLOCK_M * D / 32, 32]
     # (B or 1, H or 1, Sq or 1, Sk): the bias of scores, blocks [1, 1, BLOCK_M or 1, KEYS]; or None.
     bias_desc,
+    # As bias_desc, if that is of each row, blocks of rows that a slot of dQ has room for: its gradient; or None. If
+    # SUMS_DBIAS fp32, 0 before, to be added to.
+    dbias_desc,
     added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ, or at least one
     handed_in_ptr,  # (sharers, 2, KEYS, D) fp32: dK and dV of key blocks that another program ends; None: shared is 0
     has_handed_in_ptr,  # (sharers) int32, or more: 1 once they are there; None: shared is 0
-    dbias_ptr,  # as bias_desc, contiguous: its gradient; or None. If SUMS_DBIAS fp32, 0 before, to be added to.
+    dbias_ptr,  # (B or 1, H or 1, 1, Sk) fp32, contiguous, likewise of a bias that queries have in common; or None
     aux0_ptr,  # what SCORE_MOD reads; None where it reads less
     aux1_ptr,
     aux2_ptr,
@@ -60,7 +63,7 @@ def attention_backward(
         dq=dq_desc,
         added=added_ptr,
         handed_in=(handed_in_ptr, has_handed_in_ptr),
-        bias=(bias_desc, dbias_ptr),
+        bias=(bias_desc, dbias_desc, dbias_ptr),
         scale_log2=scale_log2,
         scale=scale,
         PIECES=PIECES,

@@ -1,6 +1,8 @@
 """The tensors of the backward's main kernel, and where their tiles lie."""
 
-from gluon_attn.runtime.compat import aggregate, gl, jit, tma_descriptor
+import math
+
+from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit, reinterpret, tma_descriptor
 
 from .packed import padded_block
 
@@ -25,7 +27,7 @@ class Operands:
     handed_in: gl.tuple  # of two: dK and dV that programs hand in, and who has, see shares.py; or None, None
     bias: (
         gl.tuple
-    )  # of two: the bias of scores behind its TMA descriptor, and a pointer to its gradient; None: not there
+    )  # of three: the bias of scores and, if it is of each row, its gradient; else a pointer to that. None: not there
     scale_log2: gl.tensor  # softmax scale times log2(e)
     scale: gl.tensor
     PIECES: gl.constexpr  # of how many tiles side by side are Q and K
@@ -62,6 +64,20 @@ def bias_coords(desc, batch, head, row, key):
     if desc.block_shape[2] == 1:
         row = gl.to_tensor(0)
     return [gl.minimum(batch, desc.shape[0] - 1), gl.minimum(head, desc.shape[1] - 1), row, key]
+
+
+@constexpr_function
+def tiles_in(shape, dtype, tile_shape, tile_dtype):
+    """Shape of memory [*shape] as a row of tiles, which it is a multiple of: Triton 3.8 reinterprets all of it only."""
+    bits = math.prod(shape) * dtype.primitive_bitwidth
+    return [bits // (math.prod(tile_shape) * tile_dtype.primitive_bitwidth), *tile_shape]
+
+
+@jit
+def first_tile(memory, desc):
+    """The first tile of `desc` in memory that may be larger."""
+    TILES: gl.constexpr = tiles_in(memory.shape, memory.dtype, desc.block_shape, desc.dtype)
+    return reinterpret(memory, desc.dtype, TILES, desc.layout).index(0)
 
 
 @jit

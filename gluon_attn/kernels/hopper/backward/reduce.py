@@ -3,7 +3,7 @@
 from channels import SharedMemoryConsumer, tma
 from gluon_attn.runtime.compat import aggregate, atomic_load, atomic_poll, gdc_wait, gl, jit
 
-from .operands import dq_coords, in_workspaces
+from .operands import bias_coords, dq_coords, first_tile, in_workspaces
 from .work import first_work
 
 CLAIMED = gl.constexpr(-1)  # who is first to add to a row block has begun, and is not done
@@ -35,11 +35,32 @@ def store_or_add(dq, coords, operands, is_first, part):
 
 
 @jit
-def add_in_any_order(sums, added, operands, coords, PARTS: gl.constexpr):
+def add_dbias(dqs, operands, coords):
+    """Add, or store, what a step has for the gradient of a bias of each row, if that is computed: it comes before dQ,
+    through the same slots. coords: of its first tile. What a tile has beyond the tensor goes nowhere. Returns the next
+    end."""
+    desc = operands.bias[1]
+    if desc is not None:
+        ROWS: gl.constexpr = desc.block_shape[2]
+        for i in gl.static_range(operands.q.block_shape[-2] // ROWS):
+            slot, dqs = dqs.acquire()
+            tile = first_tile(slot.part(0), desc)
+            of_tile = [coords[0], coords[1], coords[2] + i * ROWS, coords[3]]
+            if operands.SUMS_DBIAS:
+                tma.add(desc, of_tile, tile)
+            else:
+                tma.store(desc, of_tile, tile)
+            tma.wait_stores_read()
+            slot.release()
+    return dqs
+
+
+@jit
+def add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS: gl.constexpr):
     """Who comes first is first; the others wait until it has stored. It is asked before dQ is there, so that asking
     takes no time."""
     before = gl.atomic_cas(added, 0, CLAIMED, sem="acquire")
-    sums = Sums(sums.dqs, added, gl.to_tensor(1))
+    sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), added, gl.to_tensor(1))
     for part in gl.static_range(PARTS):
         dq, dqs = sums.dqs.acquire()
         if part == 0:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
@@ -56,7 +77,7 @@ def add_in_any_order(sums, added, operands, coords, PARTS: gl.constexpr):
 
 
 @jit
-def add_in_order(sums, added, number, operands, coords, PARTS: gl.constexpr):
+def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.constexpr):
     """In the order of the keys: wait until as many have added as have keys before these and see the row block. Each of
     them is a program of a lower number, and so has begun; and who has the lowest waits for nobody. In which order a
     program walks its row blocks only matters for how long others wait: see `QueryRange`.
@@ -64,6 +85,7 @@ def add_in_order(sums, added, number, operands, coords, PARTS: gl.constexpr):
     That an addition is done is told after the next one has begun: to wait for it would hold up the gradient role.
     """
     before = atomic_load(added, sem="acquire")
+    sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), sums.added, sums.number)
     for part in gl.static_range(PARTS):
         dq, dqs = sums.dqs.acquire()
         if part == 0:  # noqa: SIM102 - as above
@@ -101,10 +123,14 @@ def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
             else:
                 row_blocks = keys.row_blocks()
             added = operands.added + (batch * order.kv_heads * order.group + head) * row_blocks + sums_block
+            dbias_coords = ()
+            if operands.bias[1] is not None:
+                dbias_coords = bias_coords(operands.bias[1], batch, head, block * keys.BLOCK_M, keys.first)
             if DETERMINISTIC:
-                sums = add_in_order(sums, added, keys.key_blocks_before(block), operands, coords, PARTS)
+                number = keys.key_blocks_before(block)
+                sums = add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS)
             else:
-                sums = add_in_any_order(sums, added, operands, coords, PARTS)
+                sums = add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS)
         work = work.next()
     if DETERMINISTIC:
         tma.wait_stores_done()

@@ -14,7 +14,8 @@ class Wires:
     douts:   load -> gradient; DOUT_SLOTS slots of dO [BLOCK_M, D] and delta [BLOCK_M]; freed with Q, or at D=256 when
              what they add to dV is done.
     dqs:     gradient -> reduce; DQ_SLOTS slots of a row block's dQ, or of a part of its columns; freed when TMA has
-             read it. Between two key blocks the gradient role stages dK and dV there.
+             read it. Before dQ comes the gradient of a bias of each row, in tiles that a slot has room for. Between two
+             key blocks the gradient role stages dK and dV there.
     ds:      no channel but memory: [DS_SLOTS, KEYS, BLOCK_M], in which the gradient role's two warpgroups exchange dS,
              as dQ sums over the keys of both.
     p:       likewise of P, one tile, if CONFIG.exchanges_p.
