@@ -1,5 +1,7 @@
 """What the machine does not know is an error that names the construct and the kernel's line, never a wrong number."""
 
+import re
+
 import pytest
 import torch
 
@@ -112,3 +114,65 @@ def packed_fp32(x_ptr, out_ptr):
 
 def test_packed_fp32_on_hopper():
     refused(packed_fp32, normal(256), poisoned(256), marker="fp32 in pairs", words="which Hopper has not")
+
+
+# What the page says that the compiler does.
+
+
+@jit
+def int8_into_fp32():
+    a = gl.allocate_shared_memory(gl.int8, [128, 64], gl.NVMMASharedLayout(64, 8, 2))
+    b = gl.allocate_shared_memory(gl.int8, [64, 64], gl.NVMMASharedLayout(64, 8, 2))
+    COLUMNS: gl.constexpr = blackwell.TensorMemoryLayout([128, 64], col_stride=1)
+    acc = blackwell.allocate_tensor_memory(gl.float32, [128, 64], COLUMNS)
+    blackwell.tcgen05_mma(a, b, acc, use_acc=False)
+
+
+@jit
+def store_padded_fp4():
+    PADDED: gl.constexpr = blackwell.TensorMemoryLayout([128, 64], col_stride=1, fp4_padded=True)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1])
+    tile = blackwell.allocate_tensor_memory(gl.int8, [128, 64], PADDED)
+    tile.store(gl.full([128, 64], 1, gl.int8, LAYOUT))
+
+
+@pytest.mark.parametrize(("kernel", "words"), [(int8_into_fp32, "accumulator dtype"), (store_padded_fp4, "tmem_store")])
+def test_the_compiler_refuses_it_at_once(kernel, words):
+    with pytest.raises(RuntimeError, match=f"the compiler refuses it(.|\n)*{words}"):
+        gluon_cpu.launch(kernel, (1,), target="sm_100a")
+
+
+def ptx_of(kernel, *arguments, **options) -> str:
+    with gluon_cpu.machine(target=options.pop("target", "sm_90a")):
+        return kernel.warmup(*arguments, grid=(1,), num_ctas=2, **options).asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", [scan_over_ctas, copy_into_the_other_half])
+def test_the_compiler_refuses_it_later(kernel, capfd):
+    with pytest.raises(RuntimeError, match="PassManager::run failed"):
+        ptx_of(kernel, poisoned(256, dtype=torch.int32))
+    assert "failed to legalize operation" in capfd.readouterr().err
+
+
+def test_an_addition_to_copies_is_by_one_cta_in_its_own():
+    ptx = ptx_of(add_to_copies)
+    [rank] = re.findall(r"mov\.u32 \t(%r\d+), %cluster_ctarank;", ptx)
+    [addition] = set(re.findall(r"@(%p\d+) red\.shared\.cta\.", ptx))
+    assert re.search(rf"setp\.eq\.b32 \t{addition}, {rank}, 0;", ptx)
+
+
+def test_a_gather_over_ctas_reaches_no_other_one():
+    ptx = ptx_of(gather_registers, poisoned(256, dtype=torch.int32))
+    assert "mapa" not in ptx
+    assert "shared::cluster" not in ptx
+
+
+def test_a_box_in_parts_moves_the_coordinate_of_the_batch():
+    boxes, tiles = (gl.NVMMASharedLayout(128, 32, n, cga_layout=[[1] + [0] * (n - 1)]) for n in (3, 2))
+    desc = TensorDescriptor.from_tensor(normal(64, 4, 32), [64, 1, 32], boxes)
+    ptx = ptx_of(load_a_column_of_a_batch, desc, SHARED=tiles)
+    [place] = re.findall(r"tensor\.3d\S* \[%r\d+\], \[%rd\d+, \{(%r\d+), (%r\d+), (%r\d+)\}\]", ptx)
+    column, batch, row = place
+    assert re.search(rf"or\.b32 \t{batch}, %r\d+, 1;", ptx)  # the batch's number and 32 for CTA 1
+    assert column == row
+    assert f"mov.b32 \t{row}, 0;" in ptx
