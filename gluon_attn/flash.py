@@ -3,7 +3,8 @@
     from gluon_attn.flash import flash_attn_func
 
 What these kernels do not compute raises NotImplementedError by name. Two parameters only choose between speeds there,
-and do nothing here, where the tuning table chooses: `num_splits` and `pack_gqa`.
+and do nothing here, where the tuning table chooses: `num_splits` and `pack_gqa`. `learnable_sink` is
+FlashAttention-4's, and is given by name.
 """
 
 from typing import Any, NoReturn
@@ -34,6 +35,8 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """O (B, Sq, H, D), and with `return_attn_probs` LSE (B, H, Sq) besides, natural logarithm, fp32.
 
@@ -47,11 +50,12 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: of fp8 inputs, (B, Hkv) fp32, contiguous.
         deterministic: gradients in a fixed order. False: as `torch.use_deterministic_algorithms` says.
         softcap: scores become softcap · tanh(score / softcap); 0: as they are. qv, sm_margin: as they are by default.
+        learnable_sink: (H,), of each head a further score, without a value, as FlashAttention-4 has it.
 
     Raises:
         NotImplementedError: what is not supported so far, by its name.
-        TypeError, ValueError: as `gluon_attn.attention`, by that function's names: scale, return_lse, q_scale, k_scale
-            and v_scale.
+        TypeError, ValueError: as `gluon_attn.attention`, by that function's names: scale, return_lse, sinks, q_scale,
+            k_scale and v_scale.
     """
     refuse_what_is_missing(qv, sm_margin)
     return attention(
@@ -64,6 +68,7 @@ def flash_attn_func(
         layout="bshd",
         return_lse=return_attn_probs,
         deterministic=deterministic or None,
+        sinks=learnable_sink,
         q_scale=q_descale,
         k_scale=k_descale,
         v_scale=v_descale,
@@ -114,6 +119,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """O (T, H, D), and with `return_attn_probs` LSE (H, T) besides, of sequences packed one after the other.
 
@@ -145,6 +152,7 @@ def flash_attn_varlen_func(
         scale=softmax_scale,
         return_lse=return_attn_probs,
         deterministic=deterministic or None,
+        sinks=learnable_sink,
         q_scale=q_descale,
         k_scale=k_descale,
         v_scale=v_descale,

@@ -53,8 +53,10 @@ def attend(*args: Any, **kw: Any) -> Any:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_flash_attentions(name):
     parameters = inspect.signature(getattr(flash, name)).parameters
-    assert list(parameters) == PARAMETERS[name].split()
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+    by_position = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert by_position == PARAMETERS[name].split()
+    of_fa4 = ["learnable_sink"] if name in ("flash_attn_func", "flash_attn_varlen_func") else []
+    assert [n for n in parameters if n not in by_position] == of_fa4
 
 
 def test_defaults_are_flash_attentions():
@@ -117,6 +119,24 @@ def test_other_names(name, ours, value):
     want, _ = reference_attention(q.double(), k.double(), v.double(), causal=True, layout="bshd", **{ours: value})
     torch.testing.assert_close(out.double(), want, atol=0.03, rtol=0)
     assert not torch.allclose(attend(q, k, v, causal=True), out, atol=0.03)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_have_flash_attention_4s_name(packed):
+    q, k, v = qkv(40, 50)
+    sinks = torch.tensor([0.5, 3.0], requires_grad=True)
+    if packed:
+        lengths: Any = (torch.tensor([0, 40]).int(), torch.tensor([0, 50]).int(), 40, 50)
+        out = flash.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, learnable_sink=sinks)[None]
+    else:
+        out = attend(q, k, v, learnable_sink=sinks)
+    given = sinks.detach().requires_grad_()
+    want, _ = reference_attention(q.double(), k.double(), v.double(), sinks=given.double(), layout="bshd")
+    torch.testing.assert_close(out.double(), want, atol=0.03, rtol=0)
+    assert not torch.allclose(attend(q, k, v), out, atol=0.03)
+    out.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(sinks.grad, given.grad, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize(
