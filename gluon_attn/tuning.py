@@ -33,10 +33,15 @@ class Table(TableFile):
         unload(self)
 
 
-# Those that come with the package. Read at import: what asks for them may be traced by torch.compile.
-OF_CARDS = tuple(
-    Table(**vars(read(path)) | {"source": f"gluon_attn/tables/{path.name}"}) for path in sorted(TABLES.glob("*.json"))
-)
+def of_package() -> tuple[Table, ...]:
+    """The files that come with the package."""
+    return tuple(
+        Table(**vars(read(path)) | {"source": f"gluon_attn/tables/{path.name}"})
+        for path in sorted(TABLES.glob("*.json"))
+    )
+
+
+OF_CARDS = of_package()  # read at import: what asks for them may be traced by torch.compile
 _active: tuple[Table, ...] = ()
 _changing = threading.Lock()
 

@@ -67,10 +67,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one problem. beside: milliseconds of the peer, of the config in use and of what serves now, timed together
-    after the search; None if they were not."""
+    """Of one problem, or its gradients. beside: milliseconds of the peer, of the config in use and of what serves now,
+    timed together after the search; None if they were not."""
 
     measured: Measured
+    of_gradients: bool
     beside: dict[str, float] | None
 
 
@@ -104,7 +105,7 @@ def tune(
         return rows_for_all([(s.choices, s.configs[s.chosen], s.measured()) for s in searches], reach)
 
     def found() -> list[Found]:
-        return [Found(s.measured(), ended.get(id(s))) for _, s in every if s.is_measured]
+        return [Found(s.measured(), batch.of_gradients, ended.get(id(s))) for batch, s in every if s.is_measured]
 
     def kept() -> None:
         keep(rows(False), rows(True), found())
@@ -134,6 +135,7 @@ def lines(found: Sequence[Found]) -> Iterator[str]:
     for one in found:
         measured = one.measured
         title = ", ".join(f"{name} {value}" for name, value in measured.shape.items())
+        title = f"gradients of {title}" if one.of_gradients else title
         if measured.chosen == measured.in_use:
             yield f"{title}: the table in use stays, with {measured.in_use}"
         else:
@@ -160,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="python -m bench tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = command.add_mutually_exclusive_group(required=True)
+    what = command.add_mutually_exclusive_group()
     what.add_argument(
         "--shape", type=shape, nargs="+", default=[], metavar="B,H,S,D", help="of q: batch, heads, queries, head dim"
     )
@@ -207,6 +209,8 @@ def main(arguments: Sequence[str]) -> None:
     began = time.monotonic()
     command = parser()
     args = command.parse_args(arguments)
+    if not (args.shape or args.sweep):
+        command.error("the following arguments are required: --shape or --sweep")
     if args.reach is None:
         args.reach = REACH_OF_SWEEP if args.sweep else REACH
     if args.first is None and args.sweep:
@@ -219,6 +223,11 @@ def main(arguments: Sequence[str]) -> None:
             command.error(f"{option}: expected {least} or more, got {given:g}")
     if args.out.is_dir() or args.out.suffix != ".json":
         command.error(f"--out: expected a file name that ends in .json, got {args.out}")
+    if args.out.resolve().parent == tuning.TABLES.resolve():
+        command.error(
+            f"--out: expected a file elsewhere than in {tuning.TABLES}, whose files are in use, got {args.out}; copy "
+            "it there when it is whole"
+        )
     if args.device and not args.list:
         command.error("--device: expected with --list only, as only the card here can be timed; add --list")
     try:
@@ -383,4 +392,5 @@ def summary(found: Found) -> dict[str, Any]:
     measured = found.measured
     ms = {name: measured.ms[name] for name in dict.fromkeys([measured.in_use, measured.chosen])}
     beside = {} if found.beside is None else {"beside": found.beside}
-    return asdict(measured) | {"ms": ms, "configs": len(measured.ms)} | beside
+    of_gradients = {"of_gradients": True} if found.of_gradients else {}
+    return asdict(measured) | {"ms": ms, "configs": len(measured.ms)} | of_gradients | beside

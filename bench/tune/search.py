@@ -406,11 +406,13 @@ class Search(Generic[C]):
         return bool(self.found["ms"].get(self.name(self.in_use)))
 
     def measured(self) -> Measured:
-        chosen = self.chosen
+        """Milliseconds are those of the config in use, times the ratio to it: clocks have drifted between rounds."""
+        chosen, base = self.chosen, statistics.median(self.found["ms"][self.name(self.in_use)])
+        ratios = {name: statistics.median(found) for name, found in self.found["ratios"].items()}
         estimate = Estimate.of(self.found["confirmed"][chosen]) if chosen != self.name(self.in_use) else IN_USE
         return Measured(
             shape=shape_of(self.problem),
-            ms={name: statistics.median(taken) for name, taken in self.found["ms"].items()},
+            ms={self.name(self.in_use): base} | {name: rounded(base * ratio) for name, ratio in ratios.items()},
             chosen=chosen,
             in_use=self.name(self.in_use),
             gain=1 / estimate.ratio - 1,

@@ -30,6 +30,7 @@ from gluon_attn.problem import Problem, empty_output
 from gluon_attn.runtime.kernel import Build
 from gluon_attn.score_mod import softcap
 
+pytestmark = pytest.mark.usefixtures("packaged_alone")  # rows of a card serve few of the sizes that are tried here
 DEVICES = {90: Device.hopper(), 100: Device.blackwell(), 103: Device.blackwell_ultra()}
 
 

@@ -22,6 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 OPTIONAL = PROJECT["optional-dependencies"]
 PACKAGES = ("channels", "gluon_attn", "gluon_cpu")
+TABLE = "gluon_attn/tables/made_up.json"  # rows for a card, of which there may be none so far
 REQUIREMENTS = {r.name: r for r in map(Requirement, PROJECT["dependencies"])}
 
 
@@ -61,6 +62,7 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("build")
     tree = folder / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist"))
+    (tree / TABLE).write_text("{}", encoding="utf-8")
     (sdist,) = call_backend("build_sdist", tree, folder)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "sdist", filter="data")
@@ -86,7 +88,9 @@ def test_the_wheel_has_the_packages_and_nothing_else(built):
     assert {name.partition("/")[0] for name in files} == {"channels", "gluon_attn", "gluon_cpu", own}
     sources = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     sources |= {f"gluon_attn/learn/{path.name}" for path in (ROOT / "docs" / "learn").glob("*.py")}  # by a link
-    assert {name for name in files if not name.startswith(own)} == sources | {f"{name}/py.typed" for name in PACKAGES}
+    tables = {path.relative_to(ROOT).as_posix() for path in (ROOT / TABLE).parent.glob("*.json")} | {TABLE}
+    others = {f"{name}/py.typed" for name in PACKAGES} | tables
+    assert {name for name in files if not name.startswith(own)} == sources | others
     assert f"{own}/licenses/LICENSE" in files
 
 

@@ -113,6 +113,7 @@ def test_one_file_has_the_rows_of_all_sets_and_how_they_do_beside_the_peer(args)
     assert found["command"]["sweep"] == ["bf16", "backward"]
     assert [shape["beside"]["peer"] for shape in found["shapes"]] == [2.0, 1.0]
     assert found["shapes"][0]["beside"]["new"] == 1e3 * card.seconds(BEST)
+    assert [shape.get("of_gradients") for shape in found["shapes"]] == [None, True]
     assert found["geometric_means"]["shapes"] == 2
     assert found["geometric_means"]["new_over_in_use"] > 1
 
@@ -153,7 +154,8 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--shape", "1,2,3,64", "--table", "none.json"], "No such file or directory: 'none.json'"),
         (["--shape", "1,2,3,64", "--first", "0"], "--first: expected 1 or more, got 0"),
         (["--shape", "1,2,3,64", "--sweep", "bf16"], "argument --sweep: not allowed with argument --shape"),
-        ([], "one of the arguments --shape --sweep is required"),
+        ([], "the following arguments are required: --shape or --sweep"),
+        (["--shape", "1,2,3,64", "--out", str(tuning.TABLES / "x.json")], "--out: expected a file elsewhere than in"),
         (["--sweep", "bf16", "--causal"], "--causal: expected none with --sweep, which says what is tuned"),
         (["--sweep", "bf16", "--kv-heads", "2"], "--kv-heads: expected none with --sweep, which says what is tuned"),
     ],

@@ -1,0 +1,46 @@
+"""Fixtures of tests of table files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gluon_attn import api, tuning
+from gluon_attn.forward.plan import Plan
+from tests.gluon_attn.table_files import content
+
+
+@pytest.fixture
+def packaged_alone(monkeypatch):
+    """Neither files that come with the package nor others, before and after."""
+    monkeypatch.setattr(tuning, "OF_CARDS", ())
+    tuning.reset()
+    yield
+    tuning.reset()
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a table file, and gives its path."""
+
+    def write(given: Any = None) -> Path:
+        path = tmp_path / "table.json"
+        path.write_text(given if isinstance(given, str) else json.dumps(content() if given is None else given))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The configs that calls were prepared with, nothing being executed."""
+    seen: list[Any] = []
+
+    def launch(plan: Plan, *_: Any) -> Any:
+        seen.append(plan.config)
+        return lambda tensors: None
+
+    monkeypatch.setattr("gluon_attn.cpu.launches_on_cpu", launch)
+    monkeypatch.setattr(api, "_launches", {})
+    return seen
