@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.points import DTYPES, Point
 from gluon_attn.device import Device
@@ -29,8 +30,9 @@ from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import hopper_config
 from gluon_attn.problem import Problem
 
-TIMED = Path("bench/results/h200_candidates.json")
-PREDICTED = Path(__file__).parent / "results" / "h200_predicted.json"
+ROOT = Path(__file__).parents[1]
+TIMED = ROOT / "bench" / "results" / "h200_candidates.json"
+PREDICTED = ROOT / "bench" / "results" / "h200_predicted.json"
 CLOCK_GHZ = 1.7  # that cycles are counted at; what the card's own is beside it is in the constants
 FLOPS_PER_CYCLE = {2: 4096, 1: 8192}  # of a processor's tensor cores, by bytes of an element
 EXP2_PER_CYCLE = 16
@@ -199,7 +201,7 @@ def constants(path: Path = PREDICTED) -> Constants:
 def can_order(problem: Problem, device: Device) -> bool:
     """Whether what is predicted says which configs to try first: for kinds whose error table has it so."""
     of_kind = problem.padded_head_dim == problem.padded_head_dim_v and problem.padded_head_dim in (64, 128)
-    return device.arch == 90 and of_kind and problem.dtype.itemsize == 2
+    return device.arch == 90 and of_kind and problem.dtype == torch.bfloat16
 
 
 def in_order(configs: Iterable[HopperConfig], problem: Problem, device: Device) -> list[HopperConfig]:
@@ -330,6 +332,11 @@ def in_first_half(pairs: Sequence[tuple[float, float]]) -> bool:
     return min(pairs) in ordered[: -(-len(ordered) // 2)]
 
 
+def named(file: Path) -> str:
+    """Within the checkout, if it is there."""
+    return file.resolve().relative_to(ROOT).as_posix() if file.resolve().is_relative_to(ROOT) else str(file)
+
+
 def lines(table: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     yield "| kind | error | largest | within 10 % | rank correlation | lost by its choice | fastest in first half |"
     yield "|---|---|---|---|---|---|---|"
@@ -344,7 +351,7 @@ def main(arguments: Sequence[str]) -> None:
     command = argparse.ArgumentParser(
         prog="python -m bench.predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command.add_argument("--timed", type=Path, default=TIMED, help=f"by what is judged (default: {TIMED})")
+    command.add_argument("--timed", type=Path, default=TIMED, help=f"by what is judged (default: {named(TIMED)})")
     command.add_argument("--out", type=Path, help="result file to write (JSON)")
     args = command.parse_args(arguments)
     found = json.loads(args.timed.read_text(encoding="utf-8"))
@@ -355,7 +362,7 @@ def main(arguments: Sequence[str]) -> None:
         print(line)
     if args.out:
         written = {
-            "timed": {"file": str(args.timed), **{n: found["provenance"][n] for n in ("date", "card", "commit")}},
+            "timed": {"file": named(args.timed), **{n: found["provenance"][n] for n in ("date", "card", "commit")}},
             "constants": asdict(fitted([s.counts for s in every], [s.ms for s in every])),
             "constants_of_halves": [asdict(fit) for fit in fits],
             "errors": table,
