@@ -31,6 +31,8 @@ CASES = {
     "few queries, many keys": (1, 1, 1, 5, 300, 64, True, BF16),
     "batches and grouped heads": (2, 6, 2, 130, 150, 64, True, BF16),
     "one KV head": (1, 5, 1, 130, 130, 128, False, BF16),
+    "four query heads to a KV head": (1, 8, 2, 70, 100, 128, True, FP16),
+    "eight query heads to a KV head": (1, 16, 2, 70, 100, 64, True, BF16),
     "a head dim between": (1, 2, 1, 100, 140, 72, True, BF16),
     "the smallest head dim": (1, 1, 1, 100, 140, 8, False, FP16),
     "D=256": (1, 2, 1, 130, 200, 256, True, BF16),
