@@ -1,4 +1,4 @@
-"""docs/figures.md and the lab log show what the file of peers has, where other implementations are compared."""
+"""docs/figures.md, docs/backward.md and the lab log show what the files of peers and of gradients have."""
 
 import json
 import math
@@ -18,6 +18,37 @@ def rows_below(page: str, heading: str) -> dict[str, list[float]]:
     table = (ROOT / "docs" / page).read_text(encoding="utf-8").split(heading)[1].split("\n\n")[0]
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     return {name: [float(number) for number in numbers] for name, *numbers in rows}
+
+
+def by_mask_and_length(points: dict[tuple[int, bool, int], float], digits: int) -> dict[str, list[float]]:
+    """From (head dim, causal, length), as a page's table has it."""
+    kinds = [(head_dim, causal) for head_dim in (128, 64) for causal in (False, True)]
+    return {
+        f"D={head_dim} {'causal' if causal else 'full'}": [
+            round(points[head_dim, causal, length], digits) for length in LENGTHS
+        ]
+        for head_dim, causal in kinds
+    }
+
+
+def test_rates_of_gradients():
+    found = json.loads((ROOT / "bench" / "results" / "h200_gradients.json").read_text(encoding="utf-8"))["points"]
+    results = {(p["point"]["head_dim"], p["point"]["causal"], p["point"]["length"]): p["results"] for p in found}
+    rates = {at: result["ours"]["tflops"] for at, result in results.items()}
+    to_cudnn = {at: result["ours"]["ratio_to_cudnn"] for at, result in results.items()}
+    in_order = {at: result["ours, deterministic"]["tflops"] for at, result in results.items()}
+    fa2 = {at: result["fa2, deterministic"]["tflops"] for at, result in results.items()}
+    runs = PEERS["backward"]
+    best: dict[tuple[int, bool, int], float] = {}
+    for p in runs["first_run"]["points"] + runs["second_run"]["points"]:  # the second one has both
+        best[p["head_dim"], p["causal"], p["length"]] = max(p["fa3_over_cudnn"], p.get("fa4_over_cudnn", 0.0))
+    page = "backward.md"
+    assert rows_below(page, "| TFLOP/s | 512") == by_mask_and_length(rates, 0)
+    assert rows_below(page, "| × cuDNN | 512") == by_mask_and_length(to_cudnn, 2)
+    assert rows_below(page, "| share | 512") == by_mask_and_length({at: in_order[at] / rates[at] for at in rates}, 2)
+    assert rows_below(page, "| × FA2 | 512") == by_mask_and_length({at: in_order[at] / fa2[at] for at in rates}, 2)
+    assert rows_below(page, "| best / cuDNN ") == by_mask_and_length(best, 2)
+    assert rows_below(page, "| ours / best ") == by_mask_and_length({at: to_cudnn[at] / best[at] for at in rates}, 2)
 
 
 def ratios(dtype: str) -> dict[str, list[float]]:
