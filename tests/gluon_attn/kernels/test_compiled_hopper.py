@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals, hardware_arrivals, signal_arrivals
+from gluon_attn.backward.launch import builds_of
+from gluon_attn.backward.table import HOPPER as BACKWARD
 from gluon_attn.forward.configs import REGISTERS_PER_SM, HopperConfig
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, Row
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources
 from gluon_attn.runtime.assembler import disassemble
 from tests.slow import slow_if
@@ -215,3 +218,15 @@ def test_the_sanitizer_reaches_the_kernel(mode):
     assert run.returncode == 0, run.stderr
     (size,) = re.findall(r"^scratch (\d+)$", run.stdout, re.MULTILINE)
     assert (int(size) > 0) == (mode == "consan")
+
+
+def test_sums_of_shared_key_blocks_are_no_work_for_the_vectoriser():
+    """It takes seconds to look for pairs among them, of a compile that takes two; and makes vectors that the card adds
+    one by one."""
+    mask, config = Mask(causal=True), BACKWARD[128]
+    _, alone, _ = builds_of(torch.bfloat16, 128, mask, config, deterministic=False, shared=False)
+    _, shared, _ = builds_of(torch.bfloat16, 128, mask, config, deterministic=False, shared=True)
+    of_alone, of_shared = (build.compile(90).asm["llir"] for build in (alone, shared))
+    assert of_shared.count("add.f32") == 2 * config.keys * 128 // 256  # a thread's, of 256: of dK and of dV
+    vectors = [len(re.findall(r"<\d+ x float>", text)) for text in (of_alone, of_shared)]
+    assert vectors[0] == vectors[1]

@@ -9,6 +9,8 @@ of a lower number only, and so for such that have begun. Those hand in before th
 
 from gluon_attn.runtime.compat import aggregate, atomic_poll, constexpr_function, gdc_wait, gl, jit
 
+from ..inline_asm import plus
+
 
 @aggregate
 class Share:
@@ -76,7 +78,7 @@ def collect(dk, dv, order, handed_in):
         gl.barrier()  # one thread has waited for all
         added = dk[:0]
         for i in gl.static_range(len(dk)):
-            added += (dk[i] + gl.load(place_of(dk[i], sums, program, i, PIECES, D)),)
+            added += (plus(dk[i], gl.load(place_of(dk[i], sums, program, i, PIECES, D))),)
         dk = added
-        dv += gl.load(place_of(dv, sums, program, len(dk), PIECES, D))
+        dv = plus(dv, gl.load(place_of(dv, sums, program, len(dk), PIECES, D)))
     return dk, dv
