@@ -4,6 +4,7 @@ import argparse
 import json
 import pickle
 from functools import partial, partialmethod
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_flex_attention_computes_the_same(case):
     data = case.data(shape, "cpu")
     if case.name == "documents":
         data = torch.stack([torch.arange(256) // 50, torch.arange(256) // 200]).int()
-    call = features.flex(case, shape, [q, k, v], data, "cpu")
+    call: Any = features.flex(case, shape, [q, k, v], data, "cpu")
     assert call.keywords["block_mask"].shape[0] == shape.batch
     theirs = flex_attention(*call.args, **call.keywords)
     options = case.options(data)
@@ -88,7 +89,7 @@ def arguments(tmp_path, peers):
 
 
 def test_a_run_times_each_pass_of_each_case(stand_ins, monkeypatch, tmp_path, capsys):
-    cases = (features.window(8), features.SINKS, features.DOCUMENTS, features.window_by_function(20))
+    cases: tuple[features.Case, ...] = (features.window(8), features.SINKS, features.DOCUMENTS, features.window_by_function(20))
     cases = (*cases, features.BIAS, features.LEARNED_BIAS)
     monkeypatch.setitem(features.SETS, "few", cases)
     given = arguments(tmp_path, [])

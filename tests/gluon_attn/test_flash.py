@@ -127,7 +127,8 @@ def test_sinks_have_flash_attention_4s_name(packed):
     sinks = torch.tensor([0.5, 3.0], requires_grad=True)
     if packed:
         lengths: Any = (torch.tensor([0, 40]).int(), torch.tensor([0, 50]).int(), 40, 50)
-        out = flash.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, learnable_sink=sinks)[None]
+        one: Any = flash.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, learnable_sink=sinks)
+        out = one[None]
     else:
         out = attend(q, k, v, learnable_sink=sinks)
     given = sinks.detach().requires_grad_()

@@ -217,7 +217,8 @@ def test_on_a_card_the_same_in_the_same_order(monkeypatch):
 @pytest.mark.parametrize("current", [5, 2])
 def test_launches_ask_for_device_and_stream_once(monkeypatch, current):
     """Also from another device, which is current again afterwards; memory is made before, on the tensors' own."""
-    devices, said = [current], []
+    devices = [current]
+    said: list[Any] = []
 
     @contextlib.contextmanager
     def device(index):
