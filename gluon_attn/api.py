@@ -31,6 +31,7 @@ from .problem import (
     check_scale_tensor,
     empty_output,
     refuse_address,
+    shape_of_lse,
     type_name,
 )
 from .refusals import refuse_unusual
@@ -241,13 +242,6 @@ def attend(
         given.update(q=q, k=k, v=v, out=out, lse=lse)
         launch(given)
     return out if lse is None else (out, lse)
-
-
-def shape_of_lse(q: Sequence[int], layout: str) -> tuple[int, ...]:
-    """q: its shape."""
-    if layout == PACKED:
-        return q[1], q[0]
-    return (q[0], q[1], q[2]) if layout == "bhsd" else (q[0], q[2], q[1])
 
 
 def check_options(return_lse: object, deterministic: object, unsupported: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ Inductor would rebuild a Gluon kernel that it sees as one of plain Triton; so it
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,11 +13,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .call import Extras, Options, key_of
 from .device import Device
-from .gradients import differentiate, require_gradients
+from .gradients import SAVED, differentiate, require_gradients
 from .kernels.common.mask import Mask, visible_pairs
-from .problem import empty_output, in_bhsd
+from .problem import empty_output, shape_of_lse
 
-Shape = Sequence[int]
 FORWARD_PRODUCTS = (1, 1)  # S, and O
 BACKWARD_PRODUCTS = (3, 2)  # S, dQ and dK, and dP and dV
 
@@ -31,8 +31,13 @@ def forward(
     v: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
     q_segment_ids: Tensor | None,
     k_segment_ids: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     causal: bool,
     left: int | None,
     right: int | None,
@@ -44,24 +49,38 @@ def forward(
     num_ctas: int | None,
     card: str,
 ) -> tuple[Tensor, Tensor]:
-    """(O, LSE), as `attention` has them. left, right: its window. card: one of CARDS, to execute it on the CPU; "" for
-    the tensors' own."""
+    """(O, LSE), as `attention` has them; with cu_seqlens_q and the layout PACKED as `attention_varlen` has them. left,
+    right: its window. card: one of CARDS, to execute it on the CPU; "" for the tensors' own."""
     from .api import attend
 
-    options = Options(causal, (left, right), chunk, softcap, None, scale, layout, None, num_ctas, None, CARDS[card])
-    extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids)
+    options = Options(
+        causal, (left, right), chunk, softcap, None, scale, layout, None, num_ctas, None, CARDS[card],
+        max_seqlens=longest_of(max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    tensors = sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, q_segment_ids, k_segment_ids
     with torch.no_grad():  # what records gradients here is the operator
-        out, lse = attend(q, k, v, extras, options, return_lse=True)
+        out, lse = attend(q, k, v, extras_of(*tensors), options, return_lse=True)
     return out, lse
 
 
-OPTIONS_AT, LAYOUT_AT = 7, 13  # of the arguments
+TENSORS = SAVED[:-1]  # arguments that they have after q, k and v, or after out and lse
+OPTIONS_AT, LAYOUT_AT = 9, 15  # of the arguments from TENSORS on: `causal`, and the layout
+
+
+def extras_of(*tensors: Tensor | None) -> Extras:
+    """tensors: those of TENSORS."""
+    named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    return Extras(**named)
+
+
+def longest_of(max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int] | None:
+    """Of packed sequences; else None."""
+    return None if max_seqlen_q is None or max_seqlen_k is None else (max_seqlen_q, max_seqlen_k)
 
 
 @forward.register_fake
 def _(q: Tensor, k: Any, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, q_len, _ = in_bhsd(q, others[LAYOUT_AT - 3]).shape
-    return empty_output(q, v), q.new_empty((batch, heads, q_len), dtype=torch.float32)
+    return empty_output(q, v), q.new_empty(shape_of_lse(q.shape, others[LAYOUT_AT]), dtype=torch.float32)
 
 
 @torch.library.custom_op("gluon_attn::backward", mutates_args=())
@@ -75,8 +94,13 @@ def backward(
     lse: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
     q_segment_ids: Tensor | None,
     k_segment_ids: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     causal: bool,
     left: int | None,
     right: int | None,
@@ -88,8 +112,11 @@ def backward(
     card: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dQ, dK, dV, dsinks), as `attention_backward` has them; dsinks is empty if there are no sinks."""
-    options = Options(causal, (left, right), chunk, softcap, None, scale, layout, deterministic, device=CARDS[card])
-    extras = Extras(sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_segment_ids, k_segment_ids=k_segment_ids)
+    options = Options(
+        causal, (left, right), chunk, softcap, None, scale, layout, deterministic, device=CARDS[card],
+        max_seqlens=longest_of(max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    extras = extras_of(sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, q_segment_ids, k_segment_ids)
     dq, dk, dv, *others = differentiate(
         dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options)
     )
@@ -105,15 +132,15 @@ def _(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, alibi_slopes, q_ids, k_ids, *options, _, card = inputs  # but for num_ctas
-    ctx.save_for_backward(q, k, v, *output, sinks, alibi_slopes, q_ids, k_ids)
+    tensors, (*options, _, card) = inputs[: 3 + len(TENSORS)], inputs[3 + len(TENSORS) :]  # but for num_ctas
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.options = (*options, card)
     ctx.set_materialize_grads(False)
 
 
 def backward_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: under checkpointing it may not be asked for again
-    nothing = (None,) * (len(ctx.options) + 4)  # for what is no tensor, for slopes and for ids
+    nothing = (None,) * (len(TENSORS) + len(ctx.options))  # for other tensors than sinks, for options and for num_ctas
     if dout is dlse is None:
         return (None,) * 4 + nothing
     *grads, dsinks = backward(dout, dlse, *saved, *ctx.options)
@@ -123,12 +150,35 @@ def backward_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Ten
 forward.register_autograd(backward_of, setup_context=save)
 
 
-def flops(q: Shape, k: Shape, v: Shape, layout: str, mask: Mask, products: tuple[int, int]) -> int:
+def flops(q: Tensor, k: Tensor, v: Tensor, others: Sequence[Any], products: tuple[int, int]) -> int:
     """As `torch.utils.flop_counter` asks for them: 2 for each column, of so many `products` over those of Q and over
-    those of V, for each query and key that it sees."""
-    (batch, heads, q_len), kv_len = (q[:3], k[2]) if layout == "bhsd" else ((q[0], q[2], q[1]), k[1])
-    of_pair = 2 * (products[0] * q[3] + products[1] * v[3])
-    return batch * heads * visible_pairs(q_len, kv_len, mask) * of_pair
+    those of V, for each query and key that it sees. others: an operator's arguments from TENSORS on."""
+    lengths, mask = others[2:5], mask_of(others[OPTIONS_AT:])
+    if lengths[0] is None:
+        (batch, heads, q_len), kv_len = q.shape[:3], k.shape[2]
+        if others[LAYOUT_AT] == "bshd":
+            q_len, heads, kv_len = heads, q_len, k.shape[1]
+        pairs = batch * heads * visible_pairs(q_len, kv_len, mask)
+    else:
+        each = zip(*numbers_of(*lengths, *others[len(TENSORS) : OPTIONS_AT]), strict=True)
+        pairs = q.shape[1] * sum(visible_pairs(q_len, kv_len, mask) for q_len, kv_len in each)
+    return pairs * 2 * (products[0] * q.shape[-1] + products[1] * v.shape[-1])
+
+
+def numbers_of(
+    cu_q: Tensor, cu_k: Tensor, used_k: Tensor | None, max_q: int, max_k: int
+) -> tuple[list[int], list[int]]:
+    """Queries and keys of each of packed sequences; of fake ones, as torch's own formulas have it, as many as the
+    longest has. Waits for the card."""
+    rows, keys = (
+        [end - first for first, end in pairwise(starts.tolist())] if has_numbers(starts) else [most] * (len(starts) - 1)
+        for starts, most in ((cu_q, max_q), (cu_k, max_k))
+    )
+    return rows, used_k.tolist() if used_k is not None and has_numbers(used_k) else keys
+
+
+def has_numbers(t: Tensor) -> bool:
+    return not t.is_meta and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def mask_of(options: Sequence[Any]) -> Mask:
@@ -137,24 +187,26 @@ def mask_of(options: Sequence[Any]) -> Mask:
     return Mask(causal=causal, left=left, right=right, chunk=chunk)
 
 
-@register_flop_formula(torch.ops.gluon_attn.forward)
-def _(q: Shape, k: Shape, v: Shape, *others: Any, **_: Any) -> int:
-    return flops(q, k, v, others[LAYOUT_AT - 3], mask_of(others[OPTIONS_AT - 3 :]), FORWARD_PRODUCTS)
+@register_flop_formula(torch.ops.gluon_attn.forward, get_raw=True)
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> int:
+    return flops(q, k, v, others, FORWARD_PRODUCTS)
 
 
-@register_flop_formula(torch.ops.gluon_attn.backward)
-def _(dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, *others: Any, **_: Any) -> int:
-    return flops(q, k, v, others[LAYOUT_AT - 3], mask_of(others[OPTIONS_AT - 3 :]), BACKWARD_PRODUCTS)
+@register_flop_formula(torch.ops.gluon_attn.backward, get_raw=True)
+def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *others: Any, **_: Any) -> int:
+    return flops(q, k, v, others, BACKWARD_PRODUCTS)
 
 
 def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
-    """What `attention` is in a graph."""
+    """What `attention` and `attention_varlen` are in a graph."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and options.device:
         require_gradients(q, None, options)
     card = card_in_graph(extras, options)
     causal, (left, right), chunk, softcap, _, scale, layout, deterministic, num_ctas, *_ = options
-    tensors = extras.sinks, extras.alibi_slopes, extras.q_segment_ids, extras.k_segment_ids
-    return forward(q, k, v, *tensors, causal, left, right, chunk, softcap, scale, layout, deterministic, num_ctas, card)
+    tensors, lengths = [getattr(extras, name) for name in TENSORS], options.max_seqlens or (None, None)
+    return forward(
+        q, k, v, *tensors, *lengths, causal, left, right, chunk, softcap, scale, layout, deterministic, num_ctas, card
+    )
 
 
 def not_in_a_graph(extras: Extras, options: Options) -> dict[str, Any]:

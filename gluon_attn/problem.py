@@ -219,6 +219,13 @@ def empty_output(q: Tensor, v: Tensor, device: torch.device | str | None = None)
     return torch.empty_permuted(shape, (*inwards, q.dim() - 1), dtype=dtype, device=device or q.device)
 
 
+def shape_of_lse(q: Sequence[int], layout: str) -> tuple[int, ...]:
+    """q: its shape."""
+    if layout == PACKED:
+        return q[1], q[0]
+    return (q[0], q[1], q[2]) if layout == "bhsd" else (q[0], q[2], q[1])
+
+
 def in_bhsd(t: Tensor, layout: str) -> Tensor:
     """A view of `t` with dimensions (batch, head, sequence, head_dim)."""
     if layout == PACKED:

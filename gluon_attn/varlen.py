@@ -13,10 +13,9 @@ from .forward.configs import ForwardConfig
 from .gradients import Attention, differentiate
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
-from .ops import is_seen_by_a_mode
+from .ops import attention_op, is_seen_by_a_mode
 from .problem import PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
-from .varlen_ops import attention_varlen_op
 
 
 def attention_varlen(
@@ -74,7 +73,7 @@ def attention_varlen(
             table is asked for B sequences of T / B queries and U / B keys.
 
     On Hopper, in 16 bits, q, k, v and sinks have gradients, see `attention_varlen_backward`. Under torch.compile and
-    torch.export it is one operator, `gluon_attn::forward_varlen`.
+    torch.export it is one operator, `gluon_attn::forward`.
 
     Returns:
         O, (T, H, D); with return_lse, (O, LSE), LSE (H, T) fp32. Rows of q past cu_seqlens_q[-1] have none: what is
@@ -96,7 +95,7 @@ def attention_varlen(
         of_mask_mod=read_by_mask,
     )  # fmt: skip
     if is_compiling() or is_seen_by_a_mode(extras, options):
-        both = attention_varlen_op(*autocast(q, k, v), extras, options)
+        both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
     if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
         q, k, v = autocast(q, k, v)

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from gluon_attn import attention
 from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
-from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.ops import FORWARD_PRODUCTS, attention_op, flops
 from gluon_attn.testing import check_gradients
 
@@ -54,7 +53,7 @@ def test_the_operators_are_what_torch_expects():
     inputs = qkv(40, 40)
     torch.library.opcheck(
         torch.ops.gluon_attn.forward,
-        (*inputs, *(None,) * 4, True, *(None,) * 5, "bhsd", True, None, "hopper"),
+        (*inputs, *(None,) * 9, True, *(None,) * 5, "bhsd", True, None, "hopper"),
         raise_exception=True,
     )
 
@@ -184,11 +183,14 @@ def test_refused_in_a_graph():
 def test_flops_count_what_is_seen(q_len, kv_len, causal):
     hidden = torch.ones(q_len, kv_len).triu(1 + kv_len - q_len) if causal else torch.zeros(q_len, kv_len)
     seen = int((1 - hidden).sum())
-    shapes = (2, 3, q_len, 8), (2, 3, kv_len, 8), (2, 3, kv_len, 8)
-    assert flops(*shapes, "bhsd", Mask(causal=causal), FORWARD_PRODUCTS) == 4 * 2 * 3 * 8 * seen
+    for layout in ("bhsd", "bshd"):
+        sizes = [(2, 3, n, 8) if layout == "bhsd" else (2, n, 3, 8) for n in (q_len, kv_len, kv_len)]
+        q, k, v = (torch.empty(size, device="meta") for size in sizes)
+        others = (*(None,) * 9, causal, *(None,) * 5, layout)
+        assert flops(q, k, v, others, FORWARD_PRODUCTS) == 4 * 2 * 3 * 8 * seen
     inputs = [t.detach() for t in qkv(40, 40)]
     with FlopCounterMode(display=False) as counter:
-        torch.ops.gluon_attn.forward(*inputs, *(None,) * 4, False, *(None,) * 5, "bhsd", None, None, "hopper")
+        torch.ops.gluon_attn.forward(*inputs, *(None,) * 9, False, *(None,) * 5, "bhsd", None, None, "hopper")
     assert counter.get_total_flops() == 4 * 2 * 40 * 40 * 64
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from gluon_attn.device import Device
+from gluon_attn.problem import PACKED
 from gluon_attn.varlen import attention_varlen
 
 HOPPER = Device.hopper()
@@ -47,8 +48,9 @@ def test_compiled_whole_it_is_what_it_is_in_eager_mode():
 
 def test_the_operators_are_what_torch_expects():
     q, k, v, cu_q, cu_k = inputs()
-    given: tuple[Any, ...] = (q, k, v, cu_q, cu_k, None, 40, 50, torch.ones(2), None, True, *(None,) * 5, True, None)
-    torch.library.opcheck(torch.ops.gluon_attn.forward_varlen, (*given, "hopper"), raise_exception=True)
+    tensors = (torch.ones(2), None, cu_q, cu_k, None, None, None)
+    given: tuple[Any, ...] = (q, k, v, *tensors, 40, 50, True, *(None,) * 5, PACKED, True, None)
+    torch.library.opcheck(torch.ops.gluon_attn.forward, (*given, "hopper"), raise_exception=True)
 
 
 def test_exported():
@@ -58,7 +60,7 @@ def test_exported():
 
     given = [t.detach() for t in inputs()]
     exported = torch.export.export(Model(), tuple(given))
-    assert "gluon_attn.forward_varlen" in str(exported.graph)
+    assert "gluon_attn.forward" in str(exported.graph)
     assert torch.equal(exported.module()(*given), model(*given))
 
 
@@ -67,7 +69,7 @@ def test_checkpointed(is_kept):
     """A policy of what to keep sees the operator, and then its forward pass is not computed again."""
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        ours = operator == torch.ops.gluon_attn.forward_varlen.default
+        ours = operator == torch.ops.gluon_attn.forward.default
         return CheckpointPolicy.MUST_SAVE if ours and is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     given = inputs()
