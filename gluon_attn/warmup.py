@@ -18,7 +18,7 @@ from . import tuning
 from .backward.configs import HopperBackward, label
 from .backward.launch import builds_of, key_list_build, sinks_build
 from .backward.plan import can_share
-from .backward.table import padded_head_dims
+from .backward.table import BackwardRow, padded_head_dims
 from .backward.table import pick_config as pick_backward
 from .backward.table import rows_by_default as backward_rows_by_default
 from .bias import Bias
@@ -27,7 +27,7 @@ from .device import Device
 from .forward.configs import BlackwellConfig, ForwardConfig
 from .forward.launch import build_of, list_build, transpose_build
 from .forward.plan import LARGEST_LENGTH
-from .forward.table import for_bias, for_scores, rows_by_default
+from .forward.table import Row, for_bias, for_scores, rows_by_default
 from .gradients import ARCHS as BACKWARD_ARCHS
 from .kernels.common.mask import Mask
 from .problem import FP8_DTYPES, Problem
@@ -79,15 +79,16 @@ class Job:
 def main(arguments: Sequence[str]) -> None:
     quiet_exit()
     command, options = parsed(arguments)
+    device = card() if options.arch is None else None
     if options.arch is not None:
         arch = ARCHS[options.arch]
-    elif device := card():
+    elif device:
         arch = device.arch
     else:
         command.error(f"--arch: expected one of {', '.join(ARCHS)}, as there is no card; H100 and H200 are sm_90")
     try:
         check_triton_version(arch)
-        jobs = unlike(jobs_of(options, arch))
+        jobs = unlike(jobs_of(options, arch, device))
     except (RuntimeError, ValueError) as error:
         command.error(str(error))
     compile_all(jobs, arch, options.jobs)
@@ -145,11 +146,14 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
     return command, options
 
 
-def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
+def jobs_of(options: argparse.Namespace, arch: int, device: Device | None = None) -> Iterator[Job]:
     """What calls with these options may launch, whatever their lengths. Some may be there twice.
 
+    device: to leave out rows of table files for other cards; default: for any card of the architecture.
     Raises ValueError for what there is no kernel for.
     """
+    table = tuning.rows_of_arch(arch) if device is None else tuning.rows_for(device)
+    backward_table = tuning.backward_rows_of_arch(arch) if device is None else tuning.backward_rows_for(device)
     dtypes = [DTYPES[name] for name in options.dtype]
     masks = [Mask(causal=causal) for causal, other in ((False, options.causal), (True, options.full)) if not other]
     if options.window is not None:
@@ -195,11 +199,11 @@ def jobs_of(options: argparse.Namespace, arch: int) -> Iterator[Job]:
                     )
                 )
                 yield from forward_jobs(
-                    f"{named(*forward)} {kind}", dtype, forward[0], mask, features, arch, forward[1]
+                    f"{named(*forward)} {kind}", dtype, forward[0], mask, features, arch, table, forward[1]
                 )
                 if options.backward and dtype not in FP8_DTYPES:
                     of_kind = f"{named(*backward)} {kind}", dtype, backward[0], mask, features, options.deterministic
-                    yield from backward_jobs(*of_kind, backward[1])
+                    yield from backward_jobs(*of_kind, backward_table, backward[1])
 
 
 def named(head_dim: int, head_dim_v: int) -> str:
@@ -253,11 +257,12 @@ def forward_jobs(
     mask: Mask,
     features: Features,
     arch: int,
+    table: Sequence[Row],
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    table = [row for row in tuning.rows_of_arch(arch) if features.take(row.config)]
-    rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, table)
+    taken = [row for row in table if features.take(row.config)]
+    rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, taken)
     if features.packed:
         sizes = {row.config.block_m: None for row in reached(rows, mask)}
         for block_m, used in itertools.product(sizes, (False, True)):
@@ -292,13 +297,14 @@ def backward_jobs(
     mask: Mask,
     features: Features,
     deterministic: bool,
+    table: Sequence[BackwardRow],
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     """A kernel in which programs share key blocks is another one."""
     if features.sinks is not None:
         yield Job("backward, sinks", partial(sinks_build, features.sinks))
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, tuning.backward_rows_of_arch(90))
+    rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, table)
     configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in reached(rows, mask)]
     biases = [features.bias]
     if features.bias is not None:

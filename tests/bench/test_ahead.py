@@ -42,6 +42,16 @@ def test_without_jobs():
     assert run_all(time.sleep, [], at_once=4, limit_s=1) == []
 
 
+def test_without_time_nothing_is_done_any_more():
+    """What is being done then is given up, and the processes are there for more work."""
+    with Workers(time.sleep, at_once=2, limit_s=600) as workers:
+        assert list(workers.run([600.0, 600.0, 600.0], within_s=0)) == []
+        assert sorted(workers.run([0.0, 0.01])) == [(0, None), (1, None)]
+        begun = [number for number, _ in workers.run([0.0, 600.0], within_s=1)]
+        assert begun in ([], [0])
+        assert len(workers.there) <= 1
+
+
 def process_id(_: object) -> int:
     return os.getpid()
 

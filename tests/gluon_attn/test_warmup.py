@@ -29,6 +29,7 @@ from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem, empty_output
 from gluon_attn.runtime.kernel import Build
 from gluon_attn.score_mod import softcap
+from tests.gluon_attn.table_files import H100, content
 
 pytestmark = pytest.mark.usefixtures("packaged_alone")  # rows of a card serve few of the sizes that are tried here
 DEVICES = {90: Device.hopper(), 100: Device.blackwell(), 103: Device.blackwell_ultra()}
@@ -113,6 +114,16 @@ def test_calls_with_masks_and_scores_find_theirs(name):
     assert [build for build in used if build not in compiled] == []
     assert [job.name for job, build in zip(listed, compiled, strict=True) if build not in used] == []
     pickle.dumps(listed)
+
+
+def test_rows_of_other_cards_are_left_out_on_a_card(written, monkeypatch):
+    """Where it is not known which card it will be, they are not."""
+    monkeypatch.setattr(tuning, "OF_CARDS", (tuning.Table(**vars(tuning.read(written(content(devices=[H100]))))),))
+    _, options = warmup.parsed(["--head-dim", "128", "--full"])
+    found = {device: list(warmup.jobs_of(options, 90, device)) for device in (None, H100, Device.hopper())}
+    of_row = {device: [job.name for job in jobs if "from 512 keys" in job.name] for device, jobs in found.items()}
+    assert [len(names) for names in of_row.values()] == [1, 1, 0]
+    assert len(found[None]) == len(found[Device.hopper()]) + 1
 
 
 @pytest.mark.parametrize(("left", "compiled"), [(98, False), (99, True)], ids=["fewer keys", "as many"])
