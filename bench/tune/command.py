@@ -29,7 +29,7 @@ from bench.tune.forward import Forward
 from bench.tune.gradients import Gradients
 from bench.tune.rows import Chosen, rows_for_all
 from bench.tune.search import Again, Card, Progress, Search, Stop, shape_of
-from bench.tune.together import GENERATIONS, Together
+from bench.tune.together import GENERATIONS, LEAST_OF_A_GENERATION_S, Together
 from bench.tune.watch import Watch, run_watched
 from gluon_attn import tuning
 from gluon_attn.device import Device
@@ -110,12 +110,13 @@ def tune(
     def kept() -> None:
         keep(rows(False), rows(True), found())
 
-    for i, batch in enumerate(batches):
+    for batch in batches:
+        if every and until - progress.now() < LEAST_OF_A_GENERATION_S:
+            say("no time for the next set")
+            break
         searches = [Search(batch.choices(p, device), card, progress, say, first) for p in batch.problems]
         every += [(batch, search) for search in searches]
-        # What one batch does not need is for the others.
-        share = (until - progress.now()) / (len(batches) - i)
-        together = Together(searches, card, progress, say, until=progress.now() + share, beside_peer=beside_peer)
+        together = Together(searches, card, progress, say, until=until, beside_peer=beside_peer)
         together.run(generations, kept)
         failures += together.failures
         if beside_peer:
@@ -171,8 +172,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=SWEEPS,
         default=[],
-        help="the 24 points that a packaged table is for, in these dtypes, or of gradients in bf16; each set after the "
-        "other, beside cuDNN",
+        help="the 24 points that a packaged table is for, in these dtypes, or of gradients in bf16, beside cuDNN; "
+        "a later set has the time that an earlier one leaves",
     )
     add_problem_options(command)
     command.add_argument("--backward", action="store_true", help="of their gradients, instead of the forward pass")

@@ -118,6 +118,16 @@ def test_one_file_has_the_rows_of_all_sets_and_how_they_do_beside_the_peer(args)
     assert found["geometric_means"]["new_over_in_use"] > 1
 
 
+def test_a_later_set_has_the_time_that_an_earlier_one_leaves(tmp_path):
+    other = Batch((dataclasses.replace(ASKED, causal=True),))
+    sets = []
+    for limit in (20, 2000):
+        _, found, said = tuned(FakeCard(), tmp_path / "p.json", Batch((ASKED,)), other, limit_s=limit)
+        sets.append([one.measured.shape["causal"] for one in found])
+        assert ("no time for the next set" in said) == (limit == 20)
+    assert sets == [[False], [False, True]]
+
+
 def test_whatever_ends_the_process_the_file_has_what_was_found(args):
     """Of two problems, after the first; and the next process finds the rest."""
     other = dataclasses.replace(ASKED, causal=True)
