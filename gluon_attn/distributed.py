@@ -9,6 +9,7 @@ and late rows many, so that each rank has as much to compute as any other. Both 
 - `ring_attention` passes K and V around while it computes, and merges what it finds by LSE. Any number of heads.
 - `ulysses_attention` exchanges shares of the sequence for shares of the heads, before and after. It asks for as many KV
   heads as ranks, or a multiple. What a rank sends shrinks with the number of ranks; in the ring it does not.
+- `ulysses_attention_varlen` is that of packed sequences, whose rows are cut into shares wherever they begin.
 
 All ranks of the group call, with the same shapes and options: they cannot see each other's.
 """
@@ -26,8 +27,11 @@ from .api import attend, attention, autocast, check_differentiable, check_option
 from .call import Extras, Options
 from .device import Device
 from .gradients import Gradients, attention_backward
-from .problem import FP8_DTYPES, in_bhsd, type_name
+from .problem import FP8_DTYPES, PACKED, check_seqlens, in_bhsd, type_name
 from .support import check_forward
+from .varlen import attention_varlen
+
+NO_EXTRAS = Extras()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks and their shares
@@ -122,9 +126,16 @@ def check_halves(name: str, length: int) -> None:
 
 
 def check_inputs(
-    function: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], unsupported: dict[str, Any]
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    unsupported: dict[str, Any],
+    extras: Extras = NO_EXTRAS,
 ) -> None:
-    """What `attention` would refuse of the shares is refused before anything is sent: others would wait for it."""
+    """What `attention` would refuse of the shares is refused before anything is sent: others would wait for it. extras:
+    where packed sequences begin."""
     if is_compiling():
         raise NotImplementedError(
             f"{function}: transfers in a graph are not supported; keep the call out of it by a function of your own "
@@ -138,10 +149,10 @@ def check_inputs(
             )
     check_options(options["return_lse"], options["deterministic"], unsupported)
     if torch.is_grad_enabled() and wants_gradient(q, k, v):
-        check_differentiable(q, k, v, Extras(), Options(device=options["device"]))
+        check_differentiable(q, k, v, extras, Options(device=options["device"]))
     with torch.no_grad():
-        names = ("causal", "scale", "layout", "device")
-        check_forward(q, k, v, Extras(), Options(**{name: options[name] for name in names}))
+        names = {"causal", "scale", "layout", "device", "max_seqlens"} & options.keys()
+        check_forward(q, k, v, extras, Options(**{name: options[name] for name in names}))
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
             f"q: expected float16 or bfloat16, as fp8 is not supported over several cards so far, got {q.dtype}; "
@@ -392,24 +403,81 @@ def ulysses_attention(
     options: dict[str, Any] = {"causal": causal, "scale": scale, "deterministic": deterministic, "device": device}
     check_inputs("ulysses_attention", q, k, v, options | {"layout": layout, "return_lse": return_lse}, unsupported)
     ranks = Ranks.of(group)
-    shares = {name: in_bhsd(t, layout) for name, t in (("q", q), ("k", k), ("v", v))}
-    for name, what in (("q", "heads"), ("k", "KV heads")):
-        heads, length = shares[name].shape[1:3]
-        if heads % ranks.size:
-            raise ValueError(
-                f"{name}: expected a number of {what} that is a multiple of the {ranks.size} ranks, got {heads}; use "
-                "ring_attention, or a smaller group"
-            )
-        check_halves(name, length)
+    shares = shares_of(q, k, v, layout, ranks)
     if ranks.size == 1 or not q.numel() or not k.numel():
         return attention(q, k, v, layout=layout, return_lse=return_lse, **options)
-    whole = [whole_sequence(t, ranks) for t in shares.values()]
+    whole = [whole_sequence(t, ranks) for t in shares]
     out, lse = attention(*whole, return_lse=True, **options)  # (B, H/n, S, D)
     out = whole_heads(out, ranks)
     if layout == "bshd":
         out = out.transpose(1, 2)
     out = out.contiguous()
     return (out, whole_heads(lse[..., None], ranks)[..., 0]) if return_lse else out
+
+
+def ulysses_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    device: Device | None = None,
+    **unsupported: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_varlen` over packed rows in shares, as `ulysses_attention` computes it; with gradients.
+
+    Args:
+        q: (T/n, H, D), this rank's share of the T rows of all sequences, as `shard(rows, dim=0)` makes it, in float16
+            or bfloat16; a sequence may be in several shares. T is a multiple of 2n: fill up with rows after the last
+            sequence. k, v: (U/n, Hkv, D) likewise. H and Hkv are multiples of n.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of all T and U rows, the same in each rank; as
+            `attention_varlen` has them.
+        group, causal, scale, return_lse, deterministic, device: as for `ulysses_attention`.
+
+    Returns:
+        This rank's share of O, (T/n, H, D), or with return_lse of (O, LSE), LSE (H, T/n). Rows after the last sequence
+        hold anything, their gradients are 0.
+
+    Raises:
+        As `ulysses_attention`.
+    """
+    q, k, v = autocast(q, k, v)
+    lengths: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "deterministic": deterministic, "device": device}
+    of_call = {"layout": PACKED, "return_lse": return_lse, "max_seqlens": check_seqlens(max_seqlen_q, max_seqlen_k)}
+    starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_inputs("ulysses_attention_varlen", q, k, v, options | of_call, unsupported, starts)
+    ranks = Ranks.of(group)
+    shares = shares_of(q, k, v, PACKED, ranks)
+    if ranks.size == 1 or not q.numel() or not k.numel():
+        return attention_varlen(q, k, v, *lengths, return_lse=return_lse, **options)
+    whole_q, whole_k, whole_v = (whole_sequence(t, ranks)[0].transpose(0, 1) for t in shares)  # (T, H/n, D)
+    out, lse = attention_varlen(whole_q, whole_k, whole_v, *lengths, return_lse=True, **options)
+    out = whole_heads(in_bhsd(out, PACKED), ranks)[0].transpose(0, 1).contiguous()
+    return (out, whole_heads(lse[None, ..., None], ranks)[0, ..., 0]) if return_lse else out
+
+
+def shares_of(q: Tensor, k: Tensor, v: Tensor, layout: str, ranks: Ranks) -> list[Tensor]:
+    """(B, H, S/n, D) of each, checked: that the ranks can share heads and lengths."""
+    shares = {name: in_bhsd(t, layout) for name, t in (("q", q), ("k", k), ("v", v))}
+    for name, what in (("q", "heads"), ("k", "KV heads")):
+        heads, length = shares[name].shape[1:3]
+        if heads % ranks.size:
+            instead = "use a smaller group" if layout == PACKED else "use ring_attention, or a smaller group"
+            raise ValueError(
+                f"{name}: expected a number of {what} that is a multiple of the {ranks.size} ranks, got {heads}; "
+                f"{instead}"
+            )
+        check_halves(name, length)
+    return list(shares.values())
 
 
 def whole_sequence(t: Tensor, ranks: Ranks) -> Tensor:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -27,7 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gluon_attn import attention, distributed, torch_sdpa
 from gluon_attn.device import Device
-from gluon_attn.distributed import ring_attention, shard, ulysses_attention, unshard
+from gluon_attn.distributed import (
+    ring_attention,
+    shard,
+    ulysses_attention,
+    ulysses_attention_varlen,
+    unshard,
+)
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400  # for a machine that is busy; they take 30
@@ -117,6 +124,7 @@ def on_cards(size: int) -> dict[str, Any]:
         "wrapped": wrapped(size, place, None),
         "switched": switched(size, place, 512 * size),
         "falls_through": falls_through(size, place),
+        "packed_rows": packed_rows(600 * size, place, None),
     }
 
 
@@ -156,6 +164,37 @@ def run_of(name: str, case: dict[str, Any], size: int, place: torch.device, devi
         "out": whole(out, sequence), "lse": whole(lse, 2), "grads": [whole(t, sequence) for t in (dq, dk, dv)],
         "calls": spy.calls,
     }  # fmt: skip
+
+
+def packed_lengths(rows: int) -> list[int]:
+    """Of sequences of so many rows: one of each rank at least, one of none, some rows after the last."""
+    return [7, 0, rows - 20, 9]
+
+
+def packed_tensors(rows: int) -> list[Tensor]:
+    """q, k, v, dO (rows, H, D) and dLSE (H, rows)."""
+    generator = torch.Generator().manual_seed(rows)
+    heads = 8, 4, 4, 8
+    qkv_dout = [torch.randn(rows, h, 64, generator=generator).to(BF16) for h in heads]
+    return [*qkv_dout, torch.randn(8, rows, generator=generator)]
+
+
+def packed_rows(rows: int, place: torch.device, device: Device | None) -> dict[str, Any]:
+    """O, LSE and the gradients of packed sequences by Ulysses, of all rows."""
+    *qkv, dout, dlse = (t.to(place) for t in packed_tensors(rows))
+    lengths = packed_lengths(rows)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=place)
+    q, k, v = (shard(t, dim=0).requires_grad_() for t in qkv)
+    function: Any = functools.partial(
+        ulysses_attention_varlen, q, k, v, starts, starts, max(lengths), max(lengths), causal=True, device=device
+    )
+    out, lse = function(return_lse=True)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (shard(dout, dim=0), shard(dlse, dim=1)))
+    whole = unshard(out.detach(), dim=0)
+    with torch.no_grad():
+        end = sum(lengths)
+        assert torch.equal(unshard(function(), dim=0)[:end], whole[:end])
+    return {"out": whole, "lse": unshard(lse.detach(), dim=1), "grads": [unshard(t, dim=0) for t in grads]}
 
 
 @contextlib.contextmanager
@@ -369,12 +408,20 @@ def bad_calls(size: int) -> dict[str, str]:
     others: Any = dist.new_group([size - 1])
     mesh: Any = dist.device_mesh.init_device_mesh("cpu", (size,))
     text: Any = "all"
+    starts = torch.tensor([0, 2 * size], dtype=torch.int32)
+
+    def packed(q: Tensor, **options: Any) -> Any:
+        return ulysses_attention_varlen(q, q, q, starts, starts, 9, 9, device=HOPPER, **options)
+
     calls: dict[str, Callable[[], Any]] = {
         "lengths": lambda: ring_attention(q, q[:, :, :4], q[:, :, :4], causal=True, device=HOPPER),
         "odd": lambda: ring_attention(*(q[:, :, :5],) * 3, causal=True, device=HOPPER),
         "odd keys": lambda: ulysses_attention(q, q[:, :, :5], q[:, :, :5], device=HOPPER),
         "heads": lambda: ulysses_attention(*(q[:, :3],) * 3, device=HOPPER),
         "KV heads": lambda: ulysses_attention(q, q[:, :1], q[:, :1], device=HOPPER),
+        "packed heads": lambda: packed(q[0, :3].transpose(0, 1)),
+        "packed, bshd": lambda: packed(q),
+        "packed window": lambda: packed(q[0].transpose(0, 1), window=(3, 0)),
         "fp8": lambda: ring_attention(*(q.to(torch.float8_e4m3fn),) * 3, device=HOPPER),
         "shapes": lambda: ring_attention(q, q, q[:, :, :4], device=HOPPER),
         "dtype": lambda: ulysses_attention(*(q.float(),) * 3, device=HOPPER),
@@ -407,6 +454,7 @@ def every_case(size: int) -> dict[str, Any]:
     for check in (hidden_keys, half_of_the_ranks, no_keys, bad_calls):
         found[check.__name__] = check(size)
     found["by_torch"] = by_torch(BY_TORCH, size, torch.device("cpu"))
+    found["packed_rows"] = packed_rows(20 * size, torch.device("cpu"), HOPPER)
     found["wrapped"] = wrapped(size, torch.device("cpu"), HOPPER)
     found["switched"] = switched(size, torch.device("cpu"), 20 * size)
     whole = torch.arange(4 * size * 3).view(3, 4 * size)

@@ -15,7 +15,15 @@ from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
 from gluon_attn.distributed import block_of, merge, ring_attention, shard, ulysses_attention
 from gluon_attn.testing import check, check_gradients
-from tests.gluon_attn.ranks import BY_TORCH, CASES, options_of, run_ranks, whole_tensors
+from tests.gluon_attn.ranks import (
+    BY_TORCH,
+    CASES,
+    options_of,
+    packed_lengths,
+    packed_tensors,
+    run_ranks,
+    whole_tensors,
+)
 from tests.slow import slow_if
 
 
@@ -112,6 +120,28 @@ def test_context_parallel_of_torch(found):
     check_by_torch(found, BY_TORCH, "cpu")
 
 
+def check_packed(found: list[dict[str, Any]], rows: int, device: str) -> None:
+    """Each sequence against float64; rows after the last have gradients of 0."""
+    q, k, v, dout, dlse = (t.to(device) for t in packed_tensors(rows))
+    for of_rank in found:
+        got = of_rank["packed_rows"]
+        out, lse, grads = got["out"].to(device), got["lse"].to(device), [t.to(device) for t in got["grads"]]
+        first = 0
+        for length in filter(None, packed_lengths(rows)):
+            part = slice(first, first + length)
+            of_q, of_k, of_v, of_dout, of_out = (t[None, part] for t in (q, k, v, dout, out))
+            check(of_q, of_k, of_v, of_out, lse[None, :, part], causal=True, layout="bshd")
+            of_grads = [t[None, part] for t in grads]
+            check_gradients(of_q, of_k, of_v, of_dout, of_grads, dlse=dlse[None, :, part], causal=True, layout="bshd")
+            first += length
+        assert first < rows
+        assert all((t[first:] == 0).all() for t in grads)
+
+
+def test_packed_sequences(found):
+    check_packed(found, 20 * len(found), "cpu")
+
+
 def check_wrapped(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         plain = of_rank["wrapped"]["plain"]
@@ -154,6 +184,9 @@ REFUSED = {
     "odd keys": r"ValueError: k: expected a share of even length, .* got 5; make shares with",
     "heads": r"ValueError: q: expected a number of heads that is a multiple of the \d ranks, got 3; use ring_attention",
     "KV heads": r"ValueError: k: expected a number of KV heads that is a multiple of the \d ranks, got 1; use",
+    "packed heads": r"ValueError: q: expected a number of heads that is a multiple of the \d ranks, got 3; use a small",
+    "packed, bshd": r"ValueError: q: expected 3 dimensions, packed tokens, heads and head_dim, got 4",
+    "packed window": r"NotImplementedError: window: masks other than causal, and changes of scores, are not supported",
     "fp8": r"NotImplementedError: q: expected float16 or bfloat16, .* got torch.float8_e4m3fn; convert",
     "shapes": r"ValueError: v: expected 6 keys \(as k\), got 4",
     "dtype": r"TypeError: q: expected dtype float16, .* got torch.float32; convert",

@@ -15,7 +15,7 @@ import torch
 from gluon_attn.testing import check, check_gradients
 from tests.docs.test_integrations_page import CARDS
 from tests.gluon_attn.ranks import BY_TORCH, CASES, longer, options_of, run_ranks, whole_tensors
-from tests.gluon_attn.test_distributed import check_by_torch, check_switched, check_wrapped
+from tests.gluon_attn.test_distributed import check_by_torch, check_packed, check_switched, check_wrapped
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -55,6 +55,10 @@ def test_against_float64(name, found):
         dout = torch.zeros_like(dout)
     grads = [t.cuda() for t in grads]
     check_gradients(q, k, v, dout, grads, dlse=dlse if case.get("dlse") else None, what=name, **options)
+
+
+def test_packed_sequences(found):
+    check_packed(found, 600 * len(found), "cuda")
 
 
 def test_context_parallel_of_torch(found):
