@@ -89,8 +89,8 @@ def arguments(tmp_path, peers):
 
 
 def test_a_run_times_each_pass_of_each_case(stand_ins, monkeypatch, tmp_path, capsys):
-    cases: tuple[features.Case, ...] = (features.window(8), features.SINKS, features.DOCUMENTS, features.window_by_function(20))
-    cases = (*cases, features.BIAS, features.LEARNED_BIAS)
+    of_masks = features.window(8), features.SINKS, features.DOCUMENTS, features.window_by_function(20)
+    cases = (*of_masks, features.BIAS, features.LEARNED_BIAS)
     monkeypatch.setitem(features.SETS, "few", cases)
     given = arguments(tmp_path, [])
     features.run(given)
