@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gluon_attn.backward.table import HOPPER as BACKWARD
+from gluon_attn.backward.table import PACKAGED
 from gluon_attn.forward.launch import build_of, transpose_build
 from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS
 from gluon_attn.kernels.common.mask import Mask
@@ -38,7 +39,7 @@ def every_kernel() -> list[Job]:
         for causal, deterministic in ((False, False), (True, False), (True, True)):
             kind = f"D={head_dim} {'causal' if causal else 'full'}"
             mask = Mask(causal=causal)
-            jobs += backward_jobs(kind, torch.bfloat16, head_dim, mask, Features(), deterministic)
+            jobs += backward_jobs(kind, torch.bfloat16, head_dim, mask, Features(), deterministic, PACKAGED)
     return unlike(jobs)
 
 
