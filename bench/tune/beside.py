@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +43,41 @@ def geometric_means(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if len(lines) == len(times):
         found["fa3_over_cudnn"] = statistics.geometric_mean(lines)
     return found
+
+
+def means_of_sets(shapes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """By dtype, and gradients apart. shapes: as a table file has them."""
+    times: dict[str, list[Mapping[str, float]]] = {}
+    for found in shapes:
+        if "beside" in found:
+            times.setdefault(set_of(found), []).append(found["beside"])
+    return {name: {"shapes": len(of_set)} | geometric_means(of_set) for name, of_set in times.items()}
+
+
+def set_of(found: Mapping[str, Any]) -> str:
+    dtype = str(found["shape"]["dtype"])
+    return f"gradients, {dtype}" if found.get("of_gradients") else dtype
+
+
+def table(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Of a table file: what was timed, and how it does, in Markdown. Speeds are over cuDNN's in the same run, and with
+    FA3 as in PEERS."""
+    yield "| shape | config | gain | in use / cuDNN | new / cuDNN | FA3 / cuDNN |"
+    yield "|---|---|---|---|---|---|"
+    for found in provenance["shapes"]:
+        shape = found["shape"]
+        name = f"{set_of(found)} D={shape['head_dim']} {'causal' if shape['causal'] else 'full'} {shape['q_len']}"
+        stays = found["chosen"] == found["in_use"]
+        gain = "–" if stays else f"{found['gain']:+.1%} ±{found['spread']:.1%}"
+        beside, cells = found.get("beside"), ["–"] * 3
+        if beside:
+            of = ratios(beside)
+            cells[:2] = f"{of['in_use_over_peer']:.3f}", f"{of['new_over_peer']:.3f}"
+            if "fa3_over_cudnn" in beside:
+                cells[2] = f"{beside['fa3_over_cudnn']:.2f}"
+        yield f"| {name} | {'as before' if stays else found['chosen']} | {gain} | {' | '.join(cells)} |"
+    for name, means in means_of_sets(provenance["shapes"]).items():
+        fa3 = f"{means['fa3_over_cudnn']:.3f}" if "fa3_over_cudnn" in means else "–"
+        cells = [f"{means['in_use_over_peer']:.3f}", f"{means['new_over_peer']:.3f}", fa3]
+        gain = f"{means['new_over_in_use'] - 1:+.1%}"
+        yield f"| geometric mean of {means['shapes']}, {name} | | {gain} | {' | '.join(cells)} |"

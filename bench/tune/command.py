@@ -23,7 +23,7 @@ from bench import points
 from bench.ahead import cores
 from bench.predict import problem_of as problem_at
 from bench.provenance import provenance
-from bench.tune.beside import fa3_over_cudnn, geometric_means, ratios
+from bench.tune.beside import fa3_over_cudnn, means_of_sets, ratios, table
 from bench.tune.card import RealCard
 from bench.tune.forward import Forward
 from bench.tune.gradients import Gradients
@@ -153,10 +153,9 @@ def lines(found: Sequence[Found]) -> Iterator[str]:
     if found:
         gains = statistics.geometric_mean(1 + one.measured.gain for one in found) - 1
         yield f"gain over the table in use, geometric mean of {len(found)} shapes: {gains:+.1%}"
-    times = [one.beside for one in found if one.beside]
-    if times:
-        means = ", ".join(f"{name} {value:.3f}" for name, value in geometric_means(times).items())
-        yield f"geometric means of {len(times)} shapes, timed anew together: {means}"
+    for name, means in means_of_sets([summary(one) for one in found]).items():
+        said = ", ".join(f"{of} {value:.3f}" for of, value in means.items() if of != "shapes")
+        yield f"geometric means of {means['shapes']} shapes, {name}, timed anew together: {said}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -175,6 +174,7 @@ def parser() -> argparse.ArgumentParser:
         help="the 24 points that a packaged table is for, in these dtypes, or of gradients in bf16, beside cuDNN; "
         "a later set has the time that an earlier one leaves",
     )
+    what.add_argument("--show", type=Path, metavar="FILE", help="what a table file was chosen from; time nothing")
     add_problem_options(command)
     command.add_argument("--backward", action="store_true", help="of their gradients, instead of the forward pass")
     command.add_argument("--out", type=Path, default=OUT, help=f"the table file (default: {OUT})")
@@ -210,6 +210,12 @@ def main(arguments: Sequence[str]) -> None:
     began = time.monotonic()
     command = parser()
     args = command.parse_args(arguments)
+    if args.show:
+        try:
+            print("\n".join(table(tuning.read(args.show).provenance)))
+        except (OSError, ValueError) as error:
+            command.error(str(error))
+        return
     if not (args.shape or args.sweep):
         command.error("the following arguments are required: --shape or --sweep")
     if args.reach is None:
@@ -353,14 +359,13 @@ def run(
         nonlocal written
         written = len(forward) + len(backward)
         of_file = source | {"command": command_of(args, progress), "shapes": [summary(one) for one in found]}
-        times = [one.beside for one in found if one.beside]
-        if times:
-            of_file["geometric_means"] = {"shapes": len(times)} | geometric_means(times)
+        if means := means_of_sets(of_file["shapes"]):
+            of_file["geometric_means"] = means
         rows: Any = [[chosen.row for chosen in one] for one in (forward, backward)]
         of_rows = [[chosen.measured for chosen in one] for one in (forward, backward)]
-        table = tuning.as_json([device], of_file, rows[0], of_rows[0], rows[1], of_rows[1])
+        whole = tuning.as_json([device], of_file, rows[0], of_rows[0], rows[1], of_rows[1])
         other = args.out.with_suffix(".new")
-        other.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        other.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         tuning.read(other)
         other.replace(args.out)
 

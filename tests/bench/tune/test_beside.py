@@ -6,7 +6,7 @@ import pytest
 
 from bench.points import sweep
 from bench.predict import problem_of
-from bench.tune.beside import fa3_over_cudnn, geometric_means, ratios
+from bench.tune.beside import fa3_over_cudnn, geometric_means, ratios, table
 from bench.tune.command import HEAD_DIMS
 from bench.tune.search import shape_of
 
@@ -40,3 +40,14 @@ def test_means_are_of_speeds():
     lines = [one | {"fa3_over_cudnn": 1.0}, other | {"fa3_over_cudnn": 1.21}]
     assert geometric_means(lines) == pytest.approx(expected | {"fa3_over_cudnn": 1.1})
     assert geometric_means([lines[0], other]) == pytest.approx(expected)  # not of some of them alone
+
+
+def test_a_file_without_times_beside_the_peer_is_shown_too():
+    shape = {"dtype": "bfloat16", "head_dim": 64, "causal": True, "q_len": 512}
+    found = {"shape": shape, "chosen": "a", "in_use": "b", "gain": 0.05, "spread": 0.01}
+    beside = {"peer": 2.0, "in_use": 2.0, "new": 1.0, "fa3_over_cudnn": 1.21}
+    assert list(table({"shapes": [found, found | {"beside": beside}]}))[2:] == [
+        "| bfloat16 D=64 causal 512 | a | +5.0% ±1.0% | – | – | – |",
+        "| bfloat16 D=64 causal 512 | a | +5.0% ±1.0% | 1.000 | 2.000 | 1.21 |",
+        "| geometric mean of 1, bfloat16 | | +100.0% | 1.000 | 2.000 | 1.210 |",
+    ]

@@ -102,7 +102,7 @@ def args(monkeypatch, tmp_path):
     return parsed
 
 
-def test_one_file_has_the_rows_of_all_sets_and_how_they_do_beside_the_peer(args):
+def test_one_file_has_the_rows_of_all_sets_and_how_they_do_beside_the_peer(args, monkeypatch, capsys):
     card = FakeCard()
     card.peer_s = {ASKED: 2e-3, GRADIENTS: 1e-3}
     given = args("--sweep", "bf16", "backward")
@@ -114,8 +114,18 @@ def test_one_file_has_the_rows_of_all_sets_and_how_they_do_beside_the_peer(args)
     assert [shape["beside"]["peer"] for shape in found["shapes"]] == [2.0, 1.0]
     assert found["shapes"][0]["beside"]["new"] == 1e3 * card.seconds(BEST)
     assert [shape.get("of_gradients") for shape in found["shapes"]] == [None, True]
-    assert found["geometric_means"]["shapes"] == 2
-    assert found["geometric_means"]["new_over_in_use"] > 1
+    means = found["geometric_means"]
+    assert {name: of_set["shapes"] for name, of_set in means.items()} == {"bfloat16": 1, "gradients, bfloat16": 1}
+    assert means["bfloat16"]["new_over_in_use"] > 1
+    capsys.readouterr()
+    run(monkeypatch, "--show", str(given.out))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert lines[2].startswith(f"| bfloat16 D=96 full 3000 | {name_of(BEST)} | +8.")
+    assert lines[2].endswith(" | 1.852 | 2.000 | – |")
+    assert lines[3].startswith("| gradients, bfloat16 D=96 full 3000 | 64x128 ")
+    assert lines[4].startswith("| geometric mean of 1, bfloat16 | | +8.")
+    assert lines[5].startswith("| geometric mean of 1, gradients, bfloat16 | | +6.")
 
 
 def test_a_later_set_has_the_time_that_an_earlier_one_leaves(tmp_path):
@@ -166,6 +176,7 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--shape", "1,2,3,64", "--sweep", "bf16"], "argument --sweep: not allowed with argument --shape"),
         ([], "the following arguments are required: --shape or --sweep"),
         (["--shape", "1,2,3,64", "--out", str(tuning.TABLES / "x.json")], "--out: expected a file elsewhere than in"),
+        (["--show", "none.json"], "No such file or directory: 'none.json'"),
         (["--sweep", "bf16", "--causal"], "--causal: expected none with --sweep, which says what is tuned"),
         (["--sweep", "bf16", "--kv-heads", "2"], "--kv-heads: expected none with --sweep, which says what is tuned"),
     ],

@@ -93,7 +93,7 @@ def test_the_slowest_beside_the_peer_come_first(tmp_path):
     *_, said = tuned(card, tmp_path / "p.json", Batch((ASKED, *OTHERS)), generations=1, beside_peer=True)
     assert card.problems == [OTHERS[1], ASKED, OTHERS[0]]
     assert said[-1].startswith(
-        "geometric means of 2 shapes, timed anew together: in_use_over_peer 1.604, new_over_peer 1.604"
+        "geometric means of 2 shapes, bfloat16, timed anew together: in_use_over_peer 1.604, new_over_peer 1.604"
     )
 
 
