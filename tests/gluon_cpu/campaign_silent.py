@@ -2,9 +2,9 @@
 
     python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--shard 1/4] [--seconds N] [...]
 
-They are those of the tuning table and, with names that begin with "gradients", the three of each backward pass; of
-both, with a bias too ("bias" in their names). And, with names that begin with "twins", the right twins of small
-kernels with a bug.
+They are those of the tuning table, in code and in files, and, with names that begin with "gradients", the three of each
+backward pass; of both, with a bias too ("bias" in their names). And, with names that begin with "twins", the right
+twins of small kernels with a bug.
 Prints a line for each kernel and dtype and one with the sum, and ends with status 1 at the first finding.
 """
 
@@ -22,6 +22,7 @@ import gluon_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellConfig, HopperConfig
 from gluon_attn.forward.table import TABLE, Row
+from gluon_attn.tuning import kernels_of_cards
 from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import BackwardRun, Run, bias_of, kv_scales, normal_qkv
 from tests.gluon_cpu.twins import TWINS, Twin
@@ -186,6 +187,9 @@ def kernels() -> dict[str, Callable[[], Twin]]:
         for dtype in DTYPES[row.element_bytes]:
             # Rows may differ in no more than slots or registers, so each has its number in the table.
             table[f"{name_of(row, dtype)} row {i}"] = functools.partial(of_the_table, row, dtype)
+    for name, row in kernels_of_cards().items():
+        for dtype in DTYPES[row.element_bytes]:
+            table[f"{name_of(row, dtype)} {name}"] = functools.partial(of_the_table, row, dtype)
     return {
         **table,
         **gradients(),

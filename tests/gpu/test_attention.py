@@ -25,6 +25,7 @@ from gluon_attn.testing import (
     normal_qkv,
     poison_free_memory,
 )
+from gluon_attn.tuning import kernels_of_cards
 from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
@@ -146,7 +147,8 @@ def every_case() -> Iterator[Case]:
     for row, num_ctas, causal in itertools.product(rows(), (1, 2), (False, True)):
         yield Case(**row, causal=causal, num_ctas=num_ctas)
     # What the table holds for one mask must also be right for the other.
-    for (i, table_row), causal in itertools.product(enumerate(HOPPER), (False, True)):
+    table = {f"table row {i}": row for i, row in enumerate(HOPPER)} | kernels_of_cards()
+    for (name, table_row), causal in itertools.product(table.items(), (False, True)):
         kind: dict[str, Any] = {
             "config": table_row.config,
             "dtype": "bfloat16" if table_row.element_bytes == 2 else "float8_e4m3fn",
@@ -155,10 +157,10 @@ def every_case() -> Iterator[Case]:
             "causal": causal,
         }
         for q_len, kv_len in ((129, 1000), (1000, 129)):
-            yield Case(label=f"table row {i}, Sq={q_len}, Sk={kv_len}", **kind, q_len=q_len, kv_len=kv_len)
+            yield Case(label=f"{name}, Sq={q_len}, Sk={kv_len}", **kind, q_len=q_len, kv_len=kv_len)
         if causal and isinstance(table_row.config, HopperConfig) and table_row.config.last_heads_longest_first:
             sizes: dict[str, Any] = {"heads": 60, "q_len": 6 * table_row.config.block_m - 15, "kv_len": 1000}
-            yield Case(label=f"table row {i}, items of two and then single row blocks", **kind, **sizes)
+            yield Case(label=f"{name}, items of two and then single row blocks", **kind, **sizes)
 
     # The table stages O in Q's tile at D=256 only.
     kinds = ((64, "bfloat16"), (96, "float16"), (128, "bfloat16"), (200, "bfloat16"))

@@ -26,6 +26,7 @@ from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.runtime import kernel as runtime_kernel
 from gluon_attn.sanitizer import FINDING, HAND_OVERS, SANITIZER, run_hand_over
 from gluon_attn.testing import backward_call, check, check_gradients, normal, normal_qkv
+from gluon_attn.tuning import kernels_of_cards
 from tests.gluon_attn.backward import test_features, test_varlen
 from tests.gpu.checks import outcomes_of, settle
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.timeout(900)
 
 # Of the backward's table: padded head dim, causal, dQ in a fixed order.
 GRADIENT_CASES = list(itertools.product(BACKWARD, (False, True), (False, True)))
-CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)}
+CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)} | kernels_of_cards()
 # (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
 

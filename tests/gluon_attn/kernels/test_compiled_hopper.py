@@ -20,6 +20,7 @@ from gluon_attn.forward.table import HOPPER, Row
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import Resources, count, first_role_registers, instructions, resources
 from gluon_attn.runtime.assembler import disassemble
+from gluon_attn.tuning import kernels_of_cards
 from tests.slow import slow_if
 
 
@@ -47,7 +48,7 @@ QUICK = (
 
 
 def rows_of(element_bytes: int) -> pytest.MarkDecorator:
-    rows = [row for row in HOPPER if row.element_bytes == element_bytes]
+    rows = [row for row in (*HOPPER, *kernels_of_cards().values()) if row.element_bytes == element_bytes]
     return pytest.mark.parametrize("row", slow_if(lambda row: row not in QUICK, rows), ids=map(name_of, rows))
 
 
@@ -84,7 +85,7 @@ def test_steady_loops_of_16_bits(row):
     # across, in a masked loop of a single role four; at D=256, many where nothing keeps it.
     if row.padded_head_dim < 256:
         early = config.early_exp * config.block_n // 8  # a thread has two of a quad's rows
-        moved = 7 if config.early_exp else 4
+        moved = 9 if config.early_exp else 4
         assert all(early <= loop.early_exp2 <= early + moved for loop in loops), "where the product is waited for"
     if row.causal:
         # A thread's two rows share the comparisons of the mask: of 64 scores of a thread, in 128 keys, 64 selections
