@@ -19,6 +19,8 @@ from bench.tune import command as tune
 RESULT = Path("bench/results/latest.json")
 COMMITTED = Path("bench/results/h200_forward.json")  # what is shown where nothing was timed yet
 
+APART: tuple[Any, ...] = (features, varlen, unlike)  # whose sets are timed otherwise than those of bench/points.py
+
 # What can be chosen of the sets' points: the option, and what it is of a point.
 FILTERS: dict[str, Callable[[Point], Any]] = {
     "dtype": lambda p: p.dtype,
@@ -37,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=[*SETS, *features.SETS, *varlen.SETS, *unlike.SETS],
         default=["sweep"],
-        help="of bench/points.py; or of bench/features.py, varlen.py or unlike.py, then alone",
+        help="of bench/points.py; or of bench/features.py, varlen.py and unlike.py, then without those; of several of "
+        "these each has a result file, named after it",
     )
     top.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["bf16"], help="of these sets, what has these")
     top.add_argument("--head-dim", type=int, nargs="+", help="only these")
@@ -115,24 +118,23 @@ def main() -> None:
     elif args.show == "plot":
         print("written:", report.plot(read, args.to, args.all))
     else:
-        alone = [name for module in (features, varlen, unlike) if (name := module_sets(module, args.sets))]
-        for names in alone:
-            if len(names) < len(args.sets):
-                others = ", ".join(name for name in args.sets if name not in names)
-                command.error(f"--sets: expected no others with {', '.join(names)}, got {others}; run them apart")
-        points = [] if alone else chosen(args, command.error)
+        apart = [module for module in APART if module_sets(module, args.sets)]
+        of_apart = [name for module in apart for name in module_sets(module, args.sets)]
+        if apart and len(of_apart) < len(args.sets):
+            others = ", ".join(name for name in args.sets if name not in of_apart)
+            command.error(f"--sets: expected no others with {', '.join(of_apart)}, got {others}; run them apart")
+        points = [] if apart else chosen(args, command.error)
         if args.rounds < 1:
             command.error(f"--rounds: expected 1 or more, got {args.rounds}")
         if args.out.is_dir() or args.out.suffix != ".json":
             command.error(f"--out: expected a file name that ends in .json, got {args.out}")
         if not torch.cuda.is_available():
             sys.exit("bench: needs a Hopper or Blackwell card, found no CUDA device; nothing was timed")
-        if args.sets[0] in features.SETS:
-            features.run(args)
-        elif args.sets[0] in varlen.SETS:
-            varlen.run(args)
-        elif args.sets[0] in unlike.SETS:
-            unlike.run(args)
+        if apart:
+            for module in apart:
+                names = module_sets(module, args.sets)
+                out = args.out if len(apart) == 1 else args.out.with_stem(f"{args.out.stem}_{'_'.join(names)}")
+                module.run(argparse.Namespace(**vars(args) | {"sets": names, "out": out}))
         else:
             args.peers = args.peers or []
             sweep.run(points, args)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench import __main__ as bench_main
 from bench import features, passes
 from bench.__main__ import main
 from bench.ahead import Failed
@@ -190,3 +191,21 @@ def test_sets_of_features_are_run_alone(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "--sets: expected no others with masks, got sweep; run them apart" in capsys.readouterr().err
+
+
+def test_sets_of_several_benches_have_a_file_each(monkeypatch, tmp_path):
+    ran = []
+    for module in bench_main.APART:
+        name = module.__name__
+        monkeypatch.setattr(module, "run", lambda args, name=name: ran.append((name, args.sets, args.out.name)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("sys.argv", ["bench", "--sets", "varlen", "masks", "--out", str(tmp_path / "found.json")])
+    main()
+    assert ran == [
+        ("bench.features", ["masks"], "found_masks.json"),
+        ("bench.varlen", ["varlen"], "found_varlen.json"),
+    ]
+    ran.clear()
+    monkeypatch.setattr("sys.argv", ["bench", "--sets", "masks", "--out", str(tmp_path / "found.json")])
+    main()
+    assert ran == [("bench.features", ["masks"], "found.json")]
