@@ -15,7 +15,7 @@ from tests.gluon_attn.problems import problem
 from tests.slow import slow_if
 
 EVENTS = {
-    "write": r"stmatrix\.|st\.shared\.v4",  # of dS, P, dQ, dK, dV
+    "write": r"stmatrix\.|st\.shared\.(v4|b32)",  # of dS, P, dQ, dK, dV; of dBias in fp32 one by one
     "read": r"ld\.shared\.v2",  # of the statistics
     "commit": r"wgmma\.commit_group",
     "wait": r"wgmma\.wait_group\.sync\.aligned\s+(\d+)",
@@ -57,9 +57,10 @@ def steps_of(events: list[tuple[str, int]], products: int) -> list[list[tuple[st
     return steps
 
 
-def wrong_in_step(step: list[tuple[str, int]], exchanges_p: bool) -> list[str]:
+def wrong_in_step(step: list[tuple[str, int]], exchanges_p: bool, dbias_tiles: int) -> list[str]:
     exchanged = {DV, DQ, DK, DQ_HIGH} if exchanges_p else {DQ}  # read what both warpgroups have written
-    tells = list(TELLS_WITH_P if exchanges_p else TELLS)
+    # The gradient of a bias of each row comes first, through slots of dQ.
+    tells = [("dBias", set())] * dbias_tiles + (TELLS_WITH_P if exchanges_p else TELLS)
     found = []
     products = 0
     fenced = met = False  # since the last write: fenced, and then met at a barrier
@@ -80,8 +81,8 @@ def wrong_in_step(step: list[tuple[str, int]], exchanges_p: bool) -> list[str]:
             done = set(range(products - number))
         elif kind == "arrive":
             what, used_by = tells.pop(0)
-            if what == "dQ" and not met:
-                found.append("dQ is handed over before both warpgroups have written it")
+            if what in ("dQ", "dBias") and not met:
+                found.append(f"{what} is handed over before both warpgroups have written it")
             if not used_by <= done_by_both:
                 found.append(f"the slot of {what} is released before both warpgroups have multiplied")
     if tells:
@@ -110,10 +111,10 @@ def wrong_in_staging(events: list[tuple[str, int]]) -> list[str]:
     return found
 
 
-def wrong(ptx: str, exchanges_p: bool) -> list[str]:
+def wrong(ptx: str, exchanges_p: bool, dbias_tiles: int = 0) -> list[str]:
     events = events_of(ptx)
     return [
-        w for step in steps_of(events, 6 if exchanges_p else 5) for w in wrong_in_step(step, exchanges_p)
+        w for step in steps_of(events, 6 if exchanges_p else 5) for w in wrong_in_step(step, exchanges_p, dbias_tiles)
     ] + wrong_in_staging(events)
 
 
@@ -146,7 +147,8 @@ def test_with_a_bias_and_its_gradient_likewise(head_dim):
         bias = Bias(dtype=torch.bfloat16, each_row=each_row, shared=True)
         config = pick_config(problem(head_dim=head_dim, bias=bias))
         kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=True), config, bias=bias, of_bias=True)
-        assert wrong(str(kernels[-2].asm["ptx"]), config.exchanges_p) == []
+        tiles = config.block_m // config.dbias_rows(bias, head_dim) if each_row else 0
+        assert wrong(str(kernels[-2].asm["ptx"]), config.exchanges_p, tiles) == []
 
 
 @pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, HOPPER))
