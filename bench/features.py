@@ -199,6 +199,7 @@ SETS: dict[str, tuple[Case, ...]] = {
         BIAS,
         LEARNED_BIAS,
     ),
+    "bias": (BIAS, LEARNED_BIAS),  # of these alone
 }
 
 

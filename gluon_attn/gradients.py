@@ -185,7 +185,7 @@ def prepare(
         return None
     chosen = Device.of(q.device) if device is None else device
     check_triton_version(chosen.arch, on_cpu=q.device.type == "cpu")
-    config = pick_config(problem, backward_rows_for(chosen, tables))
+    config = pick_config(problem, backward_rows_for(chosen, tables), of_bias=of_bias)
     plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
     if q.device.type == "cpu":
         from .cpu import backward_on_cpu

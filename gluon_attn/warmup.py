@@ -309,7 +309,7 @@ def backward_jobs(
     biases = [features.bias]
     if features.bias is not None:
         asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
-        configs = [(pick_backward(asked), "")]
+        configs = [(pick_backward(asked, of_bias=features.of_bias), "")]
         if features.of_bias and features.bias.each_row and not deterministic:
             biases.append(replace(features.bias, shared=True))
     if features.packed:

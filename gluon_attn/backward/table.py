@@ -69,9 +69,10 @@ def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return both, both
 
 
-# With a bias of each row, at D=64 with row blocks of half the size: a tile of it takes memory, and registers.
-# Through the slots of dQ goes the gradient of the bias too, in two parts.
-WITH_BIAS = {64: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2, dq_slots=3)}
+# With a bias of each row, at D=64: a tile of it takes memory. Its gradient goes through the slots of dQ, in two parts,
+# and with row blocks of that size they would wait for each other.
+WITH_BIAS = {64: HopperBackward(block_m=128, keys=128, query_slots=2, dout_slots=2, ds_slots=1, rings_in_step=True)}
+WITH_DBIAS = {64: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2, dq_slots=3)}
 
 
 def pick_row(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED) -> BackwardRow:
@@ -82,16 +83,19 @@ def pick_row(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED) -> Backwa
     return next(row for row in asked if row.unmet(typical) is None)  # one of the packaged ones does
 
 
-def pick_config(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED) -> HopperBackward:
-    """The config for a problem, by `pick_row`; with a bias, with fewer slots for Q if it leaves no room. rows: the
-    table; `tuning.backward_rows_for` has the one in use."""
+def pick_config(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED, *, of_bias: bool = False) -> HopperBackward:
+    """The config for a problem, by `pick_row`; with a bias, one that leaves it room. rows: the table;
+    `tuning.backward_rows_for` has the one in use. of_bias: the bias has a gradient."""
     row = pick_row(problem, rows)
-    d, d_v = row.head_dims
     if problem.bias is None:
         return row.config
-    config = WITH_BIAS.get(d, row.config) if problem.bias.each_row and d == d_v else row.config
-    room = Device.hopper().smem_bytes - config.smem_bytes(d, d_v)
-    return config if config.bias_bytes(problem.bias) <= room else replace(config, query_slots=1)
+    d, d_v = row.head_dims
+    configs = [row.config]
+    if problem.bias.each_row and d == d_v and d in WITH_BIAS:
+        configs = [WITH_DBIAS[d]] if of_bias else [WITH_BIAS[d], WITH_DBIAS[d]]
+    configs.append(replace(configs[-1], query_slots=1, rings_in_step=False))
+    room = Device.hopper().smem_bytes
+    return next((c for c in configs if c.smem_bytes(d, d_v) + c.bias_bytes(problem.bias) <= room), configs[-1])
 
 
 def require_fits(config: HopperBackward, head_dims: tuple[int, int], device: Device) -> None:

@@ -133,7 +133,8 @@ class BackwardRun:
         self.causal, self.bias = causal, bias
         device = dataclasses.replace(Device.hopper(), sm_count=programs)
         problem = Problem.of(q, k, v, causal=causal, bias=bias)
-        plan = BackwardPlan.of(problem, pick_config(problem), device, deterministic=deterministic)
+        config = pick_config(problem, of_bias=bias is not None)
+        plan = BackwardPlan.of(problem, config, device, deterministic=deterministic)
         self.sharers = plan.sharers
         self.target = f"sm_{plan.arch}a"
         out, lse = reference_attention(q, k, v, causal=causal, bias=bias)

@@ -92,10 +92,12 @@ def test_no_keys():
 def test_there_is_room():
     for head_dim, head_dim_v, bias in itertools.product(PADDED_HEAD_DIMS, PADDED_HEAD_DIMS, KINDS):
         dims = padded_head_dims(head_dim, head_dim_v)
-        config = pick_config(problem(head_dim=head_dim, head_dim_v=head_dim_v, bias=bias))
-        assert config.smem_bytes(*dims) + config.bias_bytes(bias) <= HOPPER.smem_bytes
+        for of_bias in (False, True):
+            config = pick_config(problem(head_dim=head_dim, head_dim_v=head_dim_v, bias=bias), of_bias=of_bias)
+            assert config.smem_bytes(*dims) + config.bias_bytes(bias) <= HOPPER.smem_bytes
 
 
+@pytest.mark.parametrize("of_bias", [False, True], ids=["", "with its gradient"])
 @pytest.mark.parametrize(
     ("head_dims", "bias"),
     slow_if(
@@ -104,10 +106,10 @@ def test_there_is_room():
     ),
     ids=str,
 )
-def test_it_takes_no_more_memory_than_it_says(head_dims, bias):
-    config = pick_config(problem(head_dim=head_dims[0], head_dim_v=head_dims[1], bias=bias))
+def test_it_takes_no_more_memory_than_it_says(head_dims, bias, of_bias):
+    config = pick_config(problem(head_dim=head_dims[0], head_dim_v=head_dims[1], bias=bias), of_bias=of_bias)
     kernels = compiled_backward(
-        BF16, head_dims[0], Mask(causal=True), config, bias=bias, of_bias=True, padded_head_dim_v=head_dims[1]
+        BF16, head_dims[0], Mask(causal=True), config, bias=bias, of_bias=of_bias, padded_head_dim_v=head_dims[1]
     )
     found = resources(kernels[1])
     assert found.smem_bytes <= config.smem_bytes(*head_dims) + config.bias_bytes(bias)

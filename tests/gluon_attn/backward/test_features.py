@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
     "sinks, rows without keys": ({"causal": True, "sinks": SINKS}, (270, 130), 128),
     "bias": ({"causal": True, "bias": (2, 4, True)}, (200, 230), 64),
     "bias, D=128": ({"bias": (2, 4, True)}, (200, 230), 128),
+    "bias that is not learned": ({"causal": True, "bias": (1, 4, True), "learned": False}, (400, 330), 64),
     "bias, one for the batch": ({"bias": (1, 4, True)}, (200, 230), 64),
     "bias, one for the batch, D=128": ({"causal": True, "bias": (1, 4, True)}, (200, 230), 128),
     "bias, one for the heads, D=256": ({"causal": True, "bias": (2, 1, True)}, (130, 150), 256),
@@ -65,6 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
 QUICK = (
     "bias",
     "bias of -inf",
+    "bias that is not learned",
     "bias, one for the batch, D=128",
     "bias, one for the heads, D=256",
     "bias, a row",
@@ -134,8 +136,10 @@ def check(
     """where: "cpu", to execute the kernels there, or "cuda". dtype: of q, k, v, and of a bias if options say no other.
 
     Of options, documents: how long they are; those of the second batch begin elsewhere. bias: of how many batches and
-    heads, and whether each query has its own row; hidden: it has -inf where `hidden_by` says."""
+    heads, and whether each query has its own row; hidden: it has -inf where `hidden_by` says; learned: it has a
+    gradient."""
     options = dict(options)
+    learned = options.pop("learned", True)
     if "bias" in options:
         options["bias"] = bias_of(options["bias"], lengths, options.pop("bias_dtype", dtype), where)
     hidden = None
@@ -152,7 +156,7 @@ def check(
     dout, dlse = normal(*q.shape[:3], v.shape[3], seed=7), normal(*q.shape[:3], dtype=torch.float32, seed=8)
     q, k, v, dout, dlse = (t.to(where, dlse.dtype if t is dlse else dtype) for t in (q, k, v, dout, dlse))
     options = {name: x.to(where) if isinstance(x, Tensor) else x for name, x in options.items()}
-    names = [name for name in ("sinks", "bias") if name in options]
+    names = [name for name in ("sinks", "bias") if name in options and (learned or name != "bias")]
     others = [options[name] for name in names]
 
     def by(function: Any, **more: Any) -> Any:

@@ -145,7 +145,7 @@ def test_of_packed_sequences_likewise(head_dim):
 def test_with_a_bias_and_its_gradient_likewise(head_dim):
     for each_row in (True, False):
         bias = Bias(dtype=torch.bfloat16, each_row=each_row, shared=True)
-        config = pick_config(problem(head_dim=head_dim, bias=bias))
+        config = pick_config(problem(head_dim=head_dim, bias=bias), of_bias=True)
         kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=True), config, bias=bias, of_bias=True)
         tiles = config.block_m // config.dbias_rows(bias, head_dim) if each_row else 0
         assert wrong(str(kernels[-2].asm["ptx"]), config.exchanges_p, tiles) == []
