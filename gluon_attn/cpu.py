@@ -30,7 +30,7 @@ def register_twins() -> None:
     import gluon_cpu
 
     for assembly, twin in twins().items():
-        gluon_cpu.register_asm(assembly, twin)
+        gluon_cpu.register_asm(assembly, twin, elementwise=True)
 
 
 class CpuLaunch:

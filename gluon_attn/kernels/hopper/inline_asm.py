@@ -40,6 +40,19 @@ def round_four(a, b, c, d, dtype: gl.constexpr):
     return gl.inline_asm_elementwise(ASM, "=r,f,f,f,f", [a, b, c, d], dtype=gl.uint32, is_pure=True, pack=1)
 
 
+WIDEN_PAIR = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+
+
+@jit
+def widened(x):
+    """A tensor of 16 bits, of which a thread has neighbours in one register, in fp32. Of bf16 that is an instruction
+    for each: the compiler moves the upper one of two down before it moves it up again."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(WIDEN_PAIR, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
+
+
 TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
 
 
@@ -104,15 +117,24 @@ def round_packed(dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
     return word
 
 
+def widened_on_cpu(x: np.ndarray) -> np.ndarray:
+    """What `widened` computes of bf16."""
+    return np.asarray(x).astype(np.float32)
+
+
 def twins() -> dict[str, Callable[..., np.ndarray]]:
-    """Each piece of assembly and its twin, for gluon_cpu."""
+    """Each piece of assembly and its twin, for gluon_cpu. All are elementwise."""
     from functools import partial
 
     import ml_dtypes
 
     kinds = {gl.bfloat16: ml_dtypes.bfloat16, gl.float16: np.float16}
     fp8_kinds = {gl.float8e4nv: ml_dtypes.float8_e4m3fn, gl.float8e5: ml_dtypes.float8_e5m2}
-    found: dict[str, Callable[..., np.ndarray]] = {TANH.value: np.tanh, PLUS.value: np.add}
+    found: dict[str, Callable[..., np.ndarray]] = {
+        TANH.value: np.tanh,
+        PLUS.value: np.add,
+        WIDEN_PAIR.value: widened_on_cpu,
+    }
     for gluon, kind in kinds.items():
         found[round_pair_asm(gluon)] = partial(round_packed, np.dtype(kind))
     for gluon, kind in fp8_kinds.items():

@@ -24,7 +24,7 @@ from gluon_attn.runtime.compat import (
 
 from ...common.score_mod import LOG2_E, is_by_distance, score_scale_of
 from ...common.sequence import key_coords
-from ..inline_asm import wait_apart
+from ..inline_asm import wait_apart, widened
 from ..pieces import from_column, multiply_transposed, pieces_of, zeros_in_pieces
 from .layouts import accumulator_layout, in_register_order, left_operand_layout
 from .operands import first_tile
@@ -86,7 +86,7 @@ def bias_of_scores(slot, scale_log2, PART: gl.constexpr, SHAPE: gl.constexpr, SC
         return row[:, None].broadcast_to(SHAPE)
     else:
         tile = slot.view([SHAPE[1], KEYS], part=PART).permute((1, 0))
-        return tile.load(SCORES).to(gl.float32) * factor
+        return widened(tile.load(SCORES)) * factor
 
 
 @jit

@@ -8,6 +8,7 @@ from ...common.row_stats import first_maximum
 from ...common.score_mod import LOG2_E, is_by_distance
 from ...common.sequence import store_lse
 from ...common.thread_view import halves
+from ..inline_asm import widened
 from ..layouts import accumulator_layout, left_operand_layout, scores_layout
 from ..packing import join_quarters, quarters, unpack
 from ..pieces import multiply_transposed, pieces_of, zeros_in_pieces
@@ -52,7 +53,7 @@ def bias_of_scores(k, rows, scale_log2, LAYOUT: gl.constexpr, BIAS: gl.constexpr
         row = k.view([rows.BLOCK_N], part=BIAS).load(gl.SliceLayout(0, LAYOUT)).to(gl.float32) * factor
         return row[None, :].broadcast_to([rows.ROWS, rows.BLOCK_N])
     else:
-        return k.view([rows.ROWS, rows.BLOCK_N], part=BIAS).load(LAYOUT).to(gl.float32) * factor
+        return widened(k.view([rows.ROWS, rows.BLOCK_N], part=BIAS).load(LAYOUT)) * factor
 
 
 @constexpr_function
