@@ -60,7 +60,7 @@ def steps_of(events: list[tuple[str, int]], products: int) -> list[list[tuple[st
 def wrong_in_step(step: list[tuple[str, int]], exchanges_p: bool, dbias_tiles: int) -> list[str]:
     exchanged = {DV, DQ, DK, DQ_HIGH} if exchanges_p else {DQ}  # read what both warpgroups have written
     # The gradient of a bias of each row comes first, through slots of dQ.
-    tells: list[tuple[str, set[str]]] = [("dBias", set())] * dbias_tiles + (TELLS_WITH_P if exchanges_p else TELLS)
+    tells: list[tuple[str, set[int]]] = [("dBias", set())] * dbias_tiles + (TELLS_WITH_P if exchanges_p else TELLS)
     found = []
     products = 0
     fenced = met = False  # since the last write: fenced, and then met at a barrier
