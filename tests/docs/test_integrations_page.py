@@ -140,7 +140,8 @@ def rows_of(table: str) -> dict[str, list[float]]:
 def measured(part: str, name: str, column: str) -> list[float]:
     """At each length."""
     models = pytest.importorskip("bench.models", reason="transformers is not installed", exc_type=ModuleNotFoundError)
-    found = json.loads((ROOT / "bench/results/h200_models.json").read_text(encoding="utf-8"))
+    file = "h200_prefill.json" if part == "prefill" else "h200_models.json"
+    found = json.loads((ROOT / "bench/results" / file).read_text(encoding="utf-8"))
     cell = models.COLUMNS[column]
     return [float(cell(point["results"], name)) for point in found[part]]
 
