@@ -38,7 +38,7 @@ from gluon_attn import attention, attention_varlen
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.configs import label as label
 from gluon_attn.backward.launch import compiled_backward
-from gluon_attn.backward.table import padded_head_dims, pick_config
+from gluon_attn.backward.table import UNLIKE, padded_head_dims, pick_config
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.kernels.common.mask import Mask
@@ -208,11 +208,13 @@ def configs(padded_head_dim: int, padded_head_dim_v: int | None = None) -> list[
     """Every config that its checks and shared memory allow."""
     found = []
     # More keys have no registers; at 64, dQ comes in halves of 128 columns, or in pieces.
-    keys = 64 if padded_head_dim > 128 else 128
+    cuts = [("all", 64 if padded_head_dim > 128 else 128)]
+    if (padded_head_dim, padded_head_dim_v) in UNLIKE:
+        cuts.append(("apart", 128))
     pieces = 3 if padded_head_dim == 192 else 1
     slots = (1, 2, 3, 4)
-    for block_m, query_slots, dout_slots, ds_slots, in_step, dq_slots in itertools.product(
-        (64, 128), slots, slots, (1, 2), (False, True), range(1, pieces + 1)
+    for (grads, keys), block_m, query_slots, dout_slots, ds_slots, in_step, dq_slots in itertools.product(
+        cuts, (64, 128), slots, slots, (1, 2), (False, True), range(1, pieces + 1)
     ):
         try:
             config = HopperBackward(
@@ -224,6 +226,7 @@ def configs(padded_head_dim: int, padded_head_dim_v: int | None = None) -> list[
                 rings_in_step=in_step,
                 dq_slots=dq_slots,
                 q_pieces=pieces,
+                grads=grads,
             )
         except ValueError:
             continue
@@ -237,10 +240,9 @@ def refusal(config: HopperBackward, point: Point) -> str | None:
     d, d_v = padded_head_dims(point.head_dim, point.head_dim_v)
     try:
         kernels = compiled_backward(DTYPES[point.dtype], d, Mask(causal=point.causal), config, padded_head_dim_v=d_v)
-        main = kernels[1]
     except Exception as error:  # whatever the compiler raises, it is the result for this config
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
-    loops = [loop for loop in resources(main).loops if loop.products > 4]
+    loops = [loop for main in kernels[1:-1] for loop in resources(main).loops if loop.products > 4]
     spills = max((loop.spills for loop in loops), default=0)
     return f"{spills} spills in a loop" if spills > MOST_SPILLS else None
 

@@ -3,6 +3,8 @@
 `python -m bench --sets unlike`; one process, interleaved. cuDNN is torch's `scaled_dot_product_attention`, which may
 refuse such head dims or their gradients: then the result says why, and there is no ratio to it.
 
+Beside our gradients are those of the config that computes all in one launch, called without autograd.
+
 What FlashAttention-4 has reached is carried over from the run in which it was measured, see bench/passes.py.
 """
 
@@ -12,6 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -21,8 +24,11 @@ from bench.peers import sdpa
 from bench.points import Point
 from bench.timing import time_interleaved
 from gluon_attn import attention
+from gluon_attn.backward.table import IN_ONE_LAUNCH
+from gluon_attn.testing import backward_call
 
 SETS = ("unlike",)
+OTHER_NAME = "ours, one launch"
 POINTS = tuple(
     Point(head_dim=192, head_dim_v=128, causal=causal, length=8192, batch=1, heads=16) for causal in (True, False)
 )
@@ -49,8 +55,18 @@ def forwards_of(point: Point, which: str, device: str = "cuda") -> dict[str, tup
     }
 
 
+def in_one_launch(point: Point, device: str = "cuda") -> Call:
+    """Its gradients."""
+    q, k, v = point.tensors(device)
+    out, lse = attention(q, k, v, causal=point.causal, return_lse=True)
+    config = IN_ONE_LAUNCH[point.head_dim, v.shape[-1]]
+    return backward_call(config, torch.randn_like(out), q, k, v, out, lse, causal=point.causal)
+
+
 def measure(point: Point, which: str, rounds: int) -> dict[str, Any]:
     calls, missing = calls_of(which, forwards_of(point, which))
+    if which == "backward":
+        calls[OTHER_NAME] = in_one_launch(point)
     timings = time_interleaved(calls, rounds=rounds)
     results: dict[str, Any] = {}
     for name, t in timings.items():
@@ -70,12 +86,16 @@ def measure(point: Point, which: str, rounds: int) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """TFLOP/s and ratios, in Markdown."""
-    lines = ["| TFLOP/s | ours | cuDNN | ours ÷ cuDNN | FA4, carried | ours ÷ FA4, carried |", "|---" * 6 + "|"]
+    lines = [
+        f"| TFLOP/s | ours | {OTHER_NAME} | cuDNN | ours ÷ cuDNN | FA4, carried | ours ÷ FA4, carried |",
+        "|---" * 7 + "|",
+    ]
     for point in found["points"]:
-        tflops = [point["results"].get(name, {}).get("tflops") for name in ("ours", "cudnn")]
+        tflops = [point["results"].get(name, {}).get("tflops") for name in ("ours", OTHER_NAME, "cudnn")]
         cells = (
             (tflops[0], ".0f"),
             (tflops[1], ".0f"),
+            (tflops[2], ".0f"),
             (point.get("ours_over_cudnn"), ".3f"),
             (point.get("fa4_carried_tflops"), ".0f"),
             (point.get("ours_over_fa4_carried"), ".3f"),

@@ -12,7 +12,7 @@ import torch
 from . import tuning
 from .backward import table as backward
 from .backward.configs import label as backward_label
-from .backward.launch import main_kernel
+from .backward.launch import main_kernels
 from .backward.plan import BackwardPlan
 from .backward.table import BackwardRow
 from .demo import card, say
@@ -62,8 +62,9 @@ def main(arguments: Sequence[str]) -> None:
         for line in lines:
             say(line)
         if options.compile:
-            for line in machine_code(compiled_here(problem, device, options.num_ctas, options.backward)):
-                say(line)
+            for name, kernel in compiled_here(problem, device, options.num_ctas, options.backward).items():
+                for line in machine_code(name, kernel):
+                    say(line)
     except (OSError, ValueError, NotImplementedError) as error:
         command.error(str(error))
 
@@ -293,6 +294,8 @@ def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
     yield f"  an item is {item}; it walks row blocks of {config.block_m}"
     if plan.shared:
         yield f"  the last {plan.shared} key blocks are shared by {plan.sharers} programs"
+    if len(config.launches) > 1:
+        yield "  dV has a launch of its own, and then dK and dQ another, each of so many programs"
     yield f"  before and after it, {plan.row_programs} programs, one for each row block"
     smem = config.smem_bytes(*backward.padded_head_dims(plan.problem.head_dim, plan.problem.head_dim_v))
     yield f"shared memory: at most {smem} bytes to a CTA"
@@ -372,18 +375,21 @@ def nearest(points: Sequence[Mapping[str, Any]], row: Row | BackwardRow, problem
     return min(filter(of_kind, points), key=distance, default=None)
 
 
-def compiled_here(problem: Problem, device: Device, num_ctas: int | None, of_gradients: bool) -> CompiledKernel:
-    """The kernel; of gradients, the main one."""
+def compiled_here(
+    problem: Problem, device: Device, num_ctas: int | None, of_gradients: bool
+) -> dict[str, CompiledKernel]:
+    """The kernel; of gradients, the main one, or each of its parts, by name."""
     if of_gradients:
         config = backward.pick_config(problem, tuning.backward_rows_for(device))
-        return main_kernel(BackwardPlan.of(problem, config, device))
+        found = main_kernels(BackwardPlan.of(problem, config, device))
+        return {f"compiled for {grads}" if len(found) > 1 else "compiled": kernel for grads, kernel in found.items()}
     row = pick_row(problem, device, num_ctas, tuning.rows_for(device))
-    return compiled_for(problem, row.config, device.arch)
+    return {"compiled": compiled_for(problem, row.config, device.arch)}
 
 
-def machine_code(kernel: CompiledKernel) -> Iterator[str]:
+def machine_code(name: str, kernel: CompiledKernel) -> Iterator[str]:
     found = resources(kernel)
     in_loops = sum(loop.spills for loop in found.loops)
     yield ""
-    yield f"compiled: {found.smem_bytes} bytes of shared memory, {found.instructions} instructions"
+    yield f"{name}: {found.smem_bytes} bytes of shared memory, {found.instructions} instructions"
     yield f"  spills: {in_loops} in the loops over blocks, {found.spills - in_loops} elsewhere"

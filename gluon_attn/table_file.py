@@ -258,7 +258,7 @@ def config_at(at: At, value: Any, classes: Mapping[str, type[Config]]) -> Config
         elif wanted is float:
             given[name] = float((at / name).typed(given[name], int | float, "a number"))  # type: ignore[arg-type]
         else:
-            words = "true or false" if wanted is bool else "a whole number"
+            words = {bool: "true or false", str: "a text"}.get(wanted, "a whole number")
             (at / name).typed(given[name], wanted, words)
     try:
         return classes[kind](**given)

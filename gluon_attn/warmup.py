@@ -321,7 +321,9 @@ def backward_jobs(
         choices = (dtype, padded_head_dim, head_dim_v, mask, config, deterministic, shared, bias)
         how = ", fixed order" * deterministic + ", shared key blocks" * shared + of_row
         how += ", summed over a bias" * (bias is not None and features.of_bias and bias.sums_gradient)
-        for step, name in zip((-3, -2, -1), ("before", "main", "after"), strict=True):
+        parts = [part.grads for part in config.launches]
+        main = ["main"] if len(parts) == 1 else [f"main, {grads}" for grads in parts]
+        for step, name in enumerate(["before", *main, "after"], start=-2 - len(main)):
             yield Job(f"backward {kind}, {name}{how}", partial(backward_build, features, step, *choices))
 
 

@@ -19,7 +19,7 @@ from bench.tune.search import Config
 from bench.tune.watch import Watch
 from gluon_attn import attention
 from gluon_attn.backward.configs import HopperBackward
-from gluon_attn.backward.launch import main_kernel
+from gluon_attn.backward.launch import main_kernels
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled_for
@@ -219,10 +219,11 @@ def difference(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], larges
 
 
 def compile_one(job: Job) -> Resources:
-    """Into Triton's cache; in a child process."""
+    """Into Triton's cache; in a child process. Of several kernels, what the one takes whose loops spill most."""
     problem, config, device = job
     warnings.simplefilter("ignore")  # products that the assembler has serialised: then it is slow, which is timed
     torch.set_num_threads(1)
     if isinstance(config, HopperBackward):
-        return resources(main_kernel(BackwardPlan.of(problem, config, device)))
+        found = map(resources, main_kernels(BackwardPlan.of(problem, config, device)).values())
+        return max(found, key=lambda of_part: max((loop.spills for loop in of_part.loops), default=0))
     return resources(compiled_for(problem, config, device.arch))

@@ -61,7 +61,7 @@ class Gradients:
         found = [row.config for row in self.rows if row.is_of_kind(self.problem)]
         groups: dict[tuple[Any, ...], list[HopperBackward]] = {}
         for config in configs(*self.head_dims):
-            cut = config.block_m, config.ds_slots, config.rings_in_step
+            cut = config.block_m, config.ds_slots, config.rings_in_step, config.grads
             if config.dq_slots == min(2, config.q_pieces):
                 groups.setdefault(cut, []).append(config)
         for alike in groups.values():
@@ -90,8 +90,10 @@ class Gradients:
             BackwardPlan.of(self.problem, config, self.device)
         except ValueError as error:
             return str(error)
-        # dK and dV, S and dP, in fp32, over the threads that compute.
-        elements = config.keys * sum(self.head_dims) + 2 * config.block_m * config.keys
+        # dK and dV, S and dP, in fp32, over the threads that compute. Apart, dV and S, or dK, S and dP.
+        d, d_v = self.head_dims
+        columns = max(d + config.block_m, d_v) if config.grads == "apart" else d + d_v + config.block_m
+        elements = config.keys * (columns + config.block_m)
         needed = elements // (COMPUTING * WARPGROUP) + OVERHEAD_REGISTERS
         has = (REGISTERS_PER_SM // WARPGROUP - config.load_registers) // COMPUTING // 8 * 8
         return f"needs {needed} registers a thread that computes, has {has}" if needed > has else None

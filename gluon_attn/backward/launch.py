@@ -1,7 +1,7 @@
-"""From a plan to the launches of attention backward: three kernels, which hand on statistics and sums of dQ; before
-them, of packed sequences, one that lists the key blocks."""
+"""From a plan to the launches of attention backward: three kernels, which hand on statistics and sums of dQ, of which
+the main one may come in two launches; before them, of packed sequences, one that lists the key blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
@@ -132,15 +132,11 @@ def builds_of(
     bias: Bias | None = None,
     of_bias: bool = False,
 ) -> tuple[Build, ...]:
-    """The kernel before, the main one and the one after, for these compile-time choices. dtype: float16 or bfloat16.
-    shared: programs share key blocks. packed: of packed sequences, for which one more comes before all; used: of each,
-    some keys count. padded_head_dim_v: None: as Q's. bias: that is added to scores; of_bias: compute its gradient
-    too."""
+    """The kernel before, the main one, or its parts, and the one after, for these compile-time choices. dtype: float16
+    or bfloat16. shared: programs share key blocks. packed: of packed sequences, for which one more comes before all;
+    used: of each, some keys count. padded_head_dim_v: None: as Q's. bias: that is added to scores; of_bias: compute its
+    gradient too."""
     absent = {} if shared else {"has_handed_in_ptr": None}
-    pointers = types_of(score_mod, None, mask)
-    no_bias = {} if bias is not None else {BIAS.name: None}
-    no_bias |= {} if bias is not None and of_bias and bias.each_row else {DBIAS.name: None}
-    no_bias |= {} if bias is not None and of_bias and not bias.each_row else {DBIAS_ROW.name: None}
     pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     columns = padded_head_dim // pieces
     rows, rows_v = (Block.of(dtype, config.block_m, d, packed=packed) for d in (columns, head_dim_v))
@@ -152,9 +148,9 @@ def builds_of(
     blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
     if bias is not None:
         blocks[BIAS.tensor] = bias.block(config.block_m, config.keys)
-        if of_bias and bias.each_row:
-            rows_of_tile = config.dbias_rows(bias, padded_head_dim)
-            blocks[DBIAS.tensor] = Block.of(bias.gradient_dtype, rows_of_tile, config.keys)
+    of_dbias = None
+    if bias is not None and of_bias and bias.each_row:
+        of_dbias = Block.of(bias.gradient_dtype, config.dbias_rows(bias, padded_head_dim), config.keys)
     return (
         *((key_list_build(config.keys, used),) if packed else ()),
         Build(
@@ -163,18 +159,9 @@ def builds_of(
             constants=absent | absent_lengths(packed, used, PREPARE) | {"DQ": (pieces, columns)},
             starts_early=packed,
         ),
-        Build(
-            kernel=MAIN,
-            blocks=blocks,
-            constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, "DETERMINISTIC": deterministic}
-            | {"PIECES": pieces, "SUMS_DBIAS": bias is not None and of_bias and bias.sums_gradient}
-            | no_bias
-            | (absent and absent | {"handed_in_ptr": None})
-            | dict.fromkeys(p.name for p in AUX if p.name not in pointers)
-            | ({} if packed else {RECORDS.name: None}),
-            pointers=pointers,
-            num_warps=config.WARPS,
-            starts_early=True,
+        *(
+            main_build(part, blocks, of_dbias, mask, deterministic, shared, score_mod, packed, bias, of_bias)
+            for part in config.launches
         ),
         Build(
             kernel=FINISH,
@@ -185,6 +172,44 @@ def builds_of(
             num_warps=config.WARPS,
             starts_early=True,
         ),
+    )
+
+
+def main_build(
+    config: HopperBackward,
+    blocks: Mapping[str, Block],
+    of_dbias: Block | None,
+    mask: Mask,
+    deterministic: bool,
+    shared: bool,
+    score_mod: ScoreFunction | None,
+    packed: bool,
+    bias: Bias | None,
+    of_bias: bool,
+) -> Build:
+    """The main kernel, or one part of it. blocks: by tensor, but for the gradient of a bias of each row, which is
+    of_dbias. The others as for `builds_of`."""
+    pointers = types_of(score_mod, None, mask)
+    absent = [] if packed else [RECORDS.name]
+    absent += [] if shared else ["handed_in_ptr", "has_handed_in_ptr"]
+    absent += [] if bias is not None else [BIAS.name]
+    sums_dbias = False
+    if bias is not None and of_bias and config.has_dk:  # from dS, which dV does not need
+        blocks = blocks if of_dbias is None else {**blocks, DBIAS.tensor: of_dbias}
+        absent.append(DBIAS_ROW.name if bias.each_row else DBIAS.name)
+        sums_dbias = bias.sums_gradient
+    else:
+        absent += [DBIAS.name, DBIAS_ROW.name]
+    absent += [p.name for p in AUX if p.name not in pointers]
+    return Build(
+        kernel=MAIN,
+        blocks=blocks,
+        constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, "DETERMINISTIC": deterministic}
+        | {"PIECES": config.q_pieces, "SUMS_DBIAS": sums_dbias}
+        | dict.fromkeys(absent),
+        pointers=pointers,
+        num_warps=config.WARPS,
+        starts_early=True,
     )
 
 
@@ -223,7 +248,8 @@ def compiled_backward(
     arch: int = 90,
     device_index: int | None = None,
 ) -> tuple[CompiledKernel, ...]:
-    """The three kernels; of packed sequences, four. device_index: the card to launch them on; None: to look at only."""
+    """The kernels, of which most configs have three; of packed sequences, one more. device_index: the card to launch
+    them on; None: to look at only."""
     builds = builds_of(
         dtype, padded_head_dim, mask, config, deterministic, shared, score_mod, packed, used, padded_head_dim_v, bias,
         of_bias,
@@ -255,9 +281,10 @@ def compiled_backward_for(
     )
 
 
-def main_kernel(plan: BackwardPlan) -> CompiledKernel:
-    """Of a plan, the one that computes: after those that list and prepare."""
-    return compiled_backward_for(plan)[-2]
+def main_kernels(plan: BackwardPlan) -> dict[str, CompiledKernel]:
+    """Of a plan, those that compute, between the ones that list and prepare and the last one: by what they compute."""
+    parts = plan.config.launches
+    return dict(zip((part.grads for part in parts), compiled_backward_for(plan)[-1 - len(parts) : -1], strict=True))
 
 
 def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -300,7 +327,7 @@ def backward_launches_of(
         views[BIAS.tensor] = view_of_bias(bias)
         views[DBIAS.tensor] = view_of_bias(problem.bias.zero_gradient(bias.shape, "meta"))
     head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
-    *lists, before, main, after = builds_of(
+    builds = builds_of(
         problem.dtype,
         head_dim,
         problem.mask,
@@ -314,6 +341,8 @@ def backward_launches_of(
         problem.bias,
         of_bias,
     )
+    *lists, before = builds[: -1 - len(config.launches)]
+    *mains, after = builds[-1 - len(config.launches) :]
     count = {"sequences": problem.sequences or 0}
     prepared, given = [], {}
     if problem.has_documents:
@@ -330,7 +359,7 @@ def backward_launches_of(
             views=views,
             scalars=count | {"sets_zero": plan.sets_zero},
         ),
-        Launch(build=main, programs=plan.programs, views=views, scalars=numbers, given=given),
+        *(Launch(build=b, programs=plan.programs, views=views, scalars=numbers, given=given) for b in mains),
         Launch(build=after, programs=plan.row_programs, views=views, scalars=scale | count),
     ]
     if problem.sinks is not None:

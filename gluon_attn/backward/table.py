@@ -20,6 +20,13 @@ RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h20
 
 # By padded head dims of Q and of V. Waits for its measurement.
 UNLIKE = {
+    (192, 128): HopperBackward(
+        block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=1, dq_slots=3, q_pieces=3, grads="apart"
+    ),
+}
+
+# What there is beside it: all gradients in one launch, which has registers for half of the keys.
+IN_ONE_LAUNCH = {
     (192, 128): HopperBackward(block_m=64, keys=64, query_slots=2, dout_slots=2, ds_slots=1, dq_slots=2, q_pieces=3),
 }
 
@@ -94,8 +101,9 @@ def pick_config(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED, *, of_
     if problem.bias.each_row and d == d_v and d in WITH_BIAS:
         configs = [WITH_DBIAS[d]] if of_bias else [WITH_BIAS[d], WITH_DBIAS[d]]
     configs.append(replace(configs[-1], query_slots=1, rings_in_step=False))
+    configs.append(replace(configs[-1], dout_slots=1))
     room = Device.hopper().smem_bytes
-    return next((c for c in configs if c.smem_bytes(d, d_v) + c.bias_bytes(problem.bias) <= room), configs[-1])
+    return next((c for c in configs if c.smem_bytes(d, d_v, problem.bias) <= room), configs[-1])
 
 
 def require_fits(config: HopperBackward, head_dims: tuple[int, int], device: Device) -> None:
@@ -108,10 +116,13 @@ def require_fits(config: HopperBackward, head_dims: tuple[int, int], device: Dev
         kinds = ", ".join(f"{d} and {d_v}" for d, d_v in known)
         raise ValueError(f"config: expected padded head dims of {kinds}, got {head_dims[0]} and {head_dims[1]}")
     like = known[head_dims]
-    for name in ("keys", "q_pieces"):
+    if head_dims in IN_ONE_LAUNCH and config.grads == "all":
+        like = IN_ONE_LAUNCH[head_dims]
+    for name in ("grads", "keys", "q_pieces"):
         if getattr(config, name) != getattr(like, name):
             raise ValueError(
-                f"config: expected {name}={getattr(like, name)} at head_dim {head_dims[0]}, got {getattr(config, name)}"
+                f"config: expected {name}={getattr(like, name)!r} at head_dim {head_dims[0]}, got "
+                f"{getattr(config, name)!r}"
             )
     if config.dq_slots > config.q_pieces:
         raise ValueError(

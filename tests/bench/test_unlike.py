@@ -13,6 +13,7 @@ from bench.timing import Timing
 from gluon_attn import attention
 from gluon_attn.device import Device
 from gluon_attn.reference import reference_attention
+from gluon_attn.testing import backward_call
 
 
 def by_reference(backend, q, k, v, causal):
@@ -28,6 +29,8 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(unlike, "time_interleaved", timed)
     monkeypatch.setattr(unlike, "attention", partial(attention, device=Device.hopper()))
+    monkeypatch.setattr(unlike, "in_one_launch", partial(unlike.in_one_launch, device="cpu"))
+    monkeypatch.setattr(unlike, "backward_call", partial(backward_call, device=Device.hopper()))
     monkeypatch.setattr(unlike, "sdpa", by_reference)
     monkeypatch.setattr(passes, "by_cudnn", lambda q, k, v: reference_attention(q, k, v, causal=True)[0])
     monkeypatch.setattr(passes, "ANCHOR", (1, 1, 40, 64))
@@ -50,7 +53,8 @@ def test_both_passes_are_timed_beside_cudnn(stand_ins, tmp_path, capsys):
     ]  # fmt: skip
     for point in points:
         results = point["results"]
-        assert list(results) == ["ours", "cudnn", passes.ANCHOR_NAME]
+        other = [unlike.OTHER_NAME] * (point["pass"] == "backward")
+        assert list(results) == ["ours", "cudnn", passes.ANCHOR_NAME, *other]
         assert results["ours"]["ms"] == pytest.approx(1)
         assert point["ours_over_cudnn"] == pytest.approx(2)
         # cuDNN's plain call takes 3 ms here: FlashAttention-4 is as much slower as that is than it was.

@@ -68,7 +68,7 @@ class Case(NamedTuple):
         few = 1 if max(self.lengths) > 1024 else 2
         if self.window[0] is not None or self.lengths[0] <= 500:
             return few
-        key_blocks = HEADS[self.heads][1] * -(-self.lengths[1] // (128 if max(self.head_dims) <= 128 else 64))
+        key_blocks = HEADS[self.heads][1] * -(-self.lengths[1] // (128 if self.head_dims[1] <= 128 else 64))
         return max(few, -(-HOPPER.sm_count // key_blocks))
 
     @property
@@ -269,8 +269,8 @@ def test_the_sample_has_each_two_options_together():
 def test_few_kernels_compute_it():
     """So that it does not take long on a card, most of all of those that take the compiler long."""
     found = set[str]().union(*map(kernels_of, CASES))
-    assert len([text for text in found if "('attention_" in text]) <= 45
-    assert len(found) <= 64
+    assert len([text for text in found if "('attention_" in text]) <= 48
+    assert len(found) <= 67
 
 
 SMALL = [case for case in CASES if max(case.lengths) < 260]

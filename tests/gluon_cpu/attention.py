@@ -16,7 +16,7 @@ from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.launch import NOT_GIVEN, launches_of, workspaces_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
-from gluon_attn.problem import SCALES, Problem, in_bhsd, output_dtype
+from gluon_attn.problem import SCALES, Problem, empty_output, in_bhsd, output_dtype
 from gluon_attn.reference import reference_attention
 from gluon_attn.runtime.kernel import Launch, Tensors
 from gluon_attn.testing import check, check_gradients, config_for_rounds
@@ -109,10 +109,7 @@ class TransposeRun:
 
 
 class BackwardRun:
-    """The three launches of the gradients of attention, ready to be repeated: all that they write is poisoned before
-    each."""
-
-    KERNELS = ("before", "main", "after")
+    """The launches of the gradients of attention, ready to be repeated: all that they write is poisoned before each."""
 
     def __init__(
         self,
@@ -127,9 +124,10 @@ class BackwardRun:
         bias: Tensor | None = None,
     ) -> None:
         """programs: of the main kernel, unless it is deterministic: then it has one for each key block. If that leaves
-        programs over and there are queries enough, these share the key blocks. which: of KERNELS the one that `launch`
-        is. bias: that is added to scores, whose gradient is computed too."""
-        self.inputs = (q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype))
+        programs over and there are queries enough, these share the key blocks. which: the launch that `launch` is:
+        "before", "main" or "after"; or, where dV has a launch of its own, "dv", and "main" is the other one. bias: that
+        is added to scores, whose gradient is computed too."""
+        self.inputs = (q, k, v, normal_like(empty_output(q, v)))
         self.causal, self.bias = causal, bias
         device = dataclasses.replace(Device.hopper(), sm_count=programs)
         problem = Problem.of(q, k, v, causal=causal, bias=bias)
@@ -138,13 +136,14 @@ class BackwardRun:
         self.sharers = plan.sharers
         self.target = f"sm_{plan.arch}a"
         out, lse = reference_attention(q, k, v, causal=causal, bias=bias)
+        kernels = ["before", *(part.grads for part in plan.config.launches[:-1]), "main", "after"]
         self.grads = [torch.empty_like(t) for t in (q, k, v)]
         self.tensors: Tensors = dict(zip(("q", "k", "v", "dout"), self.inputs, strict=True))
         self.tensors |= {"out": out, "lse": lse, "dlse": None, **NOT_THERE}
         self.tensors |= dict(zip(("dq", "dk", "dv"), self.grads, strict=True))
         described = {n: t for n, t in self.tensors.items() if n not in ("lse", "dlse", *NOT_THERE)}
         self.launches = backward_launches_of(plan, described, bias=bias, of_bias=bias is not None)
-        self.launch = self.launches[self.KERNELS.index(which)]
+        self.launch = self.launches[kernels.index(which)]
         self.deterministic = deterministic
         self.kept: list[Tensor] | None = None
         self.between = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in workspaces(plan).items()}
@@ -194,17 +193,22 @@ def normal_qkv(
     q_len: int,
     kv_len: int | None = None,
     head_dim: int = 64,
+    head_dim_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(h: int, s: int) -> Tensor:
-        return torch.randn(batch, h, s, head_dim, generator=generator).to(dtype)
+    def normal(h: int, s: int, d: int = head_dim) -> Tensor:
+        return torch.randn(batch, h, s, d, generator=generator).to(dtype)
 
     kv_heads = heads if kv_heads is None else kv_heads
     kv_len = q_len if kv_len is None else kv_len
-    return normal(heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len)
+    return normal(heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len, head_dim_v or head_dim)
+
+
+def normal_like(t: Tensor) -> Tensor:
+    return torch.randn(t.shape, generator=torch.Generator().manual_seed(1)).to(t.dtype)
 
 
 def bias_of(kind: str, q: Tensor, k: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 import unittest.mock
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,13 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """One of the three kernels of the gradients, and the problems (Sq, Sk) that its mutants are tried on, all three
-    launched each time. The main one is one program and, for the first problem once more, two, of which one waits for
-    the other; or, if it is deterministic, one for each key block. With `sharers`, so many programs share the key blocks
-    of the first problem. bias: as for `bias_of`."""
+    """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
+    tried on, all launched each time. The main one, or a part of it, is one program and, for the first problem once
+    more, two, of which one waits for the other; or, if it is deterministic, one for each key block. With `sharers`, so
+    many programs share the key blocks of the first problem. head_dim_v: None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
+    head_dim_v: int | None = None
     lengths: tuple[tuple[int, int], ...]
     causal: bool = False
     deterministic: bool = False
@@ -91,8 +92,9 @@ class Backward:
     bias: str = ""
 
     def runs(self) -> Sequence[AnyRun]:
+        columns: dict[str, Any] = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
         inputs = [
-            normal_qkv(heads=2, kv_heads=1, q_len=q, kv_len=kv, head_dim=self.head_dim, dtype=torch.float16)
+            normal_qkv(heads=2, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
             for q, kv in self.lengths
         ]
         kind: dict[str, Any] = {"causal": self.causal, "deterministic": self.deterministic, "which": self.which}
@@ -102,7 +104,7 @@ class Backward:
             for qkv, bias in zip(inputs, biases, strict=True)
         ]
         assert all(run.sharers == self.sharers for run in runs)
-        if self.which == "main" and not self.deterministic and not self.sharers:
+        if self.which not in ("before", "after") and not self.deterministic and not self.sharers:
             runs.insert(0, BackwardRun(*inputs[0], bias=biases[0], programs=2, **kind))
         for run in runs:
             run.keep_bits()
@@ -222,6 +224,28 @@ KERNELS: dict[str, Kernel | Backward] = {
         for order in ("", ", in order")
     },
     **{
+        f"gradients, D=192/128, {which}, {mask}{order}": Backward(
+            head_dim=192,
+            head_dim_v=128,
+            lengths=BACKWARD_LENGTHS[128],
+            causal=mask == "causal",
+            deterministic=bool(order),
+            which=which,
+        )
+        for which, mask, order in (
+            ("dv", "full", ""),
+            ("dv", "causal", ", in order"),
+            ("main", "causal", ""),
+            ("main", "full", ", in order"),
+        )
+    },
+    **{
+        f"gradients, D=192/128, {which}, full, shared": Backward(
+            head_dim=192, head_dim_v=128, lengths=((512, 200),), sharers=3, which=which
+        )
+        for which in ("dv", "main")
+    },
+    **{
         f"gradients, D={head_dim}, bias, {bias}": Backward(
             head_dim=head_dim, lengths=BACKWARD_LENGTHS[head_dim], causal=True, bias=bias
         )
@@ -323,7 +347,15 @@ ROW_OF_DBIAS = line_of(
     "gradient.py",
     'gl.atomic_add(dbias + first + key, gl.sum(ds, axis=1), mask=key < keys.sequence.k_len, sem="relaxed")',
 )
-HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands.handed_in)")
+ZEROS_LOADED = line_of(BACKWARD, "load.py", "zeros, douts = douts.acquire()")
+QUERIES_AGAIN = line_of(
+    BACKWARD,
+    "gradient.py",
+    "ends.queries.wait_again()  # which passes at once: past it the assembler would move half of the exponentials",
+)
+LAST_DOUT_RELEASED = line_of(BACKWARD, "gradient.py", "do_slot.release()", LAST)
+GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
+HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
 
 EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
@@ -337,7 +369,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "in order each program has one key block: the slot of K and V is filled once, and nobody waits for its end",
     ),
     Explanation(
-        rf"gradients, D=128, ({ROWS_FOR_ALL})[^|]* \| delete: grid_dependency_wait .* {HANDED_IN}",
+        rf"gradients, D=(128|192/128, \w+), ({ROWS_FOR_ALL})[^|]* \| delete: grid_dependency_wait .* {HANDED_IN}",
         "who has row blocks has waited for what the kernel before wrote; a share of the one kernel left out has none",
     ),
     Explanation(
@@ -345,7 +377,23 @@ EXPLAINED: tuple[Explanation, ...] = (
         "it adds to the gradient of the bias and synchronises nothing: without it those numbers are wrong, and no more",
     ),
     Explanation(
-        rf"gradients, D=(64|128)[^|]* \| delete: wait_barrier .* {DOUT_LOADED}",
+        rf"gradients, D=192/128, dv[^|]* \| delete: wait_barrier .* {QUERIES_AGAIN}",
+        "the slot has been waited for already: this wait is there for its branch",
+    ),
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]*, in order \| delete: arrive_barrier .* {LAST_DOUT_RELEASED}",
+        "in order each program has one key block: after its last dO nobody waits for the slot",
+    ),
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]* \| delete: wait_barrier .* {ZEROS_LOADED}",
+        "the slot of K has been acquired before, which is freed after the last dO of the key block before",
+    ),
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]* \| delete: grid_dependency_wait .* {GRIDS_WAITED_FOR}",
+        "the loads have waited for the kernel before; only where no program has row blocks nobody else waits for it",
+    ),
+    Explanation(
+        rf"gradients, D=(64|128|192/128, main)[^|]* \| delete: wait_barrier .* {DOUT_LOADED}",
         "dO is released before Q of the same step, whose slot has been acquired before",
     ),
     Explanation(
@@ -439,12 +487,18 @@ class Recorded(Exception):
     """The text is there: nothing is to be run."""
 
 
+def is_launched(run: AnyRun, kernel: Any, constants: Mapping[Any, Any]) -> bool:
+    """Whether this is `run.launch`, and not another of its launches; of one kernel, these differ in their config."""
+    build = run.launch.build
+    return kernel is build.kernel.fn and build.constants.get("CONFIG") in (None, *constants.values())
+
+
 def text_of(run: AnyRun) -> str:
     """The lowered text of `run.launch`: with the compiler's memory offsets, fences and cluster barriers."""
     texts: list[str] = []
 
     def record(kernel: Any, signature: Any, constants: Any, attrs: Any, options: Any, arch: int, mode: str) -> Any:
-        if kernel is run.launch.build.kernel.fn:
+        if is_launched(run, kernel, constants):
             texts.append(front.build_text(GluonASTSource(kernel, signature, constants, attrs), arch, options, True))
             raise Recorded
         return front.compile_source(kernel, signature, constants, attrs, options, arch, mode)
@@ -457,10 +511,11 @@ def text_of(run: AnyRun) -> str:
 def verdict(runs: Sequence[AnyRun], mutant: Mutant, seeds: Iterable[int]) -> str:
     """What was found first, and under which schedule; "" if nothing was."""
     compiled = front.Compiled(generate(parse_module(mutant.text), True))
-    mutated = runs[0].launch.build.kernel.fn
 
-    def instead(kernel: Any, *rest: Any) -> Any:
-        return compiled if kernel is mutated else front.compile_source(kernel, *rest)
+    def instead(kernel: Any, signature: Any, constants: Any, *rest: Any) -> Any:
+        if is_launched(runs[0], kernel, constants):
+            return compiled
+        return front.compile_source(kernel, signature, constants, *rest)
 
     with instead_of_compiling(instead):
         for seed, run, policy in itertools.product(seeds, runs, gluon_cpu.POLICIES):

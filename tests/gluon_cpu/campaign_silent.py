@@ -83,13 +83,21 @@ def of_the_table(row: Row, dtype: torch.dtype) -> Twin:
     return checked_once(run, lambda: (run.out, run.lse))
 
 
+# Of gradients, by head dim: queries and keys. Of 192 V has fewer columns, and dV a launch of its own.
+LENGTHS = {64: (400, 300), 128: (200, 300), 192: (200, 300), 256: (200, 150)}
+
+
+def columns_of(head_dim: int) -> dict[str, Any]:
+    return {"head_dim": head_dim, "head_dim_v": 128 if head_dim == 192 else head_dim}
+
+
 def of_gradients(head_dim: int, causal: bool, deterministic: bool) -> Twin:
     """The backward's kernels, with several row blocks and three key blocks, and two heads to a KV head. Two programs
     add to each row block, one of them twice; or one for each key block, if it is deterministic. Then the bits of dQ too
     are the same under every schedule."""
-    q_len, kv_len = {64: (400, 300), 128: (200, 300), 256: (200, 150)}[head_dim]
+    q_len, kv_len = LENGTHS[head_dim]
     dtype = torch.float16 if causal else torch.bfloat16
-    qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype)
+    qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, dtype=dtype, **columns_of(head_dim))
     run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=2)
     return checked_once(run, run.bits)
 
@@ -97,6 +105,7 @@ def of_gradients(head_dim: int, causal: bool, deterministic: bool) -> Twin:
 SHARED = {  # head dim: queries, keys, programs that share two key blocks, in a fixed order too
     64: (1024, 200, 3, 4),
     128: (512, 200, 3, 4),
+    192: (512, 200, 3, 4),
     256: (512, 100, 3, 4),
 }
 
@@ -105,7 +114,7 @@ def of_shared(head_dim: int, causal: bool, deterministic: bool) -> Twin:
     """The same with two key blocks that three programs share, of which one ends the first and begins the second; or, in
     a fixed order, four."""
     q_len, kv_len, *programs = SHARED[head_dim]
-    qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+    qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, **columns_of(head_dim))
     run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=programs[deterministic])
     assert run.sharers == programs[deterministic]
     return checked_once(run, run.bits)
@@ -121,8 +130,8 @@ def of_bias(head_dim: int, kind: str) -> Twin:
 
 def of_gradients_with_bias(head_dim: int, kind: str) -> Twin:
     """`of_gradients`, with a bias and its gradient. kind: as for `bias_of`."""
-    q_len, kv_len = {64: (400, 300), 128: (200, 300), 256: (200, 150)}[head_dim]
-    q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+    q_len, kv_len = LENGTHS[head_dim]
+    q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, **columns_of(head_dim))
     run = BackwardRun(q, k, v, causal=True, deterministic=False, programs=2, bias=bias_of(kind, q, k))
     return checked_once(run, run.bits)
 
@@ -142,7 +151,7 @@ def gradients() -> dict[str, Callable[[], Twin]]:
             functools.partial(of_kind, head_dim, causal, deterministic)
         )
         for (name, of_kind), head_dim, causal, deterministic in itertools.product(
-            (("", of_gradients), (", shared", of_shared)), (64, 128, 256), (False, True), (False, True)
+            (("", of_gradients), (", shared", of_shared)), LENGTHS, (False, True), (False, True)
         )
     }
 

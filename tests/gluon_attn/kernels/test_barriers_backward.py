@@ -3,12 +3,14 @@ memory goes from one to the other? gluon_cpu runs a role as one agent and cannot
 
 import functools
 import re
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.launch import compiled_backward
-from gluon_attn.backward.table import HOPPER, pick_config
+from gluon_attn.backward.table import HOPPER, UNLIKE, pick_config
 from gluon_attn.bias import Bias
 from gluon_attn.kernels.common.mask import Mask
 from tests.gluon_attn.problems import problem
@@ -26,10 +28,47 @@ EVENTS = {
     "store read": r"cp\.async\.bulk\.wait_group\.read",
     "branch": r"bra(\.uni)?\s",
 }
-S, DP, DV, DQ, DK, DQ_HIGH = range(6)  # a step's products; the last one where dQ comes in halves
-# What the role tells others in a step, and which products that slot's memory needs to be done with.
-TELLS = [("dQ", set()), ("dO", {DP, DV}), ("Q", {S, DK})]
-TELLS_WITH_P = [("dO", {DP, DV}), ("dQ", set()), ("Q", {S, DK}), ("dQ", set())]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the role. products: in the order in which they are issued, those of pieces one by one. exchanged: those
+    that read what both warpgroups have written. tells: what the role tells others, in order, and which products the
+    memory of a slot needs to be done with."""
+
+    products: tuple[str, ...]
+    exchanged: frozenset[str]
+    tells: tuple[tuple[str, frozenset[str]], ...]
+
+    def named(self, names: frozenset[str]) -> set[int]:
+        """The products that are called so."""
+        return {i for i, name in enumerate(self.products) if name in names}
+
+
+NONE = frozenset[str]()
+TOLD_OF_DQ, TOLD_OF_DO, TOLD_OF_Q = ("dQ", NONE), ("dO", frozenset(("dP", "dV"))), ("Q", frozenset(("S", "dK")))
+ONE_TILE = Step(("S", "dP", "dV", "dQ", "dK"), frozenset(("dQ",)), (TOLD_OF_DQ, TOLD_OF_DO, TOLD_OF_Q))
+HALVES = Step(
+    ("S", "dP", "dV", "dQ", "dK", "dQ"),
+    frozenset(("dV", "dQ", "dK")),
+    (TOLD_OF_DO, TOLD_OF_DQ, TOLD_OF_Q, TOLD_OF_DQ),
+)
+PARTS = {
+    "dv": Step(3 * ("S",) + ("dV",), NONE, (TOLD_OF_DO, TOLD_OF_Q)),
+    "dk, dq": Step(
+        3 * ("S",) + ("dP",) + 3 * ("dQ",) + 3 * ("dK",),
+        frozenset(("dQ",)),
+        (TOLD_OF_DO,) + 3 * (TOLD_OF_DQ,) + (TOLD_OF_Q,),
+    ),
+}
+
+
+# What follows after the last step, and comes first in the machine's code.
+AFTER_STEPS = {"dv": Step(("dV",), NONE, (TOLD_OF_DO, ("K", frozenset(("dV",)))))}
+
+
+def step_of(config: HopperBackward) -> Step:
+    return PARTS.get(config.grads, HALVES if config.exchanges_p else ONE_TILE)
 
 
 def events_of(ptx: str) -> list[tuple[str, int]]:
@@ -46,9 +85,10 @@ def events_of(ptx: str) -> list[tuple[str, int]]:
     return found[start + 1 : end]
 
 
-def steps_of(events: list[tuple[str, int]], products: int) -> list[list[tuple[str, int]]]:
+def steps_of(events: list[tuple[str, int]], step: Step) -> list[list[tuple[str, int]]]:
     """From the first product of a row block to the end of its loop: one without and one with a mask."""
     commits = [i for i, (kind, _) in enumerate(events) if kind == "commit"]
+    products = len(step.products)
     assert len(commits) == 2 * products
     steps = []
     for first, last in ((commits[0], commits[products - 1]), (commits[products], commits[-1])):
@@ -57,16 +97,14 @@ def steps_of(events: list[tuple[str, int]], products: int) -> list[list[tuple[st
     return steps
 
 
-def wrong_in_step(step: list[tuple[str, int]], exchanges_p: bool, dbias_tiles: int) -> list[str]:
-    exchanged = {DV, DQ, DK, DQ_HIGH} if exchanges_p else {DQ}  # read what both warpgroups have written
-    # The gradient of a bias of each row comes first, through slots of dQ.
-    tells: list[tuple[str, set[int]]] = [("dBias", set())] * dbias_tiles + (TELLS_WITH_P if exchanges_p else TELLS)
+def wrong_in_step(events: list[tuple[str, int]], step: Step) -> list[str]:
+    exchanged, tells = step.named(step.exchanged), list(step.tells)
     found = []
     products = 0
     fenced = met = False  # since the last write: fenced, and then met at a barrier
     done: set[int] = set()  # waited for by each warpgroup
     done_by_both: set[int] = set()  # and met since
-    for kind, number in step:
+    for kind, number in events:
         if kind == "write":
             fenced = met = False
         elif kind == "fence":
@@ -75,15 +113,15 @@ def wrong_in_step(step: list[tuple[str, int]], exchanges_p: bool, dbias_tiles: i
             met, done_by_both = fenced, set(done)
         elif kind == "commit":
             if products in exchanged and not met:
-                found.append(f"product {products} reads what the other warpgroup may not have written")
+                found.append(f"{step.products[products]} reads what the other warpgroup may not have written")
             products += 1
         elif kind == "wait":
             done = set(range(products - number))
         elif kind == "arrive":
-            what, used_by = tells.pop(0)
+            what, names = tells.pop(0)
             if what in ("dQ", "dBias") and not met:
                 found.append(f"{what} is handed over before both warpgroups have written it")
-            if not used_by <= done_by_both:
+            if not step.named(names) <= done_by_both:
                 found.append(f"the slot of {what} is released before both warpgroups have multiplied")
     if tells:
         found.append(f"nobody is told of {tells[0][0]}")
@@ -111,11 +149,17 @@ def wrong_in_staging(events: list[tuple[str, int]]) -> list[str]:
     return found
 
 
-def wrong(ptx: str, exchanges_p: bool, dbias_tiles: int = 0) -> list[str]:
-    events = events_of(ptx)
-    return [
-        w for step in steps_of(events, 6 if exchanges_p else 5) for w in wrong_in_step(step, exchanges_p, dbias_tiles)
-    ] + wrong_in_staging(events)
+def wrong(ptx: str, config: HopperBackward, dbias_tiles: int = 0) -> list[str]:
+    """dbias_tiles: of the gradient of a bias of each row, which comes before dQ through its slots."""
+    events, step = events_of(ptx), step_of(config)
+    step = replace(step, tells=(("dBias", NONE),) * dbias_tiles + step.tells)
+    found = wrong_in_staging(events)
+    if after := AFTER_STEPS.get(config.grads):
+        first = events.index(("commit", 0))
+        end = events.index(("branch", 0), first)
+        found += wrong_in_step([e for e in events[first:end] if e[0] != "write"], after)
+        events = events[end:]
+    return found + [w for of_step in steps_of(events, step) for w in wrong_in_step(of_step, step)]
 
 
 @functools.cache
@@ -130,14 +174,23 @@ def ptx_of(head_dim: int, causal: bool, deterministic: bool, packed: bool = Fals
 @pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, HOPPER))
 @pytest.mark.slow_but("64-False-any order")
 def test_the_warpgroups_meet_where_memory_goes_from_one_to_the_other(head_dim, causal, deterministic):
-    assert wrong(ptx_of(head_dim, causal, deterministic), HOPPER[head_dim].exchanges_p) == []
+    assert wrong(ptx_of(head_dim, causal, deterministic), HOPPER[head_dim]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_of_a_launch_for_dv_and_one_for_dk_and_dq_likewise(causal):
+    config = UNLIKE[192, 128]
+    kernels = compiled_backward(torch.bfloat16, 192, Mask(causal=causal), config, padded_head_dim_v=128)[1:-1]
+    for part, kernel in zip(config.launches, kernels, strict=True):
+        assert wrong(str(kernel.asm["ptx"]), part) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", HOPPER)
 def test_of_packed_sequences_likewise(head_dim):
     for causal, deterministic in ((False, True), (True, False)):
-        assert wrong(ptx_of(head_dim, causal, deterministic, packed=True), HOPPER[head_dim].exchanges_p) == []
+        assert wrong(ptx_of(head_dim, causal, deterministic, packed=True), HOPPER[head_dim]) == []
 
 
 @pytest.mark.slow
@@ -148,19 +201,19 @@ def test_with_a_bias_and_its_gradient_likewise(head_dim):
         config = pick_config(problem(head_dim=head_dim, bias=bias), of_bias=True)
         kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=True), config, bias=bias, of_bias=True)
         tiles = config.block_m // config.dbias_rows(bias, head_dim) if each_row else 0
-        assert wrong(str(kernels[-2].asm["ptx"]), config.exchanges_p, tiles) == []
+        assert wrong(str(kernels[-2].asm["ptx"]), config, tiles) == []
 
 
 @pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, HOPPER))
 def test_each_of_these_barriers_is_needed(head_dim):
     """Without any one of them the test above would fail, but for those that the compiler adds near another:
     after the wait for the last product, and at D <= 128 between two releases."""
-    ptx, exchanges_p = ptx_of(head_dim, False, False), HOPPER[head_dim].exchanges_p
+    ptx, config = ptx_of(head_dim, False, False), HOPPER[head_dim]
     lines = ptx.splitlines()
     barriers = [i for i, line in enumerate(lines) if re.match(r"\s*bar\.sync\s+0, 256;", line)]
     silent = []
     for place in barriers[1:-1]:  # the first one and the last are the kernel's
         broken = "\n".join(lines[:place] + lines[place + 1 :])
-        silent += [] if wrong(broken, exchanges_p) else [place]
-    assert len(barriers) == (2 + 5 + 2 * 6 if exchanges_p else 2 + 4 + 2 * 4)
-    assert len(silent) == (2 if exchanges_p else 4)
+        silent += [] if wrong(broken, config) else [place]
+    assert len(barriers) == (2 + 5 + 2 * 6 if config.exchanges_p else 2 + 4 + 2 * 4)
+    assert len(silent) == (2 if config.exchanges_p else 4)

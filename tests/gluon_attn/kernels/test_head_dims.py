@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gluon_attn import HopperConfig, attention, attention_varlen
 from gluon_attn.backward.launch import compiled_backward
-from gluon_attn.backward.table import UNLIKE, padded_head_dims
+from gluon_attn.backward.table import IN_ONE_LAUNCH, UNLIKE, padded_head_dims
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import OTHER_HEAD_DIMS, Row, hopper_config, pick_config, require_fits
@@ -154,18 +154,30 @@ def test_gradients_in_pieces(lengths, options, sm_count, deterministic):
     gradients_checked((192, 128), (2, 1), lengths, device, deterministic=deterministic, **options)
 
 
+# S and dP sum over the columns of Q and V, dV and dK over 64 rows, dQ over the keys; dK and dQ are in three pieces. A
+# wait for each product, of dK's pieces for all.
+STEPS = {
+    "all": (192 + 128 + 64 + 3 * 64 + 3 * 64, 7),
+    "dv": (192 + 64, 2),
+    "dk, dq": (192 + 128 + 3 * 64 + 3 * 128, 6),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_products_of_the_gradients_overlap(causal):
-    """A wait for each of S, dP, dV, dK and the three parts of dQ."""
-    config = UNLIKE[192, 128]
-    found = resources(compiled_backward(BF16, 192, Mask(causal=causal), config, padded_head_dim_v=128)[1])
-    loops = [loop for loop in found.loops if loop.products > 4]
-    assert len(loops) == 2
-    # 64 rows, 64 keys: S and dP over the columns of Q and V; dV over the rows; dK and dQ by three pieces each.
-    assert {loop.products for loop in loops} == {(192 + 128 + 64 + 2 * 3 * 64) // 16}
-    assert all(loop.waits <= 7 and loop.spills <= 1 for loop in loops), loops
-    assert found.smem_bytes <= config.smem_bytes(192, 128) <= HOPPER.smem_bytes
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("config", [UNLIKE[192, 128], IN_ONE_LAUNCH[192, 128]], ids=["two launches", "one launch"])
+def test_products_of_the_gradients_overlap(config, causal):
+    kernels = compiled_backward(BF16, 192, Mask(causal=causal), config, padded_head_dim_v=128)[1:-1]
+    for part, kernel in zip(config.launches, kernels, strict=True):
+        found = resources(kernel)
+        loops = [loop for loop in found.loops if loop.products > 4]
+        assert len(loops) == 2
+        sums, waits = STEPS[part.grads]
+        assert {loop.products for loop in loops} == {sums // 16}
+        assert all(loop.waits <= waits and loop.spills <= 1 for loop in loops), loops
+        # The exponentials are beside a product.
+        assert all(loop.early_exp2 == loop.exp2 for loop in loops), loops
+        assert found.smem_bytes <= part.smem_bytes(192, 128) <= HOPPER.smem_bytes
 
 
 def test_gradients_are_padded_to_what_kernels_have():

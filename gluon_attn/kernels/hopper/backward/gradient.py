@@ -7,8 +7,9 @@ Products are transposed, keys as rows, so that P and dS are left operands in the
 with P = exp2(scale_log2 S - LSE) and dS = P (dP - delta), see docs/backward.md. The method is FlashAttention's (Dao et
 al., 2022); that two warpgroups share dS is FlashAttention-3's (Shah et al., 2024).
 
-At D=256, and at 192 with V of 128, there are registers for 64 keys only. Then each warpgroup has half of the columns of
-dK and dV, and needs all of P and dS, which both go through shared memory.
+At D=256 there are registers for 64 keys only. Then each warpgroup has half of the columns of dK and dV, and needs all
+of P and dS, which both go through shared memory. At 192 with V of 128 there are registers for dK or for dV: so each has
+a launch of its own, that of dK with dQ. dV alone needs no dP and dS.
 """
 
 from channels import SharedMemoryConsumer, SharedMemoryProducer, Slot, tma
@@ -46,8 +47,9 @@ class Ends:
 class State:
     """What the role carries from one row block to the next."""
 
-    dk: gl.tuple  # [KEYS, D] fp32, still to be multiplied with the scale: its pieces
-    dv: gl.tensor  # [KEYS, D] fp32
+    dk: gl.tuple  # [KEYS, D] fp32, still to be multiplied with the scale: its pieces; none if another launch has it
+    dv: gl.tuple  # of one [KEYS, D] fp32; or of none, likewise
+    p: gl.tuple  # if dV alone is computed, of one: P [KEYS, BLOCK_M] of the step before, in 16 bits; else of none
     ends: Ends
 
 
@@ -87,6 +89,18 @@ def bias_of_scores(slot, scale_log2, PART: gl.constexpr, SHAPE: gl.constexpr, SC
     else:
         tile = slot.view([SHAPE[1], KEYS], part=PART).permute((1, 0))
         return widened(tile.load(SCORES)) * factor
+
+
+@jit
+def weights_of(s, slot, keys, row, head, scale, MASKED: gl.constexpr):
+    """(P [KEYS, BLOCK_M], what a function made of the raw scores S), given the slot of Q, in which LSE is."""
+    lse = of_columns(slot, s.type.layout)
+    modified = keys.modified(s, row, head, scale.before)
+    if MASKED:
+        masked = keys.mask(modified, row, head)
+    else:
+        masked = modified
+    return gl.exp2(masked * scale.log2 - lse), modified
 
 
 @jit
@@ -130,9 +144,9 @@ def hand_over(dq, dqs):
 def from_registers(p, ds, ds_tile, k, rows, state, dqs):
     """What follows from P and dS [KEYS, BLOCK_M] in 16 bits, with both as left operands from registers: (dK, dV, the
     next end of dqs). Frees the slots. dS is in ds_tile too, as this role has just written it."""
-    LEFT: gl.constexpr = left_operand_layout(state.dv.type.layout)
+    LEFT: gl.constexpr = left_operand_layout(state.dv[0].type.layout)
     left_p = gl.convert_layout(p, LEFT, assert_trivial=True)
-    dv = warpgroup_mma(left_p, rows.do, state.dv, is_async=True)
+    dv = warpgroup_mma(left_p, rows.do, state.dv[0], is_async=True)
     fence_async_shared()  # the role's writes of dS, and its reads of statistics, before what engines do with either
     gl.barrier()  # each warpgroup reads what the other has written
     dq = multiply(ds_tile.permute((1, 0)), k[0], accumulator_layout(rows.q[0].shape[0], rows.q[0].shape[1]))
@@ -143,7 +157,31 @@ def from_registers(p, ds, ds_tile, k, rows, state, dqs):
     dk, _ = warpgroup_mma_wait(0, deps=[dk, left_ds])
     rows.do_slot.release()
     rows.q_slot.release()
-    return (dk,), dv, dqs
+    return (dk,), (dv,), dqs
+
+
+@jit
+def without_dv(ds, ds_tile, k, rows, state, dqs):
+    """The same where another launch has dV: (dK, the next end of dqs). dK and dQ are in pieces. dO, which dP alone has
+    needed, is freed beside the products."""
+    PIECES: gl.constexpr = len(k)
+    LEFT: gl.constexpr = left_operand_layout(state.dk[0].type.layout)
+    DQ: gl.constexpr = accumulator_layout(rows.q[0].shape[0], rows.q[0].shape[1])
+    fence_async_shared()  # as above
+    gl.barrier()
+    dq = ()
+    for i in gl.static_range(PIECES):
+        dq += (multiply(ds_tile.permute((1, 0)), k[i], DQ),)
+    left_ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
+    dk = ()
+    for i in gl.static_range(PIECES):
+        dk += (warpgroup_mma(left_ds, rows.q[i], state.dk[i], is_async=True),)
+    rows.do_slot.release()
+    for i in gl.static_range(PIECES):
+        dqs = hand_over(wait_apart(dq[i], 2 * PIECES - 1 - i), dqs)
+    dk = warpgroup_mma_wait(0, deps=dk + (left_ds,))[:PIECES]
+    rows.q_slot.release()
+    return dk, dqs
 
 
 @jit
@@ -163,7 +201,7 @@ def from_memory(p, p_tile, ds_tile, k, rows, state, dqs):
     p_tile.store(p)
     fence_async_shared()  # as above, and of P
     gl.barrier()
-    dv = warpgroup_mma(p_tile, rows.do, state.dv, is_async=True)
+    dv = warpgroup_mma(p_tile, rows.do, state.dv[0], is_async=True)
     dq = multiply(ds_tile.permute((1, 0)), parts[0], DQ)
     dk = state.dk[:0]
     for i in gl.static_range(PIECES):
@@ -179,7 +217,7 @@ def from_memory(p, p_tile, ds_tile, k, rows, state, dqs):
         dq = following
         following = multiply(ds_tile.permute((1, 0)), parts[i], DQ)
         dqs = hand_over(wait_apart(dq, 1), dqs)
-    return dk, dv, hand_over(warpgroup_mma_wait(0, deps=[following]), dqs)
+    return dk, (dv,), hand_over(warpgroup_mma_wait(0, deps=[following]), dqs)
 
 
 @jit
@@ -217,13 +255,7 @@ def next_block(state, k, v, keys, row, head, wires, operands, scale, MASKED: gl.
     do = do_slot.view([BLOCK_M, v.shape[1]], part=0)
     dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
     s = wait_apart(s, 1)  # dP goes on
-    lse = of_columns(q_slot, SCORES)
-    modified = keys.modified(s, row, head, scale.before)
-    if MASKED:
-        masked = keys.mask(modified, row, head)
-    else:
-        masked = modified
-    p = gl.exp2(masked * scale.log2 - lse)
+    p, modified = weights_of(s, q_slot, keys, row, head, scale, MASKED)
     dp = wait_apart(dp, 0)
     ds = p * (dp - of_columns(do_slot, SCORES))
     ds = keys.derived(ds, s, modified, row, head, scale.before)
@@ -236,11 +268,60 @@ def next_block(state, k, v, keys, row, head, wires, operands, scale, MASKED: gl.
     ds_tile = wires.ds.index(ends.ds_slot)
     ds_tile.store(ds)
     rows = StepSlots(q_slot, do_slot, q, do)
-    if wires.CONFIG.exchanges_p:
+    if not wires.CONFIG.has_dv:
+        dk, dqs = without_dv(ds, ds_tile, k, rows, state, dqs)
+        dv = ()
+    elif wires.CONFIG.exchanges_p:
         dk, dv, dqs = from_memory(p.to(DTYPE), wires.p, ds_tile, k, rows, state, dqs)
     else:
         dk, dv, dqs = from_registers(p.to(DTYPE), ds, ds_tile, k, rows, state, dqs)
-    return State(dk, dv, Ends(queries, douts, dqs, (ends.ds_slot + 1) % wires.CONFIG.ds_slots))
+    return State(dk, dv, (), Ends(queries, douts, dqs, (ends.ds_slot + 1) % wires.CONFIG.ds_slots))
+
+
+@jit
+def start_dv(state, do):
+    """Issue what P of the step before, or zeros, adds to dV, given its dO [BLOCK_M, D]: (dV, P as its operand), to be
+    waited for."""
+    LEFT: gl.constexpr = left_operand_layout(state.dv[0].type.layout)
+    left_p = gl.convert_layout(state.p[0], LEFT, assert_trivial=True)
+    return warpgroup_mma(left_p, do, state.dv[0], is_async=True), left_p
+
+
+@jit
+def next_block_of_dv(state, k, keys, row, head, wires, operands, scale, MASKED: gl.constexpr):
+    """`next_block` where another launch has dK and dQ. The product for dV is that of the step before: beside it the
+    exponentials of this one are computed."""
+    BLOCK_M: gl.constexpr = keys.BLOCK_M
+    SCORES: gl.constexpr = accumulator_layout(keys.KEYS, BLOCK_M)
+    ends = state.ends
+    q_slot, queries = ends.queries.acquire()
+    q = pieces_of(q_slot, [BLOCK_M, k[0].shape[1]], 0, len(k))
+    if operands.bias[0] is None:
+        start = None
+    else:
+        start = bias_of_scores(q_slot, scale.log2, len(k), [keys.KEYS, BLOCK_M], SCORES)
+    s = multiply_transposed(k, q, SCORES, start)  # [KEYS, BLOCK_M]
+    do_slot, douts = ends.douts.acquire()
+    dv, left_p = start_dv(state, do_slot.view([BLOCK_M, state.dv[0].shape[1]], part=0))
+    s = wait_apart(s, 1)  # dV goes on
+    p, _ = weights_of(s, q_slot, keys, row, head, scale, MASKED)
+    p = p.to(operands.k.dtype)
+    ends.queries.wait_again()  # which passes at once: past it the assembler would move half of the exponentials
+    dv, _ = warpgroup_mma_wait(0, deps=[dv, left_p])
+    do_slot.release()
+    q_slot.release_accessed()
+    return State((), (dv,), (p,), Ends(queries, douts, ends.dqs, ends.ds_slot))
+
+
+@jit
+def last_of_dv(state):
+    """The State with what the last step's P adds to dV."""
+    ends = state.ends
+    do_slot, douts = ends.douts.acquire()
+    dv, left_p = start_dv(state, do_slot.view([state.p[0].shape[1], state.dv[0].shape[1]], part=0))
+    dv, _ = warpgroup_mma_wait(0, deps=[dv, left_p])
+    do_slot.release()
+    return State((), (dv,), (), Ends(ends.queries, douts, ends.dqs, ends.ds_slot))
 
 
 @jit
@@ -274,9 +355,11 @@ def walk(state, k, v, keys, first, steps, after, wires, operands, scale, MASKED:
             head, row = keys.head(member), block * keys.BLOCK_M
         if is_by_distance(keys.SCORE_MOD):  # the slope is the head's
             scale = score_scale_of(scale.log2, keys.SCORE_MOD, head, keys.batch, keys.aux)
-        state = next_block(
-            state, all_in_step(k, step), in_step(v, step), keys, row, head, wires, operands, scale, MASKED
-        )
+        keys_in_step = all_in_step(k, step)
+        if wires.CONFIG.has_dk:
+            state = next_block(state, keys_in_step, in_step(v, step), keys, row, head, wires, operands, scale, MASKED)
+        else:
+            state = next_block_of_dv(state, keys_in_step, keys, row, head, wires, operands, scale, MASKED)
     return state
 
 
@@ -291,13 +374,16 @@ def store_staged(grad, desc, coords, tile):
 def store_grads(dk, dv, ends, wires, operands, keys):
     """Store dK and dV through memory that nobody uses between two key blocks: dV through that of dS, while the last dQ
     is added, and dK through that of dQ; or both through that, one after the other. K and V have their own, so that the
-    next ones are loaded meanwhile."""
+    next ones are loaded meanwhile. Where another launch has dK, nothing else is where dS would be."""
     coords = key_coords(keys, keys.kv_head, keys.first)
-    if wires.CONFIG.ds_stages:
-        store_staged(dv, operands.dv, coords, first_tile(wires.ds, operands.dv))
+    if wires.CONFIG.has_dv and wires.CONFIG.ds_stages:
+        store_staged(dv[0], operands.dv, coords, first_tile(wires.ds, operands.dv))
+    if not wires.CONFIG.has_dk:
+        tma.wait_stores_read()
+        return
     memory = ends.dqs.borrow().part(0)
-    if not wires.CONFIG.ds_stages:
-        store_staged(dv, operands.dv, coords, first_tile(memory, operands.dv))
+    if wires.CONFIG.has_dv and not wires.CONFIG.ds_stages:
+        store_staged(dv[0], operands.dv, coords, first_tile(memory, operands.dv))
         tma.wait_stores_read()
     tile = first_tile(memory, operands.dk)
     for i in gl.static_range(len(dk)):
@@ -311,6 +397,7 @@ def gradient(wires, order, operands):
     KEYS: gl.constexpr = operands.k.block_shape[-2]
     D: gl.constexpr = operands.k.block_shape[-1]
     DV: gl.constexpr = operands.v.block_shape[-1]
+    BLOCK_M: gl.constexpr = operands.q.block_shape[-2]
     PIECES: gl.constexpr = operands.PIECES
     keys_values = wires.keys_values.consumer()
     ends = Ends(wires.queries.consumer(), wires.douts.consumer(), wires.dqs.producer(), gl.to_tensor(0))
@@ -319,9 +406,16 @@ def gradient(wires, order, operands):
         keys = work.keys()
         walked = keys.query_range()
         kv_slot, keys_values = keys_values.acquire()
-        k, v = pieces_of(kv_slot, [KEYS, D], 0, PIECES), kv_slot.view([KEYS, DV], part=PIECES)
-        dk = zeros_in_pieces(PIECES, [KEYS, D], accumulator_layout(KEYS, D))
-        state = State(dk, gl.zeros([KEYS, DV], gl.float32, accumulator_layout(KEYS, DV)), ends)
+        k = pieces_of(kv_slot, [KEYS, D], 0, PIECES)
+        v, dk, dv, p = None, (), (), ()
+        if wires.CONFIG.has_dk:
+            v = kv_slot.view([KEYS, DV], part=PIECES)
+            dk = zeros_in_pieces(PIECES, [KEYS, D], accumulator_layout(KEYS, D))
+        if wires.CONFIG.has_dv:
+            dv = (gl.zeros([KEYS, DV], gl.float32, accumulator_layout(KEYS, DV)),)
+        if not wires.CONFIG.has_dk:
+            p = (gl.zeros([KEYS, BLOCK_M], operands.k.dtype, accumulator_layout(KEYS, BLOCK_M)),)
+        state = State(dk, dv, p, ends)
         scale = score_scale_of(operands.scale_log2, keys.SCORE_MOD, keys.head(0), keys.batch, keys.aux)
         first = gl.to_tensor(0)
         if keys.MASK.hides_early_keys:
@@ -341,15 +435,17 @@ def gradient(wires, order, operands):
             for _ in range(order.group):
                 state = walk(state, k, v, keys, first, walked.masked_steps(), 1, wires, operands, scale, MASKED=True)
                 first += walked.masked_steps()
+        if not wires.CONFIG.has_dk:
+            state = last_of_dv(state)
         kv_slot.release()
         ends = state.ends
         if operands.handed_in[0] is None:
             store_grads(state.dk, state.dv, ends, wires, operands, keys)
         elif keys.share_end < keys.shares:
-            hand_in(state.dk, state.dv, operands.handed_in)
+            hand_in(state.dk, state.dv, operands)
         else:
             dk, dv = state.dk, state.dv
             if keys.share_first > 0:
-                dk, dv = collect(dk, dv, order, operands.handed_in)
+                dk, dv = collect(dk, dv, order, operands)
             store_grads(dk, dv, ends, wires, operands, keys)
         work = work.next()

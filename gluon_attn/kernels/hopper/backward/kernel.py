@@ -1,4 +1,5 @@
-"""The gradients of attention on Hopper: the main one of three kernels, of warp-specialised roles."""
+"""The gradients of attention on Hopper: the main one of three kernels, of warp-specialised roles. What one launch of it
+computes, all or a part, says its config."""
 
 from channels import close_all, init_all
 from gluon_attn.runtime.compat import gdc_launch_dependents, gl, jit
@@ -67,6 +68,7 @@ def attention_backward(
         scale_log2=scale_log2,
         scale=scale,
         PIECES=PIECES,
+        HAS_DK=CONFIG.has_dk,
         SUMS_DBIAS=SUMS_DBIAS,
     )
     wires = alloc_wires(operands, CONFIG)

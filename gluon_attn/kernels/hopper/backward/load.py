@@ -20,15 +20,21 @@ def in_pieces(coords, desc, PIECES):
 
 @jit
 def load(wires, order, operands):
-    """Fills keys_values, queries and douts, in the order in which the gradient role asks for them."""
+    """Fills keys_values, queries and douts, in the order in which the gradient role asks for them. If it computes dV
+    alone, that is dO of a row block after Q of the next."""
     keys_values, queries, douts = wires.keys_values.producer(), wires.queries.producer(), wires.douts.producer()
     work = first_work(order)
     while work.is_left():
         keys = work.keys()
         coords = key_coords(keys, keys.kv_head, keys.first)
         kv, keys_values = keys_values.acquire()
-        tma.load(kv, operands.of_keys_values(), in_pieces(coords, operands.k, operands.PIECES) + (coords,))
+        of_keys = in_pieces(coords, operands.k, operands.PIECES)
+        tma.load(kv, operands.of_keys_values(), of_keys + (coords,) * operands.HAS_DK)
         gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after
+        if not operands.HAS_DK:  # rows of zeros, past the last: what the role multiplies with P before there is one
+            past = RowBlock(keys.batch, keys.head(0), keys.row_blocks() * keys.BLOCK_M, keys.sequence)
+            zeros, douts = douts.acquire()
+            tma.load(zeros, operands.of_douts(), (query_coords(past, past.first_row),))
         walked = keys.query_range()
         for step in range(walked.steps()):
             member, block = walked.visit(step)
@@ -43,5 +49,5 @@ def load(wires, order, operands):
             query, queries = queries.acquire()
             tma.load(query, operands.of_queries(), in_pieces(tile, operands.q, operands.PIECES) + lines)
             dout, douts = douts.acquire()
-            tma.load(dout, operands.of_douts(), (tile, line))
+            tma.load(dout, operands.of_douts(), (tile,) + (line,) * operands.HAS_DK)
         work = work.next()

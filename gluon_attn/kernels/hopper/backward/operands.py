@@ -31,11 +31,15 @@ class Operands:
     scale_log2: gl.tensor  # softmax scale times log2(e)
     scale: gl.tensor
     PIECES: gl.constexpr  # of how many tiles side by side are Q and K
+    HAS_DK: gl.constexpr  # dK and dQ are computed, for which V and delta are needed
     SUMS_DBIAS: gl.constexpr  # the gradient of the bias is a sum
 
     @jit
     def of_keys_values(self):
-        return (self.k,) * self.PIECES + (self.v,)
+        if self.HAS_DK:
+            return (self.k,) * self.PIECES + (self.v,)
+        else:
+            return (self.k,) * self.PIECES
 
     @jit
     def of_queries(self):
@@ -46,7 +50,10 @@ class Operands:
 
     @jit
     def of_douts(self):
-        return (self.do, self.delta)
+        if self.HAS_DK:
+            return (self.do, self.delta)
+        else:
+            return (self.do,)
 
 
 @jit

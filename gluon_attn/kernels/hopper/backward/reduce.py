@@ -105,9 +105,17 @@ def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.
 @jit
 def reduce(wires, order, operands, DETERMINISTIC: gl.constexpr):
     """Adds dQ of every step of the gradient role to its row block's sums."""
+    # Until the kernel before has set `added` to zero. And, whatever there is to do, for those who wait for this kernel,
+    # but not for the one before.
+    gdc_wait()
+    if operands.HAS_DK:
+        reduce_steps(wires, order, operands, DETERMINISTIC)
+
+
+@jit
+def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
     PARTS: gl.constexpr = wires.CONFIG.dq_parts
     ROWS: gl.constexpr = operands.dq.block_shape[-2] * PARTS
-    gdc_wait()  # until the kernel before has set `added` to zero
     sums = Sums(wires.dqs.consumer(), operands.added, gl.to_tensor(0))
     work = first_work(order)
     while work.is_left():

@@ -43,42 +43,53 @@ def place_of(tensor, sums, program, number, PIECES: gl.constexpr, D: gl.constexp
 
 
 @constexpr_function
-def pieces_handed_in(dk, dv):
-    """Of as many columns as one of dK has."""
-    return len(dk) + dv.shape[1] // dk[0].shape[1]
+def pieces_handed_in(operands):
+    """Of as many columns as one of dK has: those of dK, and of dV."""
+    return operands.PIECES + operands.v.block_shape[-1] // operands.k.block_shape[-1]
+
+
+@constexpr_function
+def told(dv):
+    """What a program tells when it has handed in. A launch without dV tells other than the one before, of dV alone."""
+    return 1 if len(dv) else 2
 
 
 @jit
-def hand_in(dk, dv, handed_in):
-    """What a program does with its dK and dV [KEYS, D] of a key block that another one ends."""
-    sums, done = handed_in
+def hand_in(dk, dv, operands):
+    """What a program does with its dK and dV [KEYS, D] of a key block that another one ends. Two launches that have
+    one of them each hand in at places of their own, as if each had both."""
+    sums, done = operands.handed_in
     program = gl.program_id(0)
-    PIECES: gl.constexpr = pieces_handed_in(dk, dv)
-    D: gl.constexpr = dk[0].shape[1]
+    PIECES: gl.constexpr = pieces_handed_in(operands)
+    D: gl.constexpr = operands.k.block_shape[-1]
     for i in gl.static_range(len(dk)):
         gl.store(place_of(dk[i], sums, program, i, PIECES, D), dk[i])
-    gl.store(place_of(dv, sums, program, len(dk), PIECES, D), dv)
+    for i in gl.static_range(len(dv)):
+        gl.store(place_of(dv[i], sums, program, operands.PIECES, PIECES, D), dv[i])
     gdc_wait()  # until `done` is 0: a share without row blocks has waited for nothing of the kernel before
     gl.barrier()  # one thread tells of what all have written
-    gl.atomic_xchg(done + program, 1, sem="release")
+    gl.atomic_xchg(done + program, told(dv), sem="release")
 
 
 @jit
-def collect(dk, dv, order, handed_in):
+def collect(dk, dv, order, operands):
     """dK and dV [KEYS, D] of the key block that this program ends, given those of its own shares. They have row blocks,
     and so have waited for the kernel before; unless the mask may hide the keys from all queries."""
-    sums, done = handed_in
-    PIECES: gl.constexpr = pieces_handed_in(dk, dv)
-    D: gl.constexpr = dk[0].shape[1]
+    sums, done = operands.handed_in
+    PIECES: gl.constexpr = pieces_handed_in(operands)
+    D: gl.constexpr = operands.k.block_shape[-1]
     if order.MASK.hides_early_keys:
         gdc_wait()
     first = share_of_program(order).block * order.sharers // order.shared  # the program that begins the key block
     for program in range(first, gl.program_id(0)):
-        atomic_poll(done + program, 1, sem="acquire")
+        atomic_poll(done + program, told(dv), sem="acquire")
         gl.barrier()  # one thread has waited for all
         added = dk[:0]
         for i in gl.static_range(len(dk)):
             added += (plus(dk[i], gl.load(place_of(dk[i], sums, program, i, PIECES, D))),)
         dk = added
-        dv = plus(dv, gl.load(place_of(dv, sums, program, len(dk), PIECES, D)))
+        added = dv[:0]
+        for i in gl.static_range(len(dv)):
+            added += (plus(dv[i], gl.load(place_of(dv[i], sums, program, operands.PIECES, PIECES, D))),)
+        dv = added
     return dk, dv

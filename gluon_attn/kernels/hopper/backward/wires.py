@@ -8,11 +8,13 @@ from gluon_attn.runtime.compat import aggregate, gl, jit
 class Wires:
     """Each channel's contract: who fills it -> who reads it, its slots, who frees them.
 
+    A launch that computes dV alone needs no V and delta, and no dQ and dS.
+
     keys_values: load -> gradient; one slot of K and V [KEYS, D] each; freed when all rows have been walked.
     queries: load -> gradient; QUERY_SLOTS slots of Q [BLOCK_M, D] and LSE [BLOCK_M], and with a bias between the two
              its tile [BLOCK_M, KEYS], or its row [KEYS]; freed when what they add to dK is done.
     douts:   load -> gradient; DOUT_SLOTS slots of dO [BLOCK_M, D] and delta [BLOCK_M]; freed with Q, or at D=256 when
-             what they add to dV is done.
+             what they add to dV is done; by a launch without dV when dP is, and by one of dV alone a step later.
     dqs:     gradient -> reduce; DQ_SLOTS slots of a row block's dQ, or of a part of its columns; freed when TMA has
              read it. Before dQ comes the gradient of a bias of each row, in tiles that a slot has room for. Between two
              key blocks the gradient role stages dK and dV there.
@@ -45,7 +47,7 @@ def alloc_wires(operands, CONFIG: gl.constexpr):
         queries=SharedMemoryChannel.alloc(operands.of_queries(), SLOTS=CONFIG.query_slots, CONSUMERS=1),
         douts=SharedMemoryChannel.alloc(operands.of_douts(), SLOTS=CONFIG.dout_slots, CONSUMERS=1),
         dqs=SharedMemoryChannel.alloc(operands.dq, SLOTS=CONFIG.dq_slots, CONSUMERS=1),
-        ds=gl.allocate_shared_memory(DTYPE, [CONFIG.ds_slots, KEYS, BLOCK_M], DS),
+        ds=gl.allocate_shared_memory(DTYPE, [CONFIG.ds_tiles, KEYS, BLOCK_M], DS),
         p=gl.allocate_shared_memory(DTYPE, [KEYS, BLOCK_M], DS),
         CONFIG=CONFIG,
     )
