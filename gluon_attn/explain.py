@@ -365,7 +365,9 @@ def nearest(points: Sequence[Mapping[str, Any]], row: Row | BackwardRow, problem
         of_point = Problem.padded(given["head_dim"]), Problem.padded(given.get("head_dim_v") or given["head_dim"])
         causal = problem.causal if row.causal is None else row.causal
         kind = of_point, given["causal"], DTYPES[given["dtype"]].itemsize
-        return kind == (row.head_dims, causal, problem.dtype.itemsize) and name_in_results(row) in point["results"]
+        asked = "backward" if isinstance(row, BackwardRow) else "forward"
+        of_row = point.get("pass", asked) == asked and name_in_results(row) in point["results"]
+        return of_row and kind == (row.head_dims, causal, problem.dtype.itemsize)
 
     def distance(point: Mapping[str, Any]) -> float:
         given = point["point"]

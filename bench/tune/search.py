@@ -254,8 +254,10 @@ class Search(Generic[C]):
         self.until = until
         in_use, before = self.name(self.in_use), self.leader
         trying_until = self.progress.now() + SHARE_OF_TRYING * self.left_s()
-        able = [name for name in self.new if self.runs(name, trying_until)]
+        if in_use in self.new:  # first: what it computes is what the others are compared with
+            self.runs(in_use, trying_until)
         self.require_in_use()
+        able = [name for name in self.new if self.runs(name, trying_until)]
         if in_use not in self.found["right"] or (self.generation and not able):
             self.ended = "no time was left for it"
             return

@@ -60,7 +60,7 @@ class Together:
             self.compile(active, self.progress.now() + SHARE_OF_COMPILING * self.left_s())
             if self.beside_peer and generation == 0:
                 self.order()
-                active = [search for search in self.searches if search in active]
+                active = [search for search in self.searches if search in active and not search.ended]
             for i, search in enumerate(active):
                 left = self.left_s()
                 # Most need less than their share, as they end when the first is out of the noise.

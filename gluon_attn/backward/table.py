@@ -18,7 +18,7 @@ HOPPER = {
 RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h200_gradients_d256.json"}
 
 
-# By padded head dims of Q and of V. Waits for its measurement.
+# By padded head dims of Q and of V, and where they were timed.
 UNLIKE = {
     (192, 128): HopperBackward(
         block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=1, dq_slots=3, q_pieces=3, grads="apart"
@@ -62,7 +62,10 @@ PACKAGED = (
         BackwardRow((d, d), config, result_file=RESULT_FILES[d], card="NVIDIA H200", date="2026-11-23")
         for d, config in HOPPER.items()
     ),
-    *(BackwardRow(dims, config) for dims, config in UNLIKE.items()),
+    *(
+        BackwardRow(dims, config, result_file="h200_unlike.json", card="NVIDIA H200", date="2026-11-25")
+        for dims, config in UNLIKE.items()
+    ),
 )
 
 

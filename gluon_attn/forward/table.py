@@ -261,10 +261,12 @@ def blackwell_rows() -> tuple[Row, ...]:
 
 
 def configs_with_bias() -> Iterator[HopperConfig]:
-    """Where a bias of each row leaves no room for the table's config, whatever its slots, the first of these that fits:
-    with as many keys to a block, roles and slots as have room. They wait for their measurement."""
-    two = hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=2, integer_max=True)
-    yield from (replace(two, stage_in_queries=True), two)
+    """Where a bias of each row leaves no room for the table's config, the first of these that fits: with as many keys
+    to a block, roles and slots as have room. They wait for their measurement."""
+    for query_slots, stages in ((2, False), (1, True), (1, False)):
+        yield hopper_config(
+            2, 128, query_slots, 2, 232, turns=True, early_exp=2, integer_max=True, stage_in_queries=stages
+        )
     yield hopper_config(2, 64, 2, 3, 232, early_exp=1)
     for roles, stages in itertools.product((2, 1), (True, False)):
         yield hopper_config(roles, 64, 1, 2, 232, stage_in_queries=stages)
@@ -272,6 +274,7 @@ def configs_with_bias() -> Iterator[HopperConfig]:
 
 HOPPER = tuple(hopper_rows())
 WITH_BIAS = tuple(configs_with_bias())
+MOST_ROLES_WITH_BIAS = 2  # of each row: a role with others' rows now and then would have to choose its tile
 BLACKWELL = blackwell_rows()
 TABLE = HOPPER + BLACKWELL
 OTHER_HEAD_DIMS = tuple(rows_of_other_head_dims())
@@ -357,17 +360,9 @@ def for_scores(
 
 
 def for_bias(config: ForwardConfig, problem: Problem, device: Device) -> ForwardConfig:
-    """The config for scores that a bias is added to: this one, or else the first that has room for it, if there is one
-    with the same roles and blocks and fewer slots."""
-    assert isinstance(config, HopperConfig)
-    if config.softmax_roles == 3 and problem.bias is not None and problem.bias.each_row:  # they would spill
-        config = replace(
-            config, softmax_roles=4, block_n=64, softmax_registers=112, kv_slots=4, turns=False, early_exp=0
-        )
-    slots = itertools.product((config.query_slots, 1), range(config.kv_slots, 1, -1), (False, True))
-    like = [replace(config, query_slots=q, kv_slots=kv, stage_in_queries=staged) for q, kv, staged in slots]
+    """The config for scores that a bias is added to: this one, or else the first that has room for it."""
     wide = problem.padded_head_dim_v > 128  # too many registers for scores of 128 keys
-    for one in (config, *like, *(c for c in WITH_BIAS if c.block_n == 64 or not wide)):
+    for one in (config, *(c for c in WITH_BIAS if c.block_n == 64 or not wide)):
         try:
             require_fits(one, problem, device)
         except ValueError:
@@ -445,10 +440,15 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
 
 
 def require_fits_bias(config: HopperConfig, bias: Bias) -> None:
-    """ValueError for more CTAs than one, whose K is the same and whose rows are not."""
+    """ValueError for more CTAs than one, whose K is the same and whose rows are not; and for many roles."""
     if config.num_ctas > 1:
         raise ValueError(
             f"config: expected one CTA with a bias, got {config.num_ctas}; give num_ctas=1, or leave it out"
+        )
+    if bias.each_row and config.softmax_roles > MOST_ROLES_WITH_BIAS:
+        raise ValueError(
+            f"config: expected at most {MOST_ROLES_WITH_BIAS} softmax_roles with a bias of each row, got "
+            f"{config.softmax_roles}"
         )
 
 

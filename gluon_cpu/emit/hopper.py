@@ -43,7 +43,7 @@ def box(e: Emitter, op: Op, m: MemDesc, desc: TensorDesc) -> dict[str, Any]:
     elif math.prod(desc.shape) != p.count or desc.shape[-1] != extent[-1]:
         raise unsupported(op, "a box with other rows than its tile")
     else:  # the same rows one after the other, counted in other dimensions
-        low, extent = [(0,) * len(desc.shape)], desc.shape
+        low, extent = [(0,) * len(desc.shape)] * e.num_ctas, desc.shape
     zero = (e.num_ctas - 1) & ~shard.cta_bits
     return {"pattern": p, "low": low, "extent": extent, "bytes": p.bytes, "data_zero": zero}
 

@@ -91,6 +91,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         torch.zeros(1, 2, 24, 24), {"device": BLACKWELL}, NotImplementedError, r"^bias: not supported on NVIDIA B200",
     ),
     "a tiny scale": (torch.zeros(1, 2, 24, 24), {"scale": 1e-35}, ValueError, r"^scale: expected at least 1e-30 with"),
+    "three roles": (
+        torch.zeros(1, 2, 24, 24), {"config": hopper_config(3, 64, 1, 2, 160)}, ValueError,
+        r"^config: expected at most 2 softmax_roles with a bias of each row, got 3",
+    ),
     "no room": (
         torch.zeros(1, 2, 24, 24), {"config": hopper_config(2, 128, 2, 3, 232)}, ValueError,
         r"^config: expected a config that fits the 232448 bytes .*got one that needs",

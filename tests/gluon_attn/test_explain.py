@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
@@ -171,9 +172,13 @@ def test_gradients_and_which_row_serves_them(results):
     assert "* ours  " in text
     text = said("--shape", "1,4,16384,128", "--kv-length", "100", "--backward")
     assert "the last 4 key blocks are shared by 132 programs" in text
-    waits = said("--shape", "1,8,1024,192", "--head-dim-v", "128", "--backward")
-    assert "row 3 of the packaged table (not measured)" in waits
-    assert "this row waits for its measurement" in waits
+    # Its file has both passes, of the same name.
+    unlike = said("--shape", "1,16,8192,192", "--head-dim-v", "128", "--causal", "--backward")
+    assert "row 3 of the packaged table (measured on an NVIDIA H200, 2026-11-25)" in unlike
+    (ms,) = re.findall(r"\* ours +([\d.]+) ms", unlike)
+    points = json.loads((explain.RESULTS / "h200_unlike.json").read_text(encoding="utf-8"))["points"]
+    (point,) = (p for p in points if p["pass"] == "backward" and p["point"]["causal"])
+    assert float(ms) == pytest.approx(point["results"]["ours"]["ms"], abs=1e-4)
 
 
 def test_a_row_of_a_table_file_for_gradients(tmp_path):

@@ -459,6 +459,26 @@ def test_a_box_that_has_its_rows_in_two_dimensions(launch, columns):
 
 
 @jit
+def rows_of_a_box_for_two(desc, out_ptr):
+    """The same in both CTAs, each of which loads all of it."""
+    tile = gl.allocate_shared_memory(gl.float32, [32, 64], gl.NVMMASharedLayout(128, 32, 2, cga_layout=[[0, 0]]))
+    loaded = new_barrier(1)
+    cluster.barrier()
+    mbarrier.expect(loaded, tile.nbytes_per_cta)
+    tma.async_load(desc, [8, 2, 0], loaded, tile)
+    mbarrier.wait(loaded, 0)
+    store_matrix(out_ptr, gl.convert_layout(tile.load(MATRIX_COPIES), MATRIX_HALVES))
+    cluster.barrier()
+
+
+def test_a_box_that_has_its_rows_in_two_dimensions_in_two_ctas(launch):
+    x, out = normal(32, 4, 64), poisoned(32, 64)
+    layout = gl.NVMMASharedLayout(128, 32, 3, cga_layout=[[0, 0, 0]])
+    launch(rows_of_a_box_for_two, (1,), TensorDescriptor.from_tensor(x, [16, 2, 64], layout), out, num_ctas=2)
+    same(out, x[8:24, 2:4].reshape(32, 64))
+
+
+@jit
 def copy_tile(desc, out_ptr):
     store_matrix(out_ptr, load_tile(desc).load(MATRIX))
 

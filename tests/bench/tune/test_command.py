@@ -155,6 +155,14 @@ def test_whatever_ends_the_process_the_file_has_what_was_found(args):
     assert [row.config for row in tuning.read(given.out).rows] == [best]
 
 
+def test_a_config_in_use_that_fails_is_held_against_no_other(tmp_path):
+    card = FakeCard()
+    card.fails = {"try_out": {name_of(IN_USE): "dK is off"}}
+    with pytest.raises(Stop, match="the config in use fails: dK is off"):
+        tuned(card, tmp_path / "p.json", Batch((ASKED,)))
+    assert card.tried == [name_of(IN_USE)]
+
+
 def run(monkeypatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", "tune", *arguments])
     bench_main.main()

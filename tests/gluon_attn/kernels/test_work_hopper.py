@@ -16,19 +16,9 @@ CAUSAL = Mask(causal=True)
 
 
 @jit
-def square_order(
-    batch,
-    heads,
-    length,
-    blocks_per_item,
-    last_heads,
-    MASK: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr,
-    OWN_BIAS: gl.constexpr,
-):
+def square_order(batch, heads, length, blocks_per_item, last_heads, MASK: gl.constexpr, LONGEST_FIRST: gl.constexpr):
     lengths = Lengths(length, length, 64, 64, MASK, None, (), (None,))
-    counts = counts_of((batch, heads, length), lengths)
-    return Order(counts, blocks_per_item, last_heads, lengths, LONGEST_FIRST, OWN_BIAS)
+    return Order(counts_of((batch, heads, length), lengths), blocks_per_item, last_heads, lengths, LONGEST_FIRST)
 
 
 @jit(do_not_specialize=["batch", "heads", "length", "blocks_per_item", "last_heads"])
@@ -44,34 +34,31 @@ def note_work(
     ROW_BLOCKS: gl.constexpr,
     MASK: gl.constexpr,
     LONGEST_FIRST: gl.constexpr,
-    OWN_BIAS: gl.constexpr,
 ):
     """For each row block of the walk, at [batch, head, row block]: add to items 1 + 1000 * (program + programs * the
     items it has done before), to steps 1000 * program + the row blocks before, and to shares which of four shares the
     first role computes."""
-    order = square_order(batch, heads, length, blocks_per_item, last_heads, MASK, LONGEST_FIRST, OWN_BIAS)
+    order = square_order(batch, heads, length, blocks_per_item, last_heads, MASK, LONGEST_FIRST)
     work, step, item = first_work(order), 0, gl.program_id(0)
     while work.is_left():
         block = work.rows().block
         at = (block.batch * heads + block.head) * ROW_BLOCKS + block.first_row // 64
         gl.atomic_add(items + at, 1 + 1000 * item)
         gl.atomic_add(steps + at, 1000 * gl.program_id(0) + step)
-        gl.atomic_add(shares + at, share_of(work, order, 0, 4))
+        gl.atomic_add(shares + at, share_of(work, MASK, 0, 4))
         following = work.next()
         item += gl.where(following.way_back, 0, gl.num_programs(0))
         work, step = following, step + 1
 
 
-def walk(
-    *, programs: int, row_blocks: int, blocks_per_item: int, last_heads: int = 0, own_bias: bool = False
-) -> list[torch.Tensor]:
+def walk(*, programs: int, row_blocks: int, blocks_per_item: int, last_heads: int = 0) -> list[torch.Tensor]:
     """[2 batches * 3 heads, row blocks]: the item of each; 1000 * program + step; the first role's share. last_heads:
-    whose row blocks are walked one by one; their items mean nothing. own_bias: each row has one."""
+    whose row blocks are walked one by one; their items mean nothing."""
     found = [torch.zeros(6, row_blocks, dtype=torch.int32) for _ in range(3)]
     q_len = row_blocks * BLOCK_M - 5
     with gluon_cpu.machine():
         note_work[(programs,)](
-            *found, 2, 3, q_len, blocks_per_item, last_heads, row_blocks, CAUSAL, last_heads > 0, own_bias, num_warps=1
+            *found, 2, 3, q_len, blocks_per_item, last_heads, row_blocks, CAUSAL, last_heads > 0, num_warps=1
         )
     items, steps, shares = found
     assert (items % 1000).eq(1).all(), items
@@ -153,13 +140,3 @@ def test_single_row_blocks_even_out():
         loads.append(float(load.max() / load.mean()))
     assert loads[0] == pytest.approx(1.25)
     assert loads[1] < 1 + 1 / 15
-
-
-def test_heads_with_a_bias_are_walked_alike():
-    """So that programs at work at the same time want the same part of it. Roles have their own tiles of it."""
-    _, steps, shares = walk(programs=24, row_blocks=8, blocks_per_item=2, own_bias=True)
-    assert (steps % 1000 == torch.tensor([1, 1, 1, 1, 0, 0, 0, 0])).all()
-    assert not shares.any()
-    _, steps, shares = walk(programs=24, row_blocks=8, blocks_per_item=2)
-    assert not (steps[0] % 1000 == steps[1] % 1000).any()
-    assert shares.any()

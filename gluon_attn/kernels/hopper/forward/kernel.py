@@ -9,7 +9,7 @@ from ...common.sizes import Lengths, counts_of
 from .load import load
 from .softmax import softmax
 from .transpose import transpose
-from .wires import alloc_wires, is_of_each_row
+from .wires import alloc_wires
 from .work import Order
 
 
@@ -51,7 +51,6 @@ def attention_forward(
         last_heads=last_heads,
         lengths=lengths,
         LONGEST_FIRST=CONFIG.last_heads_longest_first and MASK.hides_late_keys,
-        OWN_BIAS=is_of_each_row(bias_desc),
     )
     init_all(wires.channels())
     if found_before(MASK):  # what each role asks first: the kernel before made it

@@ -306,13 +306,13 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
     work = first_work(order)
     while work.is_left():
         all_rows = work.rows()
-        share = share_of(work, order, ROLE, ROLES)
+        share = share_of(work, order.lengths.MASK, ROLE, ROLES)
         rows = all_rows.slice(share * ROWS, ROWS)
         last = rows.key_range().block(0)
 
         q_slot, queries = queries.acquire()
         q = pieces_of(q_slot, [ROWS, COLUMNS], share * QK, QK)
-        if may_skip_late_keys(rows.MASK, ROLE, ROLES, order.OWN_BIAS):
+        if may_skip_late_keys(rows.MASK, ROLE, ROLES):
             for _ in range(rows.key_range().end, all_rows.key_range().end):
                 ends = ends.skip()
 
@@ -338,7 +338,7 @@ def softmax(wires, order, operands, ROLE: gl.constexpr):
         factor, lse = finish(state.stats, scale.log2, sink, v_scale, UNSHIFT, gl.SliceLayout(1, OUT))
         store_lse(operands.lse, operands.q.shape, rows, lse)
         acc, ends = last_product(state.p, state.acc, state.ends, rows)
-        if may_skip_early_keys(rows.MASK, ROLE, ROLES, order.OWN_BIAS):  # before the store: others wait for their turns
+        if may_skip_early_keys(rows.MASK, ROLE, ROLES):  # before the store: others wait for their turns
             for _ in range(all_rows.key_range().first, rows.key_range().first):
                 ends = ends.skip()
         out = as_blocks(scaled(acc, factor), operands.o)

@@ -1,7 +1,7 @@
 """The wires of the Hopper kernel: its channels, by what flows through them."""
 
 from channels import SharedMemoryChannel, SharedMemoryConsumer, SignalChannel, Turn
-from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit
+from gluon_attn.runtime.compat import aggregate, gl, jit
 
 from ..layouts import key_major_layout
 
@@ -40,12 +40,6 @@ class Wires:
     def channels(self):
         transposing = (self.loaded_values,) if self.CONFIG.transpose_registers > 0 else ()
         return (self.queries, self.keys, self.values) + transposing + (self.turns,)
-
-
-@constexpr_function
-def is_of_each_row(desc):
-    """Whether there is a bias, and each row has its own, by its descriptor; None: there is none."""
-    return desc is not None and desc.block_shape[2] > 1
 
 
 @jit

@@ -7,37 +7,33 @@ from ...common.sizes import Counts, Lengths
 
 
 @constexpr_function
-def exchanges_shares(mask, shares, own_bias):
-    """Whether shares of a row block cost so differently that it pays to exchange them. Not with a bias of
-    each row: a role has its own tiles of that."""
-    return mask.hides_late_keys and shares > 2 and not own_bias  # of two, by a key block at most
+def costs_differ(mask, shares):
+    """Whether shares of a row block cost so differently that it pays to exchange them."""
+    return mask.hides_late_keys and shares > 2  # of two, by a key block at most
 
 
 @constexpr_function
-def may_skip_late_keys(mask, role, roles, own_bias):
+def may_skip_late_keys(mask, role, roles):
     """Whether a row block has key blocks after all that the role's rows see: no, if they are always its last ones."""
-    exchanges = exchanges_shares(mask, roles, own_bias)
-    return mask.has_ranges or (mask.hides_late_keys and (exchanges or role < roles - 1))
+    return mask.has_ranges or (mask.hides_late_keys and (costs_differ(mask, roles) or role < roles - 1))
 
 
 @constexpr_function
-def may_skip_early_keys(mask, role, roles, own_bias):
+def may_skip_early_keys(mask, role, roles):
     """Whether a row block has key blocks before all that the role's rows see: no, if they are always its first ones."""
-    return mask.has_ranges or (mask.hides_early_keys and (exchanges_shares(mask, roles, own_bias) or role > 0))
+    return mask.has_ranges or (mask.hides_early_keys and (costs_differ(mask, roles) or role > 0))
 
 
 @aggregate
 class Order:
     """In which order row blocks are computed. blocks_per_item: 1, or 2 for a heavy row block with a light one.
-    last_heads: of the last heads, how many are computed together, if LONGEST_FIRST. int32 scalars. OWN_BIAS: scores
-    have a bias, and each row its own."""
+    last_heads: of the last heads, how many are computed together, if LONGEST_FIRST. int32 scalars."""
 
     counts: Counts
     blocks_per_item: gl.tensor
     last_heads: gl.tensor
     lengths: Lengths
     LONGEST_FIRST: gl.constexpr
-    OWN_BIAS: gl.constexpr
 
 
 @aggregate
@@ -82,14 +78,11 @@ class Work:
     @jit
     def rows(self):
         """Every other head begins its items with the light one, if it has several: measured, see
-        docs/lab_log.md#the-order-of-row-blocks. Not with a bias of each row: heads at work at the same time may
-        share it in L2."""
+        docs/lab_log.md#the-order-of-row-blocks."""
         order, counts = self.order, self.order.counts
         batch, head = self.batch, self.head
         index = counts.row_blocks - 1 - self.item
-        if order.OWN_BIAS:
-            index = gl.where(self.way_back, self.item, index)
-        elif order.lengths.MASK.hides_late_keys:
+        if order.lengths.MASK.hides_late_keys:
             swapped = (order.blocks_per_item == 2) & (self.items > 1) & ((self.head & 1) == 1)
             index = gl.where(self.way_back ^ swapped, self.item, index)
         if order.LONGEST_FIRST:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
@@ -124,10 +117,10 @@ class Work:
 
 
 @jit
-def share_of(work, order, ROLE: gl.constexpr, ROLES: gl.constexpr):
+def share_of(work, MASK: gl.constexpr, ROLE: gl.constexpr, ROLES: gl.constexpr):
     """Which of ROLES equal shares of the rows a role computes. Under a causal mask the last share costs the most:
     who has it on the way there has the first on the way back."""
-    if exchanges_shares(order.lengths.MASK, ROLES, order.OWN_BIAS):
+    if costs_differ(MASK, ROLES):
         return gl.where(work.way_back, ROLES - 1 - ROLE, ROLE)
     else:
         return ROLE
