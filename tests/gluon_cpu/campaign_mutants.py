@@ -326,6 +326,7 @@ SKIPS = "|".join(
 )
 
 LOADED_ONCE = line_of(HOPPER_TRANSPOSE, "kernel.py", "slot, empty = empty.acquire()")
+FILLED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.filled, filled_arrivals(filling_roles=1))")
 FREED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.freed, freed_arrivals(self.CONSUMERS))")
 
 HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(QUERY_TILE).acquire()")
@@ -358,6 +359,10 @@ GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
 HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
 
 EXPLAINED: tuple[Explanation, ...] = (
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]* \| count .* init_barrier .* ({FILLED_INIT}|{FREED_INIT}).*, (8|9|10) of 10$",
+        "the launch of dV has no dQ: of the last channel it uses the memory, and nobody arrives there or waits",
+    ),
     Explanation(
         rf"gradients, kernel before[^|]* \| "
         rf"(delete: wait_barrier .* {LOADED_BEFORE}|count .* init_barrier .* {FREED_INIT})",
