@@ -370,7 +370,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         rf"{IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
-        rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d$)",
+        rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d+$)",
         "in order each program has one key block: the slot of K and V is filled once, and nobody waits for its end",
     ),
     Explanation(
