@@ -115,7 +115,9 @@ RIGHT = {
     ),
     "a barrier for the pair": Row(kernel=barriers.pair_barrier, arguments=lambda: (ints(256),), meta=PAIR),
     "an asynchronous store into the peer": Row(
-        kernel=barriers.store_to_peers, arguments=lambda: (ints(32, 32),), meta=PAIR
+        kernel=barriers.store_to_peers,
+        arguments=lambda: (ints(32, 32),),
+        meta=PAIR | {"SLICE": False, "WAIT": True},
     ),
     "a multicast load": Row(
         kernel=copies.multicast_load,
