@@ -7,19 +7,25 @@ Masks are those of SDPA, so that the fallback has what it needs: None where all 
 up to the query, and a tensor otherwise. One thing is unlike SDPA: with fewer queries than keys, None is aligned to the
 bottom right. SDPA has None there for an empty static cache, aligned to the top left; and a model that drops queries
 after the mask is made (Gemma 4) makes up for that by SDPA's name. So an empty static cache has a tensor here.
+
+Continuous batching (`generate_batch`) has no masks: it packs the new tokens of all requests, and gathers the keys of
+each from its pages. These calls are known by what they say of the pages, and nothing else computes them.
 """
 
+import contextlib
 import functools
+import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from .api import attention
@@ -29,7 +35,12 @@ from .problem import Window
 from .support import supports
 from .varlen import attention_varlen
 
-NAME = "gluon_attn"  # with "flash" in it, transformers would call flash-attention's functions
+NAME = "gluon_attn"
+# For continuous batching transformers asks for a name with "flash" in it, and makes no masks then. Such a name may only
+# be set by hand: `set_attn_implementation` looks for a package or a kernel of the hub that is called so. No 2 or 3 may
+# come after "flash", which would promise `flash_attn_with_kvcache`.
+NAME_IN_BATCHES = "gluon_attn_flash"
+FIRST_WITH_BATCHES = 5, 24  # before it, attention itself wrote to the pages
 
 BY_EAGER = ("softcap", "s_aux", "sinks")  # transformers' SDPA computes as if they were not there, or refuses
 OURS = {"softcap": "softcap", "s_aux": "sinks", "sinks": "sinks"}  # and what `attention` calls them
@@ -43,6 +54,8 @@ NO_EFFECT = frozenset(
         "return_dict", "seq_idx", "sliding_window", "use_cache",
     }
 )  # fmt: skip
+# What continuous batching says of its pages: read and written before attention is called.
+OF_PAGES = frozenset({"logits_indices", "logits_processor_args", "read_index", "write_index"})
 
 # Attribute of a mask that is causal, aligned to the bottom right, maybe with a sliding window, and nothing else: the
 # mask's version, as code that writes to the mask leaves the attribute there; and the window, for `attention`.
@@ -63,8 +76,88 @@ def register(device: Device | None = None) -> None:
     device: as for `attention`.
     """
     sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
-    AttentionInterface.register(NAME, functools.partial(attend, sdpa, device))
-    AttentionMaskInterface.register(NAME, functools.partial(mask_of, sdpa_mask))
+    for name in (NAME, NAME_IN_BATCHES):
+        AttentionInterface.register(name, functools.partial(attend, sdpa, device))
+        AttentionMaskInterface.register(name, functools.partial(mask_of, sdpa_mask))
+
+
+@contextlib.contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within it, `model.generate_batch` and transformers' other ways to continuous batching take these kernels.
+
+    model: by `attn_implementation="gluon_attn"`. Whatever else it computes within is computed as outside. A manager has
+    to be made within. Parts of the model that have another implementation keep it.
+
+    Raises:
+        NotImplementedError: transformers, or the model, has no continuous batching that these kernels can serve.
+        ValueError: the model's attention is another one.
+    """
+    refuse_other_batches(model)
+    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    ours = [config for config in configs.values() if config._attn_implementation == NAME]
+    # The setter that `from_config` uses; "" is the config itself, as otherwise its parts' configs are set as well.
+    for config in ours:
+        config._attn_implementation = {"": NAME_IN_BATCHES}
+    try:
+        yield model
+    finally:
+        for config in ours:
+            if config._attn_implementation == NAME_IN_BATCHES:
+                config._attn_implementation = {"": NAME}
+
+
+def refuse_other_batches(model: PreTrainedModel) -> None:
+    """What `continuous_batching` raises."""
+    name, instead = type(model).__name__, 'call model.set_attn_implementation("sdpa") and generate_batch without it'
+    if not layers_gather_keys():
+        wanted = ".".join(map(str, FIRST_WITH_BATCHES))
+        raise NotImplementedError(
+            f"continuous_batching: expected transformers {wanted} or newer, whose layers gather the "
+            f"requests' keys by PagedAttentionCache.update(kwargs=...), got {transformers_version}; "
+            f"install such a one, or {instead}"
+        )
+    if model.config._attn_implementation not in (NAME, NAME_IN_BATCHES):
+        raise ValueError(
+            f'model: expected attn_implementation="{NAME}", got {model.config._attn_implementation!r}; '
+            f'call gluon_attn.hf.register() and model.set_attn_implementation("{NAME}")'
+        )
+    if not getattr(model, "_supports_flash_attn", False):
+        raise NotImplementedError(
+            f"model: expected one whose attention needs no mask tensor, got {name}, which transformers does not give "
+            f"to flash-attention; {instead}"
+        )
+    why = supports_heads_of(model)
+    if why is not None:
+        raise NotImplementedError(f"{why}; or {instead}")
+
+
+def supports_heads_of(model: PreTrainedModel) -> str | None:
+    """Why not, by the numbers in the model's config, of one new token: dtype, head dim, the card. None: they are taken.
+
+    What else a layer asks for, it asks for in its calls.
+    """
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    q, k, v = (torch.empty(1, n, head_dim, dtype=model.dtype, device=model.device) for n in (heads, kv_heads, kv_heads))
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=model.device)
+    device: Device | None = AttentionInterface()[NAME].args[1]
+    return supports(
+        q, k, v, causal=True, device=device, needs_grad=False,
+        cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=1, max_seqlen_k=1,
+    )  # fmt: skip
+
+
+def layers_gather_keys() -> bool:
+    """Whether with continuous batching a layer gives attention the keys of all requests, and their lengths."""
+    if tuple(int(number) for number in transformers_version.split(".")[:2]) < FIRST_WITH_BATCHES:
+        return False
+    try:
+        from transformers.generation.continuous_batching import PagedAttentionCache
+    except ImportError:
+        return False
+    return "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
 
 
 class Sequences(NamedTuple):
@@ -214,6 +307,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """(B, S, H, D), and no weights but from eager attention; query (B, H, S, D), key and value (B, Hkv, S, D)."""
     refuse_what_is_nowhere(others)
+    if others.get("write_index") is not None:
+        refuse_of_pages(dropout, attention_mask, others)
+        return attend_to_pages(device, module, query, key, value, scaling, is_causal, others), None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     asked = [name for name, argument in others.items() if name not in NO_EFFECT and asks(argument)]
     window = known_window(attention_mask) if fits(attention_mask, query, key) else None
@@ -251,6 +347,58 @@ def attend(
     return sdpa(module, query, key, value, attention_mask, **options)
 
 
+def attend_to_pages(
+    device: Device | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    is_causal: bool | None,
+    others: dict[str, Any],
+) -> Tensor:
+    """(1, S, H, D) of continuous batching: each request's new tokens, and the keys that were gathered for it.
+
+    Rows after the last request's are there for a CUDA graph: nobody reads them, and nothing is written to them.
+    """
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    size = others.get("sliding_window")
+    left = None if size is None else size - 1  # the query's own position counts there
+    options: dict[str, Any] = {
+        "causal": causal, "window": (left, left if not causal else None), "scale": scaling, "device": device,
+        "deterministic": others.get("deterministic") or None,
+        **{OURS[name]: others[name] for name in OURS if asks(others.get(name))},
+    }  # fmt: skip
+    lengths = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    out, why = attend_packed(query, key, value, Sequences(*(others[name] for name in lengths)), options)
+    if out is None:
+        refuse_in_batches(str(why))
+    return out
+
+
+def refuse_of_pages(dropout: float, mask: Tensor | None, others: dict[str, Any]) -> None:
+    """NotImplementedError for what continuous batching asks for besides what `attend_to_pages` knows."""
+    if mask is not None:
+        raise NotImplementedError(
+            "attention_mask: expected none with continuous batching, got a tensor; make the manager, or call "
+            "generate_batch, within gluon_attn.hf.continuous_batching(model)"
+        )
+    if dropout:
+        refuse_in_batches("dropout: dropout is not supported so far")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        if others.get(name) is None or isinstance(others[name], dict):
+            refuse_in_batches(f"{name}: expected that of the layer, got {type(others.get(name)).__name__}")
+    for name, argument in others.items():
+        if name not in NO_EFFECT | OF_PAGES and name not in OURS and asks(argument):
+            refuse_in_batches(f"{name}: {NOT_THERE.get(name, 'what it asks for')} is not supported so far")
+
+
+def refuse_in_batches(why: str) -> NoReturn:
+    raise NotImplementedError(
+        f'{why}, with continuous batching; for it choose another attention, as by model.set_attn_implementation("sdpa")'
+    )
+
+
 def asks(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
@@ -259,8 +407,8 @@ def refuse_what_is_nowhere(others: dict[str, Any]) -> None:
     """NotImplementedError for what neither SDPA nor eager attention would do right, called from here."""
     if others.get("cache") is not None:
         raise NotImplementedError(
-            "cache: transformers' continuous batching, which keeps keys in pages, is not supported so far; "
-            'choose another attention for it, as by model.set_attn_implementation("sdpa")'
+            "cache: continuous batching of a transformers before 5.24 is not supported; install a newer one, or choose "
+            'another attention, as by model.set_attn_implementation("sdpa")'
         )
     for name in INSTEAD_OF_A_MASK:
         if others.get(name) is not None:

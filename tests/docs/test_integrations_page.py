@@ -26,8 +26,8 @@ DDP = FSDP.replace(
     "torch.distributed.fsdp import fully_shard", "torch.nn.parallel import DistributedDataParallel"
 ).replace("fully_shard(", "DistributedDataParallel(")
 CARDS = {"ring_attention": RING, "FSDP2": FSDP, "DDP": DDP, "context_parallel": CONTEXT}
-SUPPORTS, SDPA, BY_HAND, FLASH, HUGGING_FACE = SCRIPTS
-ATTENTION = [script for script in SCRIPTS if script != HUGGING_FACE]
+SUPPORTS, SDPA, BY_HAND, FLASH, HUGGING_FACE, BATCHES = SCRIPTS
+ATTENTION = [script for script in SCRIPTS if script not in (HUGGING_FACE, BATCHES)]
 LONGEST, FEWER = 130, 2
 
 
@@ -121,6 +121,67 @@ def test_hugging_face_under_the_stand_in(monkeypatch):
 def test_hugging_face_on_a_card(monkeypatch):
     pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ModuleNotFoundError)
     check_hugging_face(1000, monkeypatch)
+
+
+def check_batches(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request's tokens are as likely by eager attention as the likeliest, but for rounding errors."""
+    from gluon_attn import hf
+
+    made: list[int] = []
+
+    def counted(q: Tensor, *args: Any, **kw: Any) -> Any:
+        made.append(len(q))
+        return gluon_attn.attention_varlen(q, *args, **kw)
+
+    monkeypatch.setattr(hf, "attention_varlen", counted)
+    names: dict[str, Any] = {}
+    exec(BATCHES, names)
+    model, prompts, answers = names["model"], names["prompts"], list(names["answers"].values())
+    assert [len(prompt) for prompt in prompts] == lengths
+    assert [answer.error for answer in answers] == [None] * 3
+    assert len(made) >= 2 * 5
+    model.set_attn_implementation("eager")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        new = torch.tensor(answer.generated_tokens)
+        assert 0 < len(new) <= 5
+        with torch.no_grad():
+            row = torch.tensor([[*prompt, *answer.generated_tokens]], device=model.device)
+            logits = model(row).logits[0, len(prompt) - 1 : -1].float().cpu()
+        chosen = logits.gather(1, new[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() < 0.05 * logits.abs().max()
+
+
+def skip_without_batches() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ModuleNotFoundError)
+    from gluon_attn import hf
+
+    if not hf.layers_gather_keys():
+        pytest.skip(f"transformers {hf.transformers_version} has no continuous batching that these kernels can serve")
+
+
+def test_continuous_batching_under_the_stand_in(monkeypatch):
+    skip_without_batches()
+    import transformers
+
+    from gluon_attn import hf
+
+    randint = torch.randint
+    monkeypatch.setattr(
+        torch, "randint", lambda low, high, shape, **kw: randint(low, high, (min(LONGEST, shape[0]),), **kw)
+    )
+    monkeypatch.setattr(torch.nn.Module, "cuda", lambda model: model)
+    monkeypatch.setattr(hf, "register", functools.partial(hf.register, Device.hopper()))
+    few = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=512)  # not most of the host's memory
+    mixin = transformers.generation.ContinuousMixin
+    generate = functools.partialmethod(mixin.generate_batch, continuous_batching_config=few)
+    monkeypatch.setattr(mixin, "generate_batch", generate)
+    check_batches([LONGEST, 7, LONGEST], monkeypatch)
+
+
+@pytest.mark.gpu
+def test_continuous_batching_on_a_card(monkeypatch):
+    skip_without_batches()
+    check_batches([300, 7, 1000], monkeypatch)
 
 
 @pytest.mark.parametrize("name", slow_if(lambda name: name != "ring_attention", CARDS))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn.apart import Apart
+from gluon_attn.apart import Apart, Skipped
 from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
@@ -126,12 +126,55 @@ def check_generation() -> None:
                 break
 
 
+def check_continuous_batching() -> None:
+    """Twice as many requests as there is room for, each with the tokens of `generate` for its prompt alone, up to the
+    first two that are as likely. On a card transformers takes CUDA graphs, and pads batches for them."""
+    if not hf.layers_gather_keys():
+        raise Skipped(
+            f"transformers {transformers.__version__} has no continuous batching that these kernels can serve"
+        )
+    model, made = model_of(), []
+    rows = [tokens()[i % 2, : LENGTH - 60 * i].tolist() for i in range(8)]
+    want = [
+        model.generate(
+            torch.tensor([row], device=DEVICE), max_new_tokens=16, min_new_tokens=16, do_sample=False,
+            return_dict_in_generate=True, output_logits=True,
+        )
+        for row in rows
+    ]  # fmt: skip
+    settings = transformers.GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=1024, max_requests_per_batch=4)
+
+    def counted(q: Tensor, *args: Any, **kw: Any) -> Any:
+        made.append(len(q))
+        return attention(q, *args, **kw)
+
+    attention = hf.attention_varlen
+    hf.register(DEVICE_TO_CHOOSE_FOR)
+    model.set_attn_implementation(hf.NAME)
+    with pytest.MonkeyPatch.context() as patch, hf.continuous_batching(model):
+        patch.setattr(hf, "attention_varlen", counted)
+        done = model.generate_batch(rows, generation_config=settings, continuous_batching_config=pages)
+    assert [request.error for request in done.values()] == [None] * len(rows)
+    assert made
+    for alone, request in zip(want, done.values(), strict=True):
+        got, sequence = request.generated_tokens, alone.sequences[0, -16:].tolist()
+        assert len(got) == 16
+        for step, logits in enumerate(alone.logits):
+            if got[step] != sequence[step]:
+                best = logits[0].topk(2)
+                assert best.indices[1] == got[step]
+                assert best.values[0] - best.values[1] < 0.02 * logits[0].abs().max()
+                break
+
+
 CASES: dict[str, Callable[[], None]] = {
     "prefill": check_prefill,
     "training step": check_training_step,
     "more tokens at once": check_more_tokens_at_once,
     "padding": check_padding,
     "generation": check_generation,
+    "continuous batching": check_continuous_batching,
 }
 
 
