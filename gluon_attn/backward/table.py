@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..bias import Bias
 from ..device import Device
 from ..problem import PADDED_HEAD_DIMS, Problem
 from ..sizes import Sizes
@@ -105,13 +106,20 @@ def pick_config(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED, *, of_
         configs = [WITH_DBIAS[d]] if of_bias else [WITH_BIAS[d], WITH_DBIAS[d]]
     configs.append(replace(configs[-1], query_slots=1, rings_in_step=False))
     configs.append(replace(configs[-1], dout_slots=1))
-    room = Device.hopper().smem_bytes
-    return next((c for c in configs if c.smem_bytes(d, d_v, problem.bias) <= room), configs[-1])
+    *others, last = configs
+    for config in others:
+        try:
+            require_fits(config, row.head_dims, Device.hopper(), problem.bias)
+        except ValueError:
+            continue
+        return config
+    require_fits(last, row.head_dims, Device.hopper(), problem.bias)
+    return last
 
 
-def require_fits(config: HopperBackward, head_dims: tuple[int, int], device: Device) -> None:
+def require_fits(config: HopperBackward, head_dims: tuple[int, int], device: Device, bias: Bias | None = None) -> None:
     """ValueError unless there are such kernels for these padded head dims, of Q and of V, and they fit into the
-    device's memory."""
+    device's memory. bias: that is added to scores."""
     known = {row.head_dims: row.config for row in PACKAGED}
     if device.arch != 90:
         raise ValueError(f"config: expected a Hopper card for gradients, got {device.name}")
@@ -127,15 +135,19 @@ def require_fits(config: HopperBackward, head_dims: tuple[int, int], device: Dev
                 f"config: expected {name}={getattr(like, name)!r} at head_dim {head_dims[0]}, got "
                 f"{getattr(config, name)!r}"
             )
-    if config.dq_slots > config.q_pieces:
-        raise ValueError(
-            f"config: expected at most as many dq_slots as q_pieces, {config.q_pieces}, got {config.dq_slots}"
-        )
-    needed = config.smem_bytes(*head_dims)
+    most, parts = config.q_pieces, "q_pieces"
+    if bias is not None and bias.each_row:
+        largest = replace(bias, shared=True)  # whose gradient is in fp32
+        most += config.block_m // config.dbias_rows(largest, head_dims[0])
+        parts += " and tiles of the bias's gradient"
+    if config.dq_slots > most:
+        raise ValueError(f"config: expected at most as many dq_slots as {parts}, {most}, got {config.dq_slots}")
+    needed = config.smem_bytes(*head_dims, bias)
     if needed > device.smem_bytes:
         raise ValueError(
             f"config: expected a config that fits the {device.smem_bytes} bytes of shared memory of {device.name}, "
-            f"got one that needs {needed} at head_dim {head_dims[0]}; lower query_slots, dout_slots or ds_slots"
+            f"got one that needs {needed} at head_dim {head_dims[0]}{' with a bias' * (bias is not None)}; lower "
+            "query_slots, dout_slots or ds_slots"
         )
 
 

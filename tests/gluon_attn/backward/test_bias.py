@@ -1,5 +1,6 @@
 """The gradient of a bias: when it is computed, in which memory and order, and what the kernels need for it."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from gluon_attn import attention
 from gluon_attn.backward.launch import builds_of, compiled_backward
-from gluon_attn.backward.table import padded_head_dims, pick_config
+from gluon_attn.backward.table import padded_head_dims, pick_config, require_fits
 from gluon_attn.bias import Bias
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
@@ -94,7 +95,31 @@ def test_there_is_room():
         dims = padded_head_dims(head_dim, head_dim_v)
         for of_bias in (False, True):
             config = pick_config(problem(head_dim=head_dim, head_dim_v=head_dim_v, bias=bias), of_bias=of_bias)
+            require_fits(config, dims, HOPPER, bias)
             assert config.smem_bytes(*dims, bias=bias) <= HOPPER.smem_bytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dq_slots": 4}, "at most as many dq_slots as q_pieces and tiles of the bias's gradient, 3, got 4"),
+        ({"query_slots": 4, "dout_slots": 4}, "needs 314368 at head_dim 64 with a bias; lower query_slots"),
+    ],
+)
+def test_what_a_bias_leaves_no_room_for_is_refused(fields, message):
+    bias = Bias(dtype=FP32, each_row=True, shared=True)
+    config = pick_config(problem(head_dim=64, bias=bias), of_bias=True)
+    with pytest.raises(ValueError, match=message):
+        require_fits(dataclasses.replace(config, **fields), (64, 64), HOPPER, bias)
+    with pytest.raises(ValueError, match="at most as many dq_slots as q_pieces, 1, got 3"):
+        require_fits(config, (64, 64), HOPPER)
+
+
+def test_a_bias_for_which_no_config_has_room_is_refused_likewise(monkeypatch):
+    smaller = dataclasses.replace(HOPPER, smem_bytes=100_000)
+    monkeypatch.setattr(Device, "hopper", lambda: smaller)
+    with pytest.raises(ValueError, match=r"fits the 100000 bytes .* got one that needs \d+ at head_dim 64 with a bias"):
+        pick_config(problem(head_dim=64, bias=KINDS[0]), of_bias=True)
 
 
 @pytest.mark.parametrize("of_bias", [False, True], ids=["", "with its gradient"])
