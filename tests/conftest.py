@@ -100,3 +100,14 @@ def leave_further_cases(items: Iterable[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (found := why_no_hopper()):
         pytest.skip(f"needs a Hopper card (capability 9.0): {found}")
+
+
+@pytest.fixture
+def packaged_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of table files neither those that come with the package nor others, before and after."""
+    from gluon_attn import tuning  # imports torch, which takes seconds
+
+    monkeypatch.setattr(tuning, "OF_CARDS", ())
+    tuning.reset()
+    yield
+    tuning.reset()

@@ -6,18 +6,9 @@ from typing import Any
 
 import pytest
 
-from gluon_attn import api, tuning
+from gluon_attn import api
 from gluon_attn.forward.plan import Plan
 from tests.gluon_attn.table_files import content
-
-
-@pytest.fixture
-def packaged_alone(monkeypatch):
-    """Neither files that come with the package nor others, before and after."""
-    monkeypatch.setattr(tuning, "OF_CARDS", ())
-    tuning.reset()
-    yield
-    tuning.reset()
 
 
 @pytest.fixture

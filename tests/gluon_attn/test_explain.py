@@ -16,17 +16,11 @@ from gluon_attn.forward.configs import label
 from gluon_attn.forward.table import PACKAGED, Row, hopper_config, pick_config
 from tests.gluon_attn.problems import problem
 
+pytestmark = pytest.mark.usefixtures("packaged_alone")
+
 H200 = Device.hopper()
 PROVENANCE = {"date": "2026-11-25", "commit": "abc", "card": "NVIDIA H200", "torch": "2.11", "triton": "3.9.0"}
 CONFIG = hopper_config(2, 64, 1, 3, 232, turns=True)
-
-
-@pytest.fixture(autouse=True)
-def packaged_alone(monkeypatch):
-    monkeypatch.setattr(tuning, "OF_CARDS", ())
-    tuning.reset()
-    yield
-    tuning.reset()
 
 
 def said(*arguments: str) -> str:

@@ -2,12 +2,7 @@
 
 import pytest
 
-from gluon_attn import tuning
-
 
 @pytest.fixture(autouse=True)
-def packaged_alone(monkeypatch):
-    monkeypatch.setattr(tuning, "OF_CARDS", ())
-    tuning.reset()
-    yield
-    tuning.reset()
+def asks_packaged_alone(packaged_alone):
+    """In every file of this folder."""
