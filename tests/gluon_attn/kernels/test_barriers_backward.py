@@ -10,7 +10,7 @@ import torch
 
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.launch import compiled_backward
-from gluon_attn.backward.table import HOPPER, UNLIKE, pick_config
+from gluon_attn.backward.table import HOPPER, IN_ONE_LAUNCH, UNLIKE, pick_config
 from gluon_attn.bias import Bias
 from gluon_attn.kernels.common.mask import Mask
 from tests.gluon_attn.problems import problem
@@ -34,11 +34,12 @@ EVENTS = {
 class Step:
     """A step of the role. products: in the order in which they are issued, those of pieces one by one. exchanged: those
     that read what both warpgroups have written. tells: what the role tells others, in order, and which products the
-    memory of a slot needs to be done with."""
+    memory of a slot needs to be done with. with_statistics: slots from which threads read, too."""
 
     products: tuple[str, ...]
     exchanged: frozenset[str]
     tells: tuple[tuple[str, frozenset[str]], ...]
+    with_statistics: frozenset[str] = frozenset(("Q", "dO"))
 
     def named(self, names: frozenset[str]) -> set[int]:
         """The products that are called so."""
@@ -53,8 +54,13 @@ HALVES = Step(
     frozenset(("dV", "dQ", "dK")),
     (TOLD_OF_DO, TOLD_OF_DQ, TOLD_OF_Q, TOLD_OF_DQ),
 )
+THIRDS = Step(
+    3 * ("S",) + ("dP", "dV", "dQ") + 3 * ("dK",) + 2 * ("dQ",),
+    HALVES.exchanged,
+    (TOLD_OF_DO, TOLD_OF_DQ, TOLD_OF_Q) + 2 * (TOLD_OF_DQ,),
+)
 PARTS = {
-    "dv": Step(3 * ("S",) + ("dV",), NONE, (TOLD_OF_DO, TOLD_OF_Q)),
+    "dv": Step(3 * ("S",) + ("dV",), NONE, (TOLD_OF_DO, TOLD_OF_Q), frozenset(("Q",))),
     "dk, dq": Step(
         3 * ("S",) + ("dP",) + 3 * ("dQ",) + 3 * ("dK",),
         frozenset(("dQ",)),
@@ -68,7 +74,9 @@ AFTER_STEPS = {"dv": Step(("dV",), NONE, (TOLD_OF_DO, ("K", frozenset(("dV",))))
 
 
 def step_of(config: HopperBackward) -> Step:
-    return PARTS.get(config.grads, HALVES if config.exchanges_p else ONE_TILE)
+    if config.exchanges_p:
+        return THIRDS if config.q_pieces == 3 else HALVES
+    return PARTS.get(config.grads, ONE_TILE)
 
 
 def events_of(ptx: str) -> list[tuple[str, int]]:
@@ -102,15 +110,18 @@ def wrong_in_step(events: list[tuple[str, int]], step: Step) -> list[str]:
     found = []
     products = 0
     fenced = met = False  # since the last write: fenced, and then met at a barrier
+    read_fenced = read_met = True  # since the last read: likewise
     done: set[int] = set()  # waited for by each warpgroup
     done_by_both: set[int] = set()  # and met since
     for kind, number in events:
         if kind == "write":
             fenced = met = False
+        elif kind == "read":
+            read_fenced = read_met = False
         elif kind == "fence":
-            fenced = True
+            fenced = read_fenced = True
         elif kind == "barrier":
-            met, done_by_both = fenced, set(done)
+            met, read_met, done_by_both = fenced, read_fenced, set(done)
         elif kind == "commit":
             if products in exchanged and not met:
                 found.append(f"{step.products[products]} reads what the other warpgroup may not have written")
@@ -123,6 +134,8 @@ def wrong_in_step(events: list[tuple[str, int]], step: Step) -> list[str]:
                 found.append(f"{what} is handed over before both warpgroups have written it")
             if not step.named(names) <= done_by_both:
                 found.append(f"the slot of {what} is released before both warpgroups have multiplied")
+            if what in step.with_statistics and not read_met:
+                found.append(f"the slot of {what} is released before both warpgroups have read its statistics")
     if tells:
         found.append(f"nobody is told of {tells[0][0]}")
     if not exchanged <= done_by_both:
@@ -177,13 +190,19 @@ def test_the_warpgroups_meet_where_memory_goes_from_one_to_the_other(head_dim, c
     assert wrong(ptx_of(head_dim, causal, deterministic), HOPPER[head_dim]) == []
 
 
+@functools.cache
+def ptx_of_launches(config: HopperBackward, causal: bool) -> dict[HopperBackward, str]:
+    """At head dims of 192 and 128, of each launch by its part of the config."""
+    kernels = compiled_backward(torch.bfloat16, 192, Mask(causal=causal), config, padded_head_dim_v=128)[1:-1]
+    return {part: str(kernel.asm["ptx"]) for part, kernel in zip(config.launches, kernels, strict=True)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
-def test_of_a_launch_for_dv_and_one_for_dk_and_dq_likewise(causal):
-    config = UNLIKE[192, 128]
-    kernels = compiled_backward(torch.bfloat16, 192, Mask(causal=causal), config, padded_head_dim_v=128)[1:-1]
-    for part, kernel in zip(config.launches, kernels, strict=True):
-        assert wrong(str(kernel.asm["ptx"]), part) == []
+@pytest.mark.parametrize("table", [UNLIKE, IN_ONE_LAUNCH], ids=["apart", "in one launch"])
+def test_of_unlike_head_dims_likewise(table, causal):
+    for part, ptx in ptx_of_launches(table[192, 128], causal).items():
+        assert wrong(ptx, part) == []
 
 
 @pytest.mark.slow
@@ -204,16 +223,31 @@ def test_with_a_bias_and_its_gradient_likewise(head_dim):
         assert wrong(str(kernels[-2].asm["ptx"]), config, tiles) == []
 
 
+def barriers_of(ptx: str, config: HopperBackward) -> tuple[int, int]:
+    """How many of 256 threads there are but for the first and the last, which are the kernel's; and how many of them
+    the tests above would not miss."""
+    lines = ptx.splitlines()
+    _, *places, _ = (i for i, line in enumerate(lines) if re.match(r"\s*bar\.sync\s+0, 256;", line))
+    silent = [place for place in places if not wrong("\n".join(lines[:place] + lines[place + 1 :]), config)]
+    return len(places), len(silent)
+
+
 @pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim != 64, HOPPER))
 def test_each_of_these_barriers_is_needed(head_dim):
     """Without any one of them the test above would fail, but for those that the compiler adds near another:
     after the wait for the last product, and at D <= 128 between two releases."""
-    ptx, config = ptx_of(head_dim, False, False), HOPPER[head_dim]
-    lines = ptx.splitlines()
-    barriers = [i for i, line in enumerate(lines) if re.match(r"\s*bar\.sync\s+0, 256;", line)]
-    silent = []
-    for place in barriers[1:-1]:  # the first one and the last are the kernel's
-        broken = "\n".join(lines[:place] + lines[place + 1 :])
-        silent += [] if wrong(broken, config) else [place]
-    assert len(barriers) == (2 + 5 + 2 * 6 if config.exchanges_p else 2 + 4 + 2 * 4)
-    assert len(silent) == (2 if config.exchanges_p else 4)
+    config = HOPPER[head_dim]
+    found = barriers_of(ptx_of(head_dim, False, False), config)
+    assert found == ((5 + 2 * 6, 2 * 1) if config.exchanges_p else (4 + 2 * 4, 2 * 2))
+
+
+@pytest.mark.slow
+def test_of_unlike_head_dims_each_is_needed():
+    """But for those beside another: of the launch for dV before its wait; of that for dK and dQ before dO's release,
+    which dP alone has read; in one launch as at D=256."""
+    found = {
+        part.grads: barriers_of(ptx, part)
+        for table in (UNLIKE, IN_ONE_LAUNCH)
+        for part, ptx in ptx_of_launches(table[192, 128], False).items()
+    }
+    assert found == {"dv": (4 + 2 * 3, 2 * 1), "dk, dq": (7 + 2 * 6, 2 * 1), "all": (9 + 2 * 7, 2 * 1)}
