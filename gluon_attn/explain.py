@@ -34,6 +34,8 @@ DEVICES = {
 }
 RESULTS = Path(__file__).parents[1] / "bench" / "results"  # in a checkout
 ALTERNATIVES = 8  # that are listed
+# Timed beside other points to compare their clocks with those of another run: no alternative of theirs.
+ANCHOR = "cudnn causal D=128 B=1 H=16 16384"
 EXAMPLES = """examples:
   python -m gluon_attn explain --shape 4,16,4096,128 --causal --device h200
   python -m gluon_attn explain --shape 3,12,3000,96 --kv-heads 4 --device h100
@@ -339,7 +341,8 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
         return
     yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
     yield f"  at the nearest point, {point['name']}, batch {point['point']['batch']}, {point['point']['heads']} heads"
-    yield from times({name: found["ms"] for name, found in point["results"].items()}, name_in_results(row))
+    ms = {name: found["ms"] for name, found in point["results"].items() if name != ANCHOR}
+    yield from times(ms, name_in_results(row))
 
 
 def name_in_results(row: Row | BackwardRow) -> str:

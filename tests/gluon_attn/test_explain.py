@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from bench import passes
 from gluon_attn import __main__ as command
 from gluon_attn import explain, tuning
 from gluon_attn.backward.table import HOPPER, BackwardRow
@@ -169,6 +170,8 @@ def test_gradients_and_which_row_serves_them(results):
     # Its file has both passes, of the same name.
     unlike = said("--shape", "1,16,8192,192", "--head-dim-v", "128", "--causal", "--backward")
     assert "row 3 of the packaged table (measured on an NVIDIA H200, 2026-11-25)" in unlike
+    assert passes.ANCHOR_NAME not in unlike  # which is of another problem
+    assert re.findall(r"^  [ *] (\D+?)  +[\d.]+ ms", unlike, re.MULTILINE) == ["cudnn", "ours", "ours, one launch"]
     (ms,) = re.findall(r"\* ours +([\d.]+) ms", unlike)
     points = json.loads((explain.RESULTS / "h200_unlike.json").read_text(encoding="utf-8"))["points"]
     (point,) = (p for p in points if p["pass"] == "backward" and p["point"]["causal"])
