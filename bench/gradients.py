@@ -42,8 +42,9 @@ from gluon_attn.backward.table import UNLIKE, padded_head_dims, pick_config
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import Problem, empty_output
+from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
+from gluon_attn.tensors import empty_output
 from gluon_attn.testing import backward_call
 
 GRAD_FLOPS = 2.5  # over those of the forward pass, where V's head dim is as Q's

@@ -22,8 +22,8 @@ from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.launch import NOT_GIVEN, compiled, launches_on_card, workspaces_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.kernels.hopper.forward import softmax
-from gluon_attn.problem import output_dtype
 from gluon_attn.runtime.kernel import Tensors
+from gluon_attn.tensors import output_dtype
 
 WAITS = ((mbarrier, "wait"), (tma, "store_wait"), (softmax, "warpgroup_mma_wait"))  # as the kernel's files call them
 ROLE_FILES = "kernels/hopper/forward/"

@@ -3,9 +3,9 @@
 from . import runtime as runtime  # first, as it looks whether `channels` is the package that the others import
 from . import tuning as tuning
 from .api import attention
+from .checks import check_cu_seqlens
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .mask_mod import MaskMod
-from .problem import check_cu_seqlens
 from .reference import reference_attention
 from .runtime.compat import jit
 from .score_mod import ScoreMod

@@ -9,6 +9,15 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .call import Extras, Options, Window, both_segment_ids, key_of, problem_of
+from .checks import (
+    check_bool,
+    check_no_overlap,
+    check_readable,
+    check_scale_signs,
+    check_scale_tensor,
+    refuse_address,
+    type_name,
+)
 from .device import Device
 from .features import NOT_THERE, refuse_together
 from .forward.configs import ForwardConfig
@@ -19,25 +28,11 @@ from .gradients import Attention, require_gradient_of_bias, require_gradients
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
 from .ops import attention_op, is_seen_by_a_mode
-from .problem import (
-    FP8_DTYPES,
-    PACKED,
-    SCALES,
-    TMA_ALIGNMENT_BYTES,
-    check_bool,
-    check_no_overlap,
-    check_readable,
-    check_scale_signs,
-    check_scale_tensor,
-    empty_output,
-    refuse_address,
-    shape_of_lse,
-    type_name,
-)
 from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
+from .tensors import FP8_DTYPES, PACKED, SCALES, TMA_ALIGNMENT_BYTES, empty_output, shape_of_lse
 from .tuning import Table, active, rows_for
 
 # What flash-attention and torch call it.

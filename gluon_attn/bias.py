@@ -1,5 +1,6 @@
 """A bias that is added to scores: what kernels are compiled with of it, and how TMA sees it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,3 +53,8 @@ def view_of_bias(t: Tensor) -> View:
     rounded = -(-t.shape[-1] // STRIDE_MULTIPLE) * STRIDE_MULTIPLE
     strides = (stride if size > 1 else rounded for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
     return View(tuple(t.shape), (*strides, 1))
+
+
+def bias_of(bias: Tensor, shape: Sequence[int]) -> Bias:
+    """shape: (B, H, Sq)."""
+    return Bias(dtype=bias.dtype, each_row=bias.shape[2] > 1, shared=tuple(bias.shape[:3]) != tuple(shape))

@@ -5,13 +5,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import Window, check_of_heads, check_read, type_name
 from .device import Device
 from .features import refuse_together
 from .forward.configs import ForwardConfig
 from .forward.launch import NOT_GIVEN
 from .mask_mod import DOCUMENTS, MaskFunction
-from .problem import Lengths, Problem, Window, check_of_heads, check_read, in_bhsd, type_name
+from .problem import Lengths, Problem
 from .score_mod import MAX_TENSORS, ScoreFunction, alibi, softcap
+from .tensors import in_bhsd
 
 
 class Options(NamedTuple):

@@ -25,10 +25,11 @@ from torch.compiler import is_compiling
 
 from .api import attend, attention, autocast, check_differentiable, check_options, wants_gradient
 from .call import Extras, Options
+from .checks import check_seqlens, type_name
 from .device import Device
 from .gradients import Gradients, attention_backward
-from .problem import FP8_DTYPES, PACKED, check_seqlens, in_bhsd, type_name
 from .support import check_forward
+from .tensors import FP8_DTYPES, PACKED, in_bhsd
 from .varlen import attention_varlen
 
 NO_EXTRAS = Extras()

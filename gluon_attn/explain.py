@@ -21,9 +21,10 @@ from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, H
 from .forward.launch import compiled_for
 from .forward.plan import Plan
 from .forward.table import Row, for_scores, pick_row
-from .problem import FP8_DTYPES, Problem
+from .problem import Problem
 from .resources import resources
 from .runtime.compat import CompiledKernel
+from .tensors import FP8_DTYPES
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 DEVICES = {

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .api import attention, refuse
+from .checks import Window
 from .features import NOT_THERE
-from .problem import Window
 from .varlen import attention_varlen
 
 

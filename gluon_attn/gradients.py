@@ -8,14 +8,16 @@ from torch import Tensor
 from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
+from .bias import bias_of
 from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_of, problem_of
+from .checks import type_name
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
-from .problem import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, bias_of, in_bhsd, type_name
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
+from .tensors import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, in_bhsd
 from .tuning import Table, active, backward_rows_for
 
 ARCHS = (90,)  # for which there are backward kernels

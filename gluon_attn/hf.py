@@ -29,9 +29,9 @@ from transformers import __version__ as transformers_version
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from .api import attention
+from .checks import Window
 from .device import Device
 from .features import NOT_THERE
-from .problem import Window
 from .support import supports
 from .varlen import attention_varlen
 

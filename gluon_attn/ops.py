@@ -15,7 +15,7 @@ from .call import Extras, Options, key_of
 from .device import Device
 from .gradients import SAVED, differentiate, require_gradients
 from .kernels.common.mask import Mask, visible_pairs
-from .problem import empty_output, shape_of_lse
+from .tensors import empty_output, shape_of_lse
 
 FORWARD_PRODUCTS = (1, 1)  # S, and O
 BACKWARD_PRODUCTS = (3, 2)  # S, dQ and dK, and dP and dV

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import FP8_DTYPES, output_dtype
+from .tensors import FP8_DTYPES, output_dtype
 
 
 def reference_attention(

@@ -18,13 +18,14 @@ from .api import (
     wants_gradient,
 )
 from .call import Extras, Options, Window, both_segment_ids, key_of
+from .checks import check_seqlens
 from .device import Device
 from .forward.configs import ForwardConfig
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
 from .ops import card_in_graph
-from .problem import FP8_DTYPES, PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
+from .tensors import FP8_DTYPES, PACKED
 from .tuning import active
 
 REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)  # what `attention` raises before it computes

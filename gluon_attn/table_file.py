@@ -16,7 +16,8 @@ from .backward.table import BackwardRow
 from .device import Device
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .forward.table import Row, require_fits
-from .problem import PADDED_HEAD_DIMS, Problem
+from .problem import Problem
+from .tensors import PADDED_HEAD_DIMS
 
 SCHEMA = 1
 CONFIGS: dict[str, type[ForwardConfig]] = {"hopper": HopperConfig, "blackwell": BlackwellConfig}

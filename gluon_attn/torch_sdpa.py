@@ -22,10 +22,11 @@ from torch.library import Library, get_kernel
 from torch.nn.attention import SDPBackend, register_flash_attention_impl, sdpa_kernel
 
 from .api import attention
+from .checks import Window
 from .device import Device
 from .gradients import attention_backward, check_outputs, readable_by_tma
-from .problem import PACKED, Window, in_bhsd
 from .support import supports
+from .tensors import PACKED, in_bhsd
 from .varlen import attention_varlen, attention_varlen_backward
 
 NAME = "GLUON"

@@ -8,14 +8,15 @@ from torch.compiler import is_compiling
 
 from .api import attend, autocast, check_differentiable, check_options, wants_gradient
 from .call import Extras, Options, Window, key_of
+from .checks import check_seqlens
 from .device import Device
 from .forward.configs import ForwardConfig
 from .gradients import Attention, differentiate
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
 from .ops import attention_op, is_seen_by_a_mode
-from .problem import PACKED, check_seqlens
 from .score_mod import ScoreMod, compiled_part
+from .tensors import PACKED
 
 
 def attention_varlen(

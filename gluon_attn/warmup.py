@@ -30,12 +30,13 @@ from .forward.plan import LARGEST_LENGTH
 from .forward.table import Row, for_bias, for_scores, rows_by_default
 from .gradients import ARCHS as BACKWARD_ARCHS
 from .kernels.common.mask import Mask
-from .problem import FP8_DTYPES, Problem
+from .problem import Problem
 from .runtime.compat import knobs
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Build
 from .score_mod import ScoreFunction, softcap
 from .sizes import Sizes
+from .tensors import FP8_DTYPES
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ARCHS = {"sm_90": 90, "sm_100": 100, "sm_103": 103}

@@ -14,7 +14,8 @@ from gluon_attn.forward.launch import NOT_GIVEN, build_of, compiled, launches_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import BLACKWELL, Row
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import FP8_DTYPES, SCALES, Problem, output_dtype
+from gluon_attn.problem import Problem
+from gluon_attn.tensors import FP8_DTYPES, SCALES, output_dtype
 
 from .attention_ptx import (
     RescaleDecision,

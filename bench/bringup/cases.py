@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gluon_attn import ForwardConfig
 from gluon_attn.forward.table import pick_config
-from gluon_attn.problem import FP8_DTYPES, Problem
+from gluon_attn.problem import Problem
+from gluon_attn.tensors import FP8_DTYPES
 from gluon_attn.testing import check, poison_free_memory
 
 from . import device_at_hand, levers

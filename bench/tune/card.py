@@ -23,8 +23,9 @@ from gluon_attn.backward.launch import main_kernels
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled_for
-from gluon_attn.problem import Problem, empty_output
+from gluon_attn.problem import Problem
 from gluon_attn.resources import Resources, resources
+from gluon_attn.tensors import empty_output
 from gluon_attn.testing import backward_call, poison_free_memory
 
 STARTING_S = 60.0  # the first use of a card in a process

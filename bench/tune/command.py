@@ -35,7 +35,8 @@ from gluon_attn import tuning
 from gluon_attn.device import Device
 from gluon_attn.explain import DEVICES, add_problem_options, problem_of, shape
 from gluon_attn.gradients import ARCHS
-from gluon_attn.problem import FP8_DTYPES, Problem
+from gluon_attn.problem import Problem
+from gluon_attn.tensors import FP8_DTYPES
 from gluon_attn.tuning import Measured
 
 OUT = Path("table.json")

@@ -17,7 +17,6 @@ from ..kernels.hopper.backward.packed import list_key_blocks
 from ..kernels.hopper.backward.postprocess import finish_backward
 from ..kernels.hopper.backward.preprocess import prepare_backward
 from ..kernels.hopper.backward.sinks import sum_sinks
-from ..problem import in_bhsd
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
 from ..runtime.kernel import (
@@ -34,6 +33,7 @@ from ..runtime.kernel import (
     allocated_at_once,
 )
 from ..score_mod import TENSOR_TYPES, ScoreFunction
+from ..tensors import in_bhsd
 from .configs import HopperBackward
 from .plan import MOST_SHARERS, BackwardPlan
 from .table import padded_head_dims

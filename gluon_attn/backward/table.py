@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from ..bias import Bias
 from ..device import Device
-from ..problem import PADDED_HEAD_DIMS, Problem
+from ..problem import Problem
 from ..sizes import Sizes
+from ..tensors import PADDED_HEAD_DIMS
 from .configs import HopperBackward
 
 HOPPER = {

@@ -14,11 +14,12 @@ from ..kernels.common.packed import RECORD, list_row_blocks
 from ..kernels.common.sequence import KEYS_MULTIPLE
 from ..kernels.hopper.forward import kernel as hopper
 from ..kernels.hopper.transpose.kernel import transpose_values
-from ..problem import FP8_DTYPES, Problem, in_bhsd, output_dtype
+from ..problem import Problem
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
 from ..runtime.kernel import Build, CardLaunch, CardLaunches, Kernel, Launch, Launches, Pointer, Scalar, Tensors, Tma
 from ..score_mod import MAX_TENSORS, TENSOR_TYPES, ScoreFunction
+from ..tensors import FP8_DTYPES, in_bhsd, output_dtype
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 from .plan import TRANSPOSE_BLOCK_N, Plan
 

@@ -10,10 +10,11 @@ import torch
 from ..bias import Bias
 from ..device import Device
 from ..kernels.common.mask import Mask
-from ..problem import FP8_DTYPES, Problem, needs_no_maximum
+from ..problem import Problem, needs_no_maximum
 from ..runtime.descriptors import Bases
 from ..score_mod import NEAR_ZERO, ScoreFunction
 from ..sizes import Sizes
+from ..tensors import FP8_DTYPES
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 from .plan import Plan
 

@@ -13,7 +13,8 @@ from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.table import hopper_config, pick_config, require_fits
 from gluon_attn.ops import attention_op
-from gluon_attn.problem import PADDED_HEAD_DIMS, Problem
+from gluon_attn.problem import Problem
+from gluon_attn.tensors import PADDED_HEAD_DIMS
 from tests.gluon_attn.problems import problem
 
 HOPPER, BLACKWELL = Device.hopper(), Device.blackwell()

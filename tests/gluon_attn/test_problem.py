@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gluon_attn.problem import Problem, empty_output
+from gluon_attn.problem import Problem
+from gluon_attn.tensors import empty_output
 
 HEAD_DIMS = range(8, 257, 8)
 

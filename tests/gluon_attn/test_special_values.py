@@ -15,8 +15,9 @@ from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config
-from gluon_attn.problem import SCALES, Problem
+from gluon_attn.problem import Problem
 from gluon_attn.reference import dequantise
+from gluon_attn.tensors import SCALES
 from tests.gluon_attn.special_values import E4M3, E5M2, INF, NAN, Tensors, check_special, special_tensors
 from tests.slow import slow_if
 

@@ -20,10 +20,11 @@ from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import TABLE, Row, blackwell_config, hopper_config, pick_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.kernels.common.packed import CANDIDATES
-from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
+from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
 from gluon_attn.runtime.compat import gl, jit
 from gluon_attn.runtime.kernel import Launch
+from gluon_attn.tensors import FP8_DTYPES, output_dtype
 from tests.slow import slow_if
 
 NAN = float("nan")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from gluon_attn.device import Device
-from gluon_attn.problem import PACKED
+from gluon_attn.tensors import PACKED
 from gluon_attn.varlen import attention_varlen
 
 HOPPER = Device.hopper()

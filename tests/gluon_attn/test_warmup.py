@@ -26,9 +26,10 @@ from gluon_attn.forward.launch import build_of, launches_of, transpose_build
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import pick_config
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import Problem, empty_output
+from gluon_attn.problem import Problem
 from gluon_attn.runtime.kernel import Build
 from gluon_attn.score_mod import softcap
+from gluon_attn.tensors import empty_output
 from tests.gluon_attn.table_files import H100, content
 
 pytestmark = pytest.mark.usefixtures("packaged_alone")  # rows of a card serve few of the sizes that are tried here

@@ -16,9 +16,10 @@ from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.launch import NOT_GIVEN, launches_of, workspaces_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import require_fits
-from gluon_attn.problem import SCALES, Problem, empty_output, in_bhsd, output_dtype
+from gluon_attn.problem import Problem
 from gluon_attn.reference import reference_attention
 from gluon_attn.runtime.kernel import Launch, Tensors
+from gluon_attn.tensors import SCALES, empty_output, in_bhsd, output_dtype
 from gluon_attn.testing import check, check_gradients, config_for_rounds
 
 register_twins()

@@ -14,7 +14,8 @@ from gluon_attn import ForwardConfig, HopperConfig, attention
 from gluon_attn.apart import Apart
 from gluon_attn.device import Device
 from gluon_attn.forward.table import HOPPER, hopper_config, pick_config
-from gluon_attn.problem import Problem, output_dtype
+from gluon_attn.problem import Problem
+from gluon_attn.tensors import output_dtype
 from gluon_attn.testing import (
     FP8,
     Surrounded,

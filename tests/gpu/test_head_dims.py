@@ -5,7 +5,7 @@ import torch
 
 from gluon_attn import attention
 from gluon_attn.apart import Apart
-from gluon_attn.problem import empty_output
+from gluon_attn.tensors import empty_output
 from gluon_attn.testing import FP8, check, check_gradients, normal, normal_qkv, poison_free_memory
 from tests.gpu.checks import outcomes_of, settle
 

@@ -18,9 +18,10 @@ from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.forward import launch
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import pick_config
-from gluon_attn.problem import Problem, empty_output
+from gluon_attn.problem import Problem
 from gluon_attn.reference import reference_attention
 from gluon_attn.runtime.kernel import Build
+from gluon_attn.tensors import empty_output
 from tests.bench.tune.fakes import ASKED, BEST, H200, IN_USE, taken
 from tests.gluon_attn.problems import problem
 

@@ -15,8 +15,8 @@ from gluon_attn.bias import Bias
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import PADDED_HEAD_DIMS
 from gluon_attn.resources import resources
+from gluon_attn.tensors import PADDED_HEAD_DIMS
 from tests.gluon_attn.problems import problem
 from tests.slow import slow_if
 

@@ -15,8 +15,8 @@ from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.mask_mod import DOCUMENTS
-from gluon_attn.problem import FP8_DTYPES
 from gluon_attn.resources import resources
+from gluon_attn.tensors import FP8_DTYPES
 from tests.gluon_attn.problems import problem
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if

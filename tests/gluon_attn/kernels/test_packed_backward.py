@@ -16,7 +16,8 @@ from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.kernels.common.packed import RECORD
 from gluon_attn.kernels.hopper.backward.packed import list_key_blocks, number_of, padded_block
 from gluon_attn.kernels.hopper.backward.work import first_work, order_of
-from gluon_attn.problem import PACKED, Problem
+from gluon_attn.problem import Problem
+from gluon_attn.tensors import PACKED
 from tests.gluon_cpu.support import descriptor
 
 KEYS = 64  # of a block, and BLOCK_M

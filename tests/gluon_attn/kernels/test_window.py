@@ -16,8 +16,9 @@ from gluon_attn.forward.launch import NOT_GIVEN, compiled
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_config, hopper_config, require_fits
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.problem import FP8_DTYPES, Problem, output_dtype
+from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
+from gluon_attn.tensors import FP8_DTYPES, output_dtype
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
 
