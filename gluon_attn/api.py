@@ -21,9 +21,10 @@ from .checks import (
 from .device import Device
 from .features import NOT_THERE, refuse_together
 from .forward.configs import ForwardConfig
+from .forward.fits import require_ctas, require_fits, require_supported
 from .forward.launch import launches_on_card
 from .forward.plan import Plan
-from .forward.table import pick_config, require_ctas, require_fits, require_supported
+from .forward.table import pick_config
 from .gradients import Attention, require_gradient_of_bias, require_gradients
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask

@@ -15,7 +15,8 @@ from .backward.configs import HopperBackward
 from .backward.table import BackwardRow
 from .device import Device
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
-from .forward.table import Row, require_fits
+from .forward.fits import require_fits
+from .forward.table import Row
 from .problem import Problem
 from .tensors import PADDED_HEAD_DIMS
 

@@ -19,8 +19,9 @@ from gluon_attn.forward.configs import (
     label,
     orders_heads,
 )
+from gluon_attn.forward.fits import require_fits
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import Row, pick_config, require_fits
+from gluon_attn.forward.table import Row, pick_config
 from gluon_attn.problem import Problem
 
 OVERHEAD_REGISTERS = 32  # of a softmax thread, at least, beside O, S and P

@@ -10,7 +10,8 @@ from bench.candidates import CANDIDATES, label, orders_heads
 from bench.points import DTYPES, Point
 from gluon_attn import HopperConfig
 from gluon_attn.device import Device
-from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS, require_fits
+from gluon_attn.forward.fits import require_fits
+from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS
 from gluon_attn.problem import Problem
 
 

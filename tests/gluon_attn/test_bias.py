@@ -11,7 +11,8 @@ from gluon_attn.bias import Bias, view_of_bias
 from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperConfig
-from gluon_attn.forward.table import hopper_config, pick_config, require_fits
+from gluon_attn.forward.fits import require_fits
+from gluon_attn.forward.table import hopper_config, pick_config
 from gluon_attn.ops import attention_op
 from gluon_attn.problem import Problem
 from gluon_attn.tensors import PADDED_HEAD_DIMS

@@ -13,9 +13,9 @@ from gluon_attn.backward.table import pick_config
 from gluon_attn.cpu import register_twins
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig
+from gluon_attn.forward.fits import require_fits
 from gluon_attn.forward.launch import NOT_GIVEN, launches_of, workspaces_of
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import require_fits
 from gluon_attn.problem import Problem
 from gluon_attn.reference import reference_attention
 from gluon_attn.runtime.kernel import Launch, Tensors

@@ -12,14 +12,8 @@ import torch
 
 from gluon_attn import BlackwellConfig, HopperConfig
 from gluon_attn.device import Device
-from gluon_attn.forward.table import (
-    BLACKWELL,
-    HOPPER,
-    TABLE,
-    Row,
-    pick_config,
-    require_fits,
-)
+from gluon_attn.forward.fits import require_fits
+from gluon_attn.forward.table import BLACKWELL, HOPPER, TABLE, Row, pick_config
 from tests.gluon_attn.problems import problem
 from tests.slow import slow_if
 

@@ -12,8 +12,9 @@ from gluon_attn import HopperConfig, attention, attention_varlen
 from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import IN_ONE_LAUNCH, UNLIKE, padded_head_dims
 from gluon_attn.device import Device
+from gluon_attn.forward.fits import require_fits
 from gluon_attn.forward.launch import compiled
-from gluon_attn.forward.table import OTHER_HEAD_DIMS, Row, hopper_config, pick_config, require_fits
+from gluon_attn.forward.table import OTHER_HEAD_DIMS, Row, hopper_config, pick_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import resources

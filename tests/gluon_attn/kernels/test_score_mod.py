@@ -13,9 +13,10 @@ from gluon_attn import BlackwellConfig, HopperConfig
 from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig
+from gluon_attn.forward.fits import require_fits
 from gluon_attn.forward.launch import NOT_GIVEN
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config, require_fits
+from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config
 from gluon_attn.problem import Problem
 from gluon_attn.score_mod import ScoreMod, softcap
 from tests.gluon_attn.problems import problem

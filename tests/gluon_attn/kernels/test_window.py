@@ -12,9 +12,10 @@ import gluon_cpu
 from gluon_attn.cpu import launches_on_cpu
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig, HopperConfig
+from gluon_attn.forward.fits import require_fits
 from gluon_attn.forward.launch import NOT_GIVEN, compiled
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import blackwell_config, hopper_config, require_fits
+from gluon_attn.forward.table import blackwell_config, hopper_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
