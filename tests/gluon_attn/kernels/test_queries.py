@@ -10,7 +10,7 @@ import gluon_cpu
 from channels.compat import gl, jit
 from gluon_attn import reference
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.kernels.common.queries import Keys
+from gluon_attn.kernels.common.queries import AT_ONCE, Keys
 from gluon_attn.kernels.common.sequence import whole_sequence
 from tests.slow import slow_if
 
@@ -77,13 +77,19 @@ def check(
     assert (steps, unmasked_steps, masked_steps) == (len(some) * group, len(whole) * group, len(partly))
     visits = list(zip(*[iter(found[NUMBERS : NUMBERS + 2 * steps])] * 2, strict=True))
     assert sorted(visits) == [(5 * group + member, block) for member in range(group) for block in some], "each one once"
-    # Those without a mask first, of one head after the other, from the last one on, or from another on and around.
+    # Those without a mask first, from the last block on, or from another step on and around: of one head after the
+    # other, or under a causal mask of all heads, a few blocks of each.
     assert found[2] == (whole[0] if whole else found[1])
-    assert found[3] == 0 or 0 < found[3] < len(whole)
-    around = whole[::-1]
-    around = around[found[3] :] + around[: found[3]]
+    assert found[3] == 0 or 0 < found[3] < len(whole) * (group if causal else 1)
     heads = range(5 * group, 6 * group)
-    assert visits[:unmasked_steps] == [(head, block) for head in heads for block in around]
+    if causal:
+        parts = [whole[::-1][i : i + AT_ONCE.value] for i in range(0, len(whole), AT_ONCE.value)]
+        around = [(head, block) for part in parts for head in heads for block in part]
+        around = around[found[3] :] + around[: found[3]]
+    else:
+        turned = whole[::-1][found[3] :] + whole[::-1][: found[3]]
+        around = [(head, block) for head in heads for block in turned]
+    assert visits[:unmasked_steps] == around
     assert visits[unmasked_steps:] == [(head, block) for head in heads for block in reversed(partly)]
     assert found[NUMBERS + 2 * steps :][:masked_steps] == partly[::-1], "what the gradient role masks"
     return some
