@@ -37,7 +37,9 @@ from bench.report import markdown
 from bench.timing import FLUSH_BYTES
 from gluon_attn import attention
 from gluon_attn.device import Device
-from gluon_attn.distributed import AllToAll, Ranks, arrive, ring_attention, shard, ulysses_attention, unshard
+from gluon_attn.distributed import ring_attention, shard, ulysses_attention, unshard
+from gluon_attn.distributed.ranks import Ranks, arrive
+from gluon_attn.distributed.ulysses import AllToAll
 from gluon_attn.testing import check, check_gradients, last_place
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"ring": ring_attention, "ulysses": ulysses_attention}

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from bench import distributed as bench
-from gluon_attn import distributed
 from gluon_attn.device import Device
-from gluon_attn.distributed import AllToAll, Ranks
+from gluon_attn.distributed import ulysses
+from gluon_attn.distributed.ranks import Ranks
+from gluon_attn.distributed.ulysses import AllToAll
 
 ROOT = Path(__file__).parents[2]
 RANKS = Ranks(group=None, rank=1, size=2)
@@ -36,7 +37,7 @@ def sent(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(Ranks, "pass_on", pass_on)
     monkeypatch.setattr(Ranks, "of", lambda group: RANKS)
-    monkeypatch.setattr(distributed.dist, "all_to_all_single", exchange)
+    monkeypatch.setattr(ulysses.dist, "all_to_all_single", exchange)
     return sizes
 
 

@@ -29,8 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gluon_attn import attention, distributed, torch_sdpa
 from gluon_attn.device import Device
 from gluon_attn.distributed import (
+    ring,
     ring_attention,
     shard,
+    ulysses,
     ulysses_attention,
     ulysses_attention_varlen,
     unshard,
@@ -149,7 +151,7 @@ def run_of(name: str, case: dict[str, Any], size: int, place: torch.device, devi
         shares = list(torch.stack(shares, dim=2).unbind(2))
     q, k, v = (t.requires_grad_() for t in shares)
     function: Any = ring_attention if name.startswith("ring") else ulysses_attention
-    with Spy(distributed) as spy:
+    with Spy(ring if name.startswith("ring") else ulysses) as spy:
         out, lse = function(
             q, k, v, return_lse=True, deterministic=case.get("deterministic"), device=device, **options_of(case)
         )

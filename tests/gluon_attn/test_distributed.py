@@ -13,7 +13,8 @@ from gluon_attn import reference_attention
 from gluon_attn.api import attend, plan_of
 from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
-from gluon_attn.distributed import block_of, merge, ring_attention, shard, ulysses_attention
+from gluon_attn.distributed import ring_attention, shard, ulysses_attention
+from gluon_attn.distributed.ring import block_of, merge
 from gluon_attn.testing import check, check_gradients
 from tests.gluon_attn.ranks import (
     BY_TORCH,
