@@ -3,8 +3,9 @@
 import pytest
 
 from tests.gluon_cpu.attention import BackwardRun, normal_qkv
-from tests.gluon_cpu.campaign_mutants import KERNELS, text_of, verdict
+from tests.gluon_cpu.campaign_mutants import text_of, verdict
 from tests.gluon_cpu.mutants import mutants
+from tests.gluon_cpu.mutated_kernels import KERNELS
 
 RELAXED = {("acquire -> relaxed", "atomic_poll"), ("release -> relaxed", "atomic_rmw")}
 WITHIN_A_CTA = {("gpu -> cta", "atomic_poll"), ("gpu -> cta", "atomic_rmw")}

@@ -1,0 +1,237 @@
+"""Mutants that are right kernels, and why: by the kernel, the operation, and the line where it is."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import channels
+from gluon_attn.forward.configs import HopperConfig
+from gluon_attn.kernels.blackwell.forward import kernel as blackwell_kernel
+from gluon_attn.kernels.hopper.backward import kernel as backward_kernel
+from gluon_attn.kernels.hopper.forward import kernel as hopper_kernel
+from gluon_attn.kernels.hopper.transpose import kernel as transpose_kernel
+from tests.gluon_cpu.mutated_kernels import KERNELS, Kernel
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Mutants that are right kernels: "kernel | name of the mutant" matches `pattern`, from its beginning on."""
+
+    pattern: str
+    reason: str
+
+
+HOPPER = Path(str(hopper_kernel.__file__)).parent
+HOPPER_TRANSPOSE = Path(str(transpose_kernel.__file__)).parent
+BACKWARD = Path(str(backward_kernel.__file__)).parent
+BLACKWELL = Path(str(blackwell_kernel.__file__)).parent
+CHANNELS = Path(str(channels.__file__)).parent
+
+
+def line_of(folder: Path, file: str, text: str, which: slice = slice(None)) -> str:
+    """A pattern for `file:line` of the lines of a kernel's or the channels' file that read like this, or of some."""
+    lines = (folder / file).read_text(encoding="utf-8").splitlines()
+    found = [str(number) for number, line in enumerate(lines, 1) if line.strip() == text]
+    assert found, f"no line of {file} reads {text!r}"
+    return rf"{re.escape(file)}:({'|'.join(found[which])})\b"
+
+
+FIRST, LAST = slice(1), slice(-1, None)
+ON_HOPPER, ON_BLACKWELL = r"(?!Blackwell|gradients)[^|]*", r"Blackwell[^|]*"
+
+
+def in_load(text: str, which: slice = slice(None)) -> str:
+    return line_of(HOPPER, "load.py", text, which)
+
+
+def in_softmax(text: str, which: slice = slice(None)) -> str:
+    return line_of(HOPPER, "softmax.py", text, which)
+
+
+FREED = line_of(CHANNELS, "shared_memory.py", "mbarrier.wait(self.freed.index(at.slot()), at.previous_lap())")
+ACQUIRED = line_of(CHANNELS, "shared_memory.py", "self.channel.wait_until_free(at)", FIRST)
+WITHOUT_TURNS = "|".join(
+    name
+    for name, kernel in KERNELS.items()
+    if isinstance(kernel, Kernel) and isinstance(kernel.config, HopperConfig) and not kernel.config.turns
+)
+TURNS_INIT = line_of(CHANNELS, "signals.py", "init_barriers(self.sent, signal_arrivals(sending_roles=1))")
+LAST_FENCE = line_of(CHANNELS, "barriers.py", "cluster_fence()", LAST)
+LAST_STORE_WAIT = in_softmax(
+    "tma.wait_stores_read()  # before the role ends: what its stores still read must not go away"
+)
+ORDERED_BY_TURNS = "|".join(
+    (
+        in_softmax("q_slot, queries = queries.acquire()"),
+        in_softmax("v, values = ends.values.acquire()", FIRST),
+    )
+)
+KEYS_BY_TURNS = in_softmax("k, keys = ends.keys.acquire()")
+BIAS_READ = in_softmax("k.release_accessed()")
+
+WAITED_AGAIN = in_softmax(
+    "ends.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch"
+)
+
+SKIPS = "|".join(
+    line_of(HOPPER, "wires.py", text) for text in ("k, keys = self.keys.acquire()", "v, values = self.values.acquire()")
+)
+
+LOADED_ONCE = line_of(HOPPER_TRANSPOSE, "kernel.py", "slot, empty = empty.acquire()")
+FILLED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.filled, filled_arrivals(filling_roles=1))")
+FREED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.freed, freed_arrivals(self.CONSUMERS))")
+
+HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(QUERY_TILE).acquire()")
+FIRST_TURN = line_of(BLACKWELL, "softmax.py", "ends = ends.take_turn()", FIRST)
+
+FIRST_KEY = line_of(BLACKWELL, "copies.py", "k, keys_values = keys_values.acquire()", FIRST)
+SECOND_QUERY = line_of(BLACKWELL, "copies.py", "q, queries = queries.acquire()", slice(1, 2))
+QUERIES_DRAIN = line_of(BLACKWELL, "copies.py", "queries.drain()")
+KEYS_DRAIN = line_of(BLACKWELL, "copies.py", "keys_values.drain()")
+
+GRADIENTS, IN_ORDER = r"gradients, D=[^|]*", r"gradients, D=[^|]*, in order"
+LOADED_BEFORE = line_of(BACKWARD, "preprocess.py", "slot, _ = loaded.producer().acquire()")
+KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
+DOUT_LOADED = line_of(BACKWARD, "load.py", "dout, douts = douts.acquire()")
+KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
+ROWS_FOR_ALL = "full, shared|causal, shared, in order"  # each share has row blocks
+ROW_OF_DBIAS = line_of(
+    BACKWARD,
+    "gradient.py",
+    'gl.atomic_add(dbias + first + key, gl.sum(ds, axis=1), mask=key < keys.sequence.k_len, sem="relaxed")',
+)
+ZEROS_LOADED = line_of(BACKWARD, "load.py", "zeros, douts = douts.acquire()")
+QUERIES_AGAIN = line_of(
+    BACKWARD,
+    "gradient.py",
+    "ends.queries.wait_again()  # which passes at once: past it the assembler would move half of the exponentials",
+)
+LAST_DOUT_RELEASED = line_of(BACKWARD, "gradient.py", "do_slot.release()", LAST)
+GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
+HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
+
+EXPLAINED: tuple[Explanation, ...] = (
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]* \| count .* init_barrier .* ({FILLED_INIT}|{FREED_INIT}).*, (8|9|10) of 10$",
+        "the launch of dV has no dQ: of the last channel it uses the memory, and nobody arrives there or waits",
+    ),
+    Explanation(
+        rf"gradients, kernel before[^|]* \| "
+        rf"(delete: wait_barrier .* {LOADED_BEFORE}|count .* init_barrier .* {FREED_INIT})",
+        "the slot is filled once: its first acquire passes at once, and nobody frees it",
+    ),
+    Explanation(
+        rf"{IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
+        rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d+$)",
+        "in order each program has one key block: the slot of K and V is filled once, and nobody waits for its end",
+    ),
+    Explanation(
+        rf"gradients, D=(128|192/128, \w+), ({ROWS_FOR_ALL})[^|]* \| delete: grid_dependency_wait .* {HANDED_IN}",
+        "who has row blocks has waited for what the kernel before wrote; a share of the one kernel left out has none",
+    ),
+    Explanation(
+        rf"gradients, D=64, bias, one row \| delete: atomic_rmw .* {ROW_OF_DBIAS}",
+        "it adds to the gradient of the bias and synchronises nothing: without it those numbers are wrong, and no more",
+    ),
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]* \| delete: wait_barrier .* {QUERIES_AGAIN}",
+        "the slot has been waited for already: this wait is there for its branch",
+    ),
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]*, in order \| delete: arrive_barrier .* {LAST_DOUT_RELEASED}",
+        "in order each program has one key block: after its last dO nobody waits for the slot",
+    ),
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]* \| delete: wait_barrier .* {ZEROS_LOADED}",
+        "the slot of K has been acquired before, which is freed after the last dO of the key block before",
+    ),
+    Explanation(
+        rf"gradients, D=192/128, dv[^|]* \| delete: grid_dependency_wait .* {GRIDS_WAITED_FOR}",
+        "the loads have waited for the kernel before; only where no program has row blocks nobody else waits for it",
+    ),
+    Explanation(
+        rf"gradients, D=(64|128|192/128, main)[^|]* \| delete: wait_barrier .* {DOUT_LOADED}",
+        "dO is released before Q of the same step, whose slot has been acquired before",
+    ),
+    Explanation(
+        rf"one CTA, turns \| delete: wait_barrier .* partition1 at .* < ({SKIPS})",
+        "the last role: its turn for the block before came after all others had freed the slot's last lap",
+    ),
+    Explanation(
+        r".* \| delete: barrier #",
+        "a barrier among the warps of one role, which the machine runs as one; races between them are the compiler's",
+    ),
+    Explanation(r".* \| delete: inval_barrier ", "nothing uses a barrier's memory after the end of its life"),
+    Explanation(
+        rf"({WITHOUT_TURNS}) \| count .* init_barrier .* {TURNS_INIT}",
+        "without turns nobody arrives on these barriers or waits for them",
+    ),
+    Explanation(
+        rf".*O staged in Q \| delete: wait_barrier .* {FREED} < {ACQUIRED} < "
+        rf"{in_load('k, keys = keys.acquire()', FIRST)}",
+        "with one slot of queries, a row block's Q has been waited for, that every role frees after its last keys",
+    ),
+    Explanation(
+        rf".*O staged in Q \| .* async_tma_store_wait .* {LAST_STORE_WAIT}",
+        "where O is staged in the tile of Q, each store has been waited for already",
+    ),
+    Explanation(
+        rf"{ON_HOPPER} \| delete: wait_barrier .* {WAITED_AGAIN}",
+        "the slot has been waited for already: this wait is there for its branch",
+    ),
+    Explanation(
+        rf"{ON_HOPPER} \| delete: cluster_barrier #\d+ kernel at (kernel|.* {LAST_FENCE})",
+        "at the end: the lead waits for every arrival from its peer, and each CTA for every copy into it",
+    ),
+    Explanation(
+        rf"{ON_HOPPER}, turns \| delete: wait_barrier #\d+ partition[01] at (shared_memory\.py:\d+ < )+"
+        rf"({ORDERED_BY_TURNS}|{KEYS_BY_TURNS})",
+        "the first role waits for the same copy before it hands its turn on, which orders it before the roles after it",
+    ),
+    Explanation(
+        rf"one CTA, turns, bias \| delete: wait_barrier #\d+ partition0 at (shared_memory\.py:\d+ < )+"
+        rf"({ORDERED_BY_TURNS})",
+        "as without a bias; but for keys, with which comes the bias, that is read before the turn",
+    ),
+    Explanation(
+        rf"one CTA, turns, bias \| delete: fence_async_shared #\d+ default at shared_memory\.py:\d+ < {BIAS_READ}",
+        "the second role has its turn once the first has read the bias, and fences before it frees the slot: that is "
+        "for both",
+    ),
+    Explanation(
+        rf"{ON_HOPPER}, fp8[^|]* \| delete: wait_barrier .* {in_load('v, values = values.acquire()', FIRST)}",
+        "the last V in the slot was transposed before any role freed the keys after it, which have been waited for",
+    ),
+    Explanation(
+        rf"fp8, V transposed before \| (delete: wait_barrier .* {LOADED_ONCE}|count .* init_barrier .* {FREED_INIT})",
+        "the slot is filled once: its first acquire passes at once, and nobody frees it",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: cluster_barrier #\d+ kernel at kernel\.py:\d+$",
+        "the compiler's own, at the end: after the kernel's last one no CTA touches another's memory",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* {HELD_FIRST}",
+        "passes at once, as nobody has filled the slot before: it is there for the slot that it returns",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier #\d+ partition0 .* {FIRST_TURN}",
+        "query tile 0's first scores are issued after PV of query tile 1's last P, for which tile 1 had taken its turn",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* {SECOND_QUERY}",
+        "the first query tile, which has been waited for, was freed after the last product with either",
+    ),
+    Explanation(
+        rf"Blackwell, (one|two)[^|]* \| delete: wait_barrier .* {FIRST_KEY}",  # with four, the other pair frees it too
+        "with two slots or more, the slot was freed before the last row block's queries, which have been waited for",
+    ),
+    Explanation(
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* ({QUERIES_DRAIN}|{KEYS_DRAIN}.*, (1 of [23]|2 of 3)$)",
+        "at the end: freed before the last products, which the correction role waits for; the last slot is not",
+    ),
+)
+
+
+def reason_of(kernel: str, name: str) -> str:
+    return next((e.reason for e in EXPLAINED if re.match(e.pattern, f"{kernel} | {name}")), "")

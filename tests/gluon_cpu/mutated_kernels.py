@@ -1,0 +1,232 @@
+"""The launches whose synchronisation operations the campaign breaks: kernels by name, with what they run on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluon_attn.device import Device
+from gluon_attn.forward.configs import BlackwellConfig, ForwardConfig
+from gluon_attn.forward.launch import launches_of
+from gluon_attn.forward.plan import Plan
+from gluon_attn.forward.table import blackwell_config, hopper_config
+from gluon_attn.problem import Problem
+from tests.gluon_cpu.attention import BackwardRun, Run, TransposeRun, bias_of, kv_scales, normal_qkv
+
+AnyRun = Run | TransposeRun | BackwardRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, row block after row
+    block. If V is transposed before, the kernel that does that.
+
+    The config is not the tuning table's, which changes: the lengths are chosen for it. bias: as for `bias_of`.
+    """
+
+    head_dim: int
+    causal: bool
+    lengths: tuple[tuple[int, int], ...]
+    config: ForwardConfig
+    dtype: torch.dtype = torch.bfloat16
+    bias: str = ""
+
+    def runs(self) -> Sequence[AnyRun]:
+        device = Device.blackwell() if isinstance(self.config, BlackwellConfig) else Device.hopper()
+        options: dict[str, Any] = {"causal": self.causal, "device": device}
+        kind: dict[str, Any] = {"head_dim": self.head_dim, "dtype": self.dtype}
+        scales = kv_scales(1, 1) if self.dtype.itemsize == 1 else ()
+        inputs = [normal_qkv(q_len=q, kv_len=kv, **kind) for q, kv in self.lengths]
+        if self.config.transposes_before(self.dtype.itemsize):
+            return [transpose_run(*qkv, self.config, device) for qkv in inputs]
+        biases = [bias_of(self.bias, *qkv[:2]) for qkv in inputs]
+        options |= {"config": self.config, "programs": 1}
+        return [Run(*qkv, *scales, bias=bias, **options) for qkv, bias in zip(inputs, biases, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
+    tried on, all launched each time. The main one, or a part of it, is one program and, for the first problem once
+    more, two, of which one waits for the other; or, if it is deterministic, one for each key block. With `sharers`, so
+    many programs share the key blocks of the first problem. head_dim_v: None: as Q's. bias: as for `bias_of`."""
+
+    head_dim: int
+    head_dim_v: int | None = None
+    lengths: tuple[tuple[int, int], ...]
+    causal: bool = False
+    deterministic: bool = False
+    which: str = "main"
+    sharers: int = 0
+    bias: str = ""
+
+    def runs(self) -> Sequence[AnyRun]:
+        columns: dict[str, Any] = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
+        inputs = [
+            normal_qkv(heads=2, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
+            for q, kv in self.lengths
+        ]
+        kind: dict[str, Any] = {"causal": self.causal, "deterministic": self.deterministic, "which": self.which}
+        biases = [bias_of(self.bias, *qkv[:2]) for qkv in inputs]
+        runs = [
+            BackwardRun(*qkv, bias=bias, programs=self.sharers or 1, **kind)
+            for qkv, bias in zip(inputs, biases, strict=True)
+        ]
+        assert all(run.sharers == self.sharers for run in runs)
+        if self.which not in ("before", "after") and not self.deterministic and not self.sharers:
+            runs.insert(0, BackwardRun(*inputs[0], bias=biases[0], programs=2, **kind))
+        for run in runs:
+            run.keep_bits()
+        return runs
+
+
+def transpose_run(q: Tensor, k: Tensor, v: Tensor, config: ForwardConfig, device: Device) -> TransposeRun:
+    plan = Plan.of(Problem.of(q, k, v), config, device)
+    before, _ = launches_of(plan, q, k, v, q)
+    return TransposeRun(plan, v, before)
+
+
+# Lengths such that, under a causal mask, every role has a second masked block in some row block, and skips one in
+# another; that row blocks have one key block, where nothing but the channel of the queries orders one after another, or
+# two, where nothing but the channel of the keys orders the first key block of one after the last but one; and that a
+# role skips right after a row block of two, where it could release a slot before another has released its last lap.
+# On Blackwell, queries to a CTA; a ring of three slots, which a row block of two key blocks walks around already. Three
+# row blocks of one to five key blocks; row blocks of one, where nothing is rescaled; row blocks of two.
+BLACKWELL_LENGTHS = ((700, 600), (520, 100), (600, 250))
+# Of the gradients, by head dim: several row blocks, and key blocks of which the last is not whole, and so masked; one
+# row block and several key blocks.
+BACKWARD_LENGTHS = {64: ((400, 200), (100, 300)), 128: ((200, 200), (60, 300)), 256: ((200, 150), (60, 180))}
+KERNELS: dict[str, Kernel | Backward] = {
+    "two CTAs, turns": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
+        config=hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2),
+    ),
+    "one CTA, turns": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((580, 649), (800, 100), (400, 517), (384, 387), (400, 416), (400, 420)),
+        config=hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1),
+    ),
+    "one CTA, no turns": Kernel(
+        head_dim=128,
+        causal=False,
+        lengths=((390, 650), (500, 100), (600, 200)),
+        config=hopper_config(2, 128, 2, 2, 232),
+    ),
+    "two CTAs, O staged in Q": Kernel(
+        head_dim=256,
+        causal=False,
+        lengths=((500, 330), (800, 60), (800, 100)),
+        config=hopper_config(2, 64, 1, 2, 232, stage_in_queries=True, num_ctas=2),
+    ),
+    "one CTA, one role": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((290, 390), (400, 100), (192, 320)),
+        config=hopper_config(1, 128, 2, 2, 232),
+    ),
+    "one CTA, fp8": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((580, 649), (400, 100), (384, 387), (400, 300), (400, 446)),
+        config=hopper_config(2, 128, 2, 2, 216, transpose_registers=56),
+        dtype=torch.float8_e4m3fn,
+    ),
+    "two CTAs, fp8, turns": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((1160, 1229), (1600, 100), (768, 694), (800, 446)),
+        config=hopper_config(2, 128, 2, 2, 216, turns=True, num_ctas=2, transpose_registers=56),
+        dtype=torch.float8_e4m3fn,
+    ),
+    "one CTA, turns, bias": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((580, 649), (800, 100), (400, 517), (384, 387)),
+        config=hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True),
+        bias="a row each",
+    ),
+    "one CTA, bias of a row": Kernel(
+        head_dim=64,
+        causal=True,
+        lengths=((390, 520), (500, 100), (256, 400)),
+        config=hopper_config(2, 64, 2, 2, 232),
+        bias="one row",
+    ),
+    "fp8, V transposed before": Kernel(
+        head_dim=64,
+        causal=False,
+        lengths=((1, 333), (1, 100)),
+        config=hopper_config(2, 128, 2, 2, 232),
+        dtype=torch.float8_e4m3fn,
+    ),
+    **{
+        f"Blackwell, {name}": Kernel(
+            head_dim=64,
+            causal=True,
+            # The last is one row block, whose query tile 0 has masked key blocks and, in a cluster, unmasked ones.
+            lengths=(*((q * num_ctas, kv) for q, kv in BLACKWELL_LENGTHS), (256 * num_ctas, 325 * num_ctas)),
+            config=blackwell_config(slots, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
+        )
+        for name, num_ctas, slots in (("one CTA", 1, 3), ("two CTAs", 2, 3), ("four CTAs", 4, 3))
+    },
+    **{
+        f"gradients, D={head_dim}, {mask}{order}": Backward(
+            head_dim=head_dim, lengths=lengths, causal=mask == "causal", deterministic=bool(order)
+        )
+        for head_dim, lengths in BACKWARD_LENGTHS.items()
+        for mask in ("full", "causal")
+        for order in ("", ", in order")
+    },
+    **{
+        f"gradients, D=128, {mask}, shared{order}": Backward(
+            head_dim=128,
+            # Full, the last key block is masked. Causal, one share has no row blocks, another several without a mask.
+            lengths=((512, 200 if mask == "full" else 256),),
+            causal=mask == "causal",
+            deterministic=bool(order),
+            sharers=4 if order else 3,
+        )
+        for mask in ("full", "causal")
+        for order in ("", ", in order")
+    },
+    **{
+        f"gradients, D=192/128, {which}, {mask}{order}": Backward(
+            head_dim=192,
+            head_dim_v=128,
+            lengths=BACKWARD_LENGTHS[128],
+            causal=mask == "causal",
+            deterministic=bool(order),
+            which=which,
+        )
+        for which, mask, order in (
+            ("dv", "full", ""),
+            ("dv", "causal", ", in order"),
+            ("main", "causal", ""),
+            ("main", "full", ", in order"),
+        )
+    },
+    **{
+        f"gradients, D=192/128, {which}, full, shared": Backward(
+            head_dim=192, head_dim_v=128, lengths=((512, 200),), sharers=3, which=which
+        )
+        for which in ("dv", "main")
+    },
+    **{
+        f"gradients, D={head_dim}, bias, {bias}": Backward(
+            head_dim=head_dim, lengths=BACKWARD_LENGTHS[head_dim], causal=True, bias=bias
+        )
+        for head_dim, bias in ((64, "a row each"), (64, "one row"), (256, "a row each"))
+    },
+    **{
+        f"gradients, kernel {which}, D={head_dim}": Backward(
+            head_dim=head_dim, lengths=lengths, deterministic=True, which=which
+        )
+        for head_dim, lengths in BACKWARD_LENGTHS.items()
+        for which in ("before", "after")
+    },
+}
