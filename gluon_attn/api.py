@@ -240,10 +240,12 @@ def attend(
     return out if lse is None else (out, lse)
 
 
-def check_options(return_lse: object, deterministic: object, unsupported: dict[str, Any]) -> None:
-    """What says nothing of the tensors."""
+def check_options(
+    return_lse: object, deterministic: object, unsupported: dict[str, Any], function: str = "attention"
+) -> None:
+    """What says nothing of the tensors. function: that is called, for messages."""
     if unsupported:
-        refuse(**unsupported)
+        refuse(unsupported, function)
     if return_lse is not False and return_lse is not True:
         check_bool("return_lse", return_lse)
     if deterministic is not None:
@@ -300,15 +302,15 @@ def check_device(device: object, q: Tensor) -> None:
         raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
 
 
-def refuse(**unsupported: Any) -> None:
-    """Raise for the first argument that attention() does not know, or knows but does not support."""
+def refuse(unsupported: dict[str, Any], function: str) -> None:
+    """Raise for the first argument that a function does not know, or knows but does not support."""
     for name in unsupported:
         refuse_together({"cu_seqlens_q", name})  # what `attention` has and `attention_varlen` has not
         if name in NOT_THERE:
             raise NotImplementedError(f"{name}: {NOT_THERE[name]} is not supported so far; leave the argument out")
         else:
             hint = f"; use {RENAMED[name]}" if name in RENAMED else ""
-            raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:

@@ -16,6 +16,7 @@ from ..support import check_forward
 from ..tensors import FP8_DTYPES
 
 NO_EXTRAS = Extras()
+REFUSED = "window", "chunk", "segment_ids", "mask_mod", "softcap", "alibi_slopes", "bias", "sinks", "score_mod"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +122,13 @@ def check_inputs(
             f"{function}: transfers in a graph are not supported; keep the call out of it by a function of your own "
             "under @torch.compiler.disable"
         )
-    for name in ("window", "chunk", "softcap", "alibi_slopes", "sinks", "score_mod"):
+    for name in REFUSED:
         if name in unsupported:
             raise NotImplementedError(
                 f"{name}: masks other than causal, and changes of scores, are not supported over several cards so "
                 "far; leave the argument out"
             )
-    check_options(options["return_lse"], options["deterministic"], unsupported)
+    check_options(options["return_lse"], options["deterministic"], unsupported, function)
     if torch.is_grad_enabled() and wants_gradient(q, k, v):
         check_differentiable(q, k, v, extras, Options(device=options["device"]))
     with torch.no_grad():

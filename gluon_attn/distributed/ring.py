@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..api import attend, attention, autocast
-from ..call import Extras, Options
+from ..call import Options
 from ..device import Device
 from ..gradients import Gradients, attention_backward
 from ..tensors import in_bhsd
-from .ranks import Ranks, arrive, check_halves, check_inputs
+from .ranks import NO_EXTRAS, Ranks, arrive, check_halves, check_inputs
 
 
 def ring_attention(
@@ -128,7 +128,7 @@ def ring_forward(
         rows, keys, diagonal = block_of(ranks.rank, (ranks.rank - step) % ranks.size, length, causal)
         call = Options(causal=diagonal, layout=layout, card_is_shared=bool(coming), **options)
         mine, theirs, values = along(q, rows, layout), *(along(t, keys, layout) for t in here)
-        out, lse = attend(mine, theirs, values, Extras(), call, return_lse=True)
+        out, lse = attend(mine, theirs, values, NO_EXTRAS, call, return_lse=True)
         if total is None or total_lse is None:
             total, total_lse = out.float(), lse
         else:

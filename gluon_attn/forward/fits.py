@@ -77,7 +77,8 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
 
 def require_fits_dtype(config: HopperConfig, problem: Problem) -> None:
     """ValueError for what does not go with the problem's dtype: in fp8 O staged in Q's tile, maxima as integers, or a
-    role that transposes V with too little to do; in 16 bits such a role at all."""
+    role that transposes V with too little to do; in 16 bits such a role at all. And at some head dims O staged in Q's
+    tile, or such a role."""
     fp8 = problem.dtype in FP8_DTYPES
     if config.integer_max and fp8:
         raise ValueError(

@@ -262,7 +262,7 @@ def blackwell_rows() -> tuple[Row, ...]:
 
 def configs_with_bias() -> Iterator[HopperConfig]:
     """Where a bias of each row leaves no room for the table's config, the first of these that fits: with as many keys
-    to a block, roles and slots as have room. They wait for their measurement."""
+    to a block, roles and slots as have room."""
     for query_slots, stages in ((2, False), (1, True), (1, False)):
         yield hopper_config(
             2, 128, query_slots, 2, 232, turns=True, early_exp=2, integer_max=True, stage_in_queries=stages

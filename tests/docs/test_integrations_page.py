@@ -28,7 +28,7 @@ DDP = FSDP.replace(
     "torch.distributed.fsdp import fully_shard", "torch.nn.parallel import DistributedDataParallel"
 ).replace("fully_shard(", "DistributedDataParallel(")
 CARDS = {"ring_attention": RING, "FSDP2": FSDP, "DDP": DDP, "context_parallel": CONTEXT}
-SUPPORTS, SDPA, BY_HAND, FLASH, HUGGING_FACE, BATCHES = SCRIPTS
+SUPPORTS, SDPA, BY_HAND, FLASH, HUGGING_FACE, BATCHES, COMPILED = SCRIPTS
 ATTENTION = [script for script in SCRIPTS if script not in (HUGGING_FACE, BATCHES)]
 LONGEST, FEWER = 130, 2
 
@@ -44,7 +44,7 @@ def check(script: str) -> None:
     assert (names["out"].cpu() - want).abs().max() < 0.03
     if script == FLASH:
         assert (names["lse"].cpu() - want_lse).abs().max() < 1e-3
-    if script == SDPA:
+    if script in (SDPA, COMPILED):
         grads = torch.autograd.grad(want.sum(), (q, k, v))
         for name, grad in zip("qkv", grads, strict=True):
             assert (names[name].grad.cpu() - grad).abs().max() < 0.05
@@ -230,12 +230,17 @@ def test_the_speed_of_several_cards_is_that_of_the_result_file():
     found = json.loads((ROOT / "bench/results/h100x2_distributed.json").read_text(encoding="utf-8"))
     columns = [("ring", 32768), ("ring", 131072), ("ulysses", 32768), ("ulysses", 131072)]
     points = {(f"{point['mask']}, {point['pass']}", point["length"]): point for point in found["timed"]}
-    tables = re.findall(r"^\| \| ring, 32768 .*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    tables = re.findall(r"^\| \| ring, 32768 \| .*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     for table, column in zip(tables, (HEAD.index("TFLOP/s per card"), HEAD.index("×")), strict=True):
         for line in table.splitlines():
             name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
             rows = [row_of(points[name, length], function, found["cards"]) for function, length in columns]
             assert [float(cell) for cell in cells] == pytest.approx([float(row[column]) for row in rows], abs=0.0051)
+    (hidden,) = re.findall(r"^\| \| ring, 32768, hidden .*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    for line in hidden.splitlines():
+        name, cell = (cell.strip() for cell in line.strip("|").split("|"))
+        row = row_of(points[name, 32768], "ring", found["cards"])
+        assert cell == str(row[HEAD.index("hidden, %")]).strip()
 
 
 def test_the_times_are_those_of_the_result_file(models):

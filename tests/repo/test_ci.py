@@ -45,9 +45,14 @@ def test_commands_run_in_a_bare_environment(tmp_path):
         assert seen.keys() - kept <= {"PWD", "SHLVL", "_"}, "bash itself sets these three"
 
 
-def test_the_workflow_runs_what_ci_runs():
+def test_the_workflow_runs_what_ci_runs_and_the_hooks_beside_each_torch():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert re.findall(r"^      - run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
+    first, second = workflow.split("\n  beside-each-torch:\n")
+    assert re.findall(r"^      - run: (.*)$", first, re.MULTILINE) == [".ci/run"]
+    (torches,) = re.findall(r"torch: \[(.*)\]", second)
+    assert torches == ", ".join(f'"2.{minor}"' for minor in range(11, 16))
+    (tests,) = re.findall(r"python -m pytest (.*)$", second, re.MULTILINE)
+    assert all((ROOT / test).is_file() for test in tests.split())
 
 
 def test_a_release_is_installed_beside_every_torch_and_triton_that_are_supported():
