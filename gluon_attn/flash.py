@@ -77,7 +77,7 @@ def flash_attn_func(
 
 def refuse_what_is_missing(qv: Any, sm_margin: int) -> None:
     if qv is not None:
-        refuse(qv=qv)
+        refuse({"qv": qv}, "flash_attn_func")
     if sm_margin:
         raise NotImplementedError(
             "sm_margin: leaving processors to others is not supported so far; leave the argument out"
