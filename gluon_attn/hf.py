@@ -77,7 +77,7 @@ def register(device: Device | None = None) -> None:
     """
     sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
     for name in (NAME, NAME_IN_BATCHES):
-        AttentionInterface.register(name, functools.partial(attend, sdpa, device))
+        AttentionInterface.register(name, functools.partial(attend, sdpa, device=device))
         AttentionMaskInterface.register(name, functools.partial(mask_of, sdpa_mask))
 
 
@@ -132,17 +132,23 @@ def refuse_other_batches(model: PreTrainedModel) -> None:
 
 
 def supports_heads_of(model: PreTrainedModel) -> str | None:
-    """Why not, by the numbers in the model's config, of one new token: dtype, head dim, the card. None: they are taken.
+    """Why not, by the numbers in the model's config, of one new token: dtype, head dim, the card.
 
-    What else a layer asks for, it asks for in its calls.
+    None: they are taken, or the config has not one number for all layers. Each layer asks again in its calls.
     """
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    try:
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    # RuntimeError: transformers' AmbiguousGlobalPerLayerAttributeError, which older ones do not have. TypeError: a list.
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    if not all(isinstance(number, int) for number in (heads, kv_heads, head_dim)):
+        return None
     q, k, v = (torch.empty(1, n, head_dim, dtype=model.dtype, device=model.device) for n in (heads, kv_heads, kv_heads))
     starts = torch.tensor([0, 1], dtype=torch.int32, device=model.device)
-    device: Device | None = AttentionInterface()[NAME].args[1]
+    device: Device | None = AttentionInterface()[NAME].keywords["device"]
     return supports(
         q, k, v, causal=True, device=device, needs_grad=False,
         cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=1, max_seqlen_k=1,
@@ -294,7 +300,6 @@ def attend_packed(
 
 def attend(
     sdpa: Attend,
-    device: Device | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -303,6 +308,8 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    *,
+    device: Device | None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """(B, S, H, D), and no weights but from eager attention; query (B, H, S, D), key and value (B, Hkv, S, D)."""

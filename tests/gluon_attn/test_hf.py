@@ -635,6 +635,26 @@ def test_models_refused_with_continuous_batching(ran, monkeypatch):
     check_refused(model, NotImplementedError, r"^model: expected .* no mask tensor, got LlamaForCausalLM.*\(\"sdpa\"\)")
 
 
+# Configs that do not give one number for all layers, in transformers' own way and in those of custom models.
+UNSAID: dict[str, Callable[[], Any]] = {
+    "head dim": lambda: transformers.Gemma4TextConfig(
+        **TINY, global_head_dim=64, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "list of KV heads": lambda: SimpleNamespace(num_attention_heads=2, num_key_value_heads=[1, 2], head_dim=32),
+    "list of heads": lambda: SimpleNamespace(num_attention_heads=[2, 4], hidden_size=64),
+    "other names": lambda: SimpleNamespace(n_head=2, n_embd=64),
+}
+
+
+@pytest.mark.parametrize("unsaid", UNSAID)
+def test_a_config_that_does_not_say_it_is_left_to_the_layers(unsaid, ran, monkeypatch):
+    """In fp32, which is refused if the config says the numbers."""
+    model, config = model_by_ours("Llama", torch.float32), UNSAID[unsaid]()
+    assert hf.supports_heads_of(model) is not None
+    monkeypatch.setattr(type(model.config), "get_text_config", lambda self: config)
+    assert hf.supports_heads_of(model) is None
+
+
 def test_older_transformers_are_refused_for_continuous_batching(ran, monkeypatch):
     monkeypatch.setattr(hf, "transformers_version", "5.23.0")
     check_refused(model_by_ours("Llama"), NotImplementedError, r"expected transformers 5\.24 or newer.*, got 5\.23\.0")
