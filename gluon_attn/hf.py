@@ -12,10 +12,12 @@ Continuous batching (`generate_batch`) has no masks: it packs the new tokens of 
 each from its pages. These calls are known by what they say of the pages, and nothing else computes them.
 """
 
+import collections
 import contextlib
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
@@ -68,6 +70,9 @@ KNOWN_SEQUENCES = "_gluon_attn_known_sequences"
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 _warned: set[tuple[str, str]] = set()
+# How many `continuous_batching` are entered, by id of a model's config, which they hold. They are left in any order.
+_lock = threading.Lock()
+_entered: collections.Counter[int] = collections.Counter()
 
 
 def register(device: Device | None = None) -> None:
@@ -94,16 +99,26 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """
     refuse_other_batches(model)
     configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
-    ours = [config for config in configs.values() if config._attn_implementation == NAME]
-    # The setter that `from_config` uses; "" is the config itself, as otherwise its parts' configs are set as well.
-    for config in ours:
-        config._attn_implementation = {"": NAME_IN_BATCHES}
+    with _lock:
+        ours = {at: c for at, c in configs.items() if c._attn_implementation in (NAME, NAME_IN_BATCHES)}
+        for at, config in ours.items():
+            _entered[at] += 1
+            set_name(config, NAME_IN_BATCHES)
     try:
         yield model
     finally:
-        for config in ours:
-            if config._attn_implementation == NAME_IN_BATCHES:
-                config._attn_implementation = {"": NAME}
+        with _lock:
+            for at, config in ours.items():
+                _entered[at] -= 1
+                if not _entered[at]:
+                    del _entered[at]
+                    if config._attn_implementation == NAME_IN_BATCHES:
+                        set_name(config, NAME)
+
+
+def set_name(config: PreTrainedConfig, name: str) -> None:
+    """By the setter that `from_config` uses; "" is the config itself: otherwise its parts' configs are set as well."""
+    config._attn_implementation = {"": name}
 
 
 def refuse_other_batches(model: PreTrainedModel) -> None:
@@ -141,7 +156,7 @@ def supports_heads_of(model: PreTrainedModel) -> str | None:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # RuntimeError: transformers' AmbiguousGlobalPerLayerAttributeError, which older ones do not have. TypeError: a list.
+    # RuntimeError: transformers' AmbiguousGlobalPerLayerAttributeError, which older ones lack. TypeError: a list.
     except (AttributeError, RuntimeError, TypeError):
         return None
     if not all(isinstance(number, int) for number in (heads, kv_heads, head_dim)):

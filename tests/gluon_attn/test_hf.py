@@ -557,6 +557,54 @@ def test_a_model_with_continuous_batching_generates_as_before(ran):
     assert model.config._attn_implementation == hf.NAME
 
 
+def name_of(model: Any) -> str:
+    """In its config, by which transformers chooses attention and masks."""
+    return model.config._attn_implementation
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_continuous_batching_entered_twice(first, ran):
+    """The name is back when the last is left, whichever that is."""
+    model = model_by_ours("Llama")
+    entered = [hf.continuous_batching(model) for _ in range(2)]
+    for within in entered:
+        within.__enter__()
+    entered[first].__exit__(None, None, None)
+    assert name_of(model) == hf.NAME_IN_BATCHES
+    assert [r.error for r in in_batches(model, batch_of((5,), 0))] == [None]
+    entered[1 - first].__exit__(None, None, None)
+    assert name_of(model) == hf.NAME
+    assert not hf._entered
+
+
+def test_continuous_batching_left_by_an_exception(ran):
+    model = model_by_ours("Llama")
+    with hf.continuous_batching(model):
+        with pytest.raises(ZeroDivisionError), hf.continuous_batching(model):
+            raise ZeroDivisionError
+        assert name_of(model) == hf.NAME_IN_BATCHES
+    with pytest.raises(ZeroDivisionError), hf.continuous_batching(model):
+        raise ZeroDivisionError
+    assert name_of(model) == hf.NAME
+    assert not hf._entered
+
+
+def test_another_implementation_that_is_set_within_stays(ran):
+    model = model_by_ours("Llama")
+    with hf.continuous_batching(model):
+        model.set_attn_implementation("eager")
+    assert name_of(model) == "eager"
+
+
+def test_a_copy_made_within_takes_its_name_by_hand(ran):
+    model = model_by_ours("Llama")
+    with hf.continuous_batching(model):
+        copied = copy.deepcopy(model)
+    assert name_of(copied) == hf.NAME_IN_BATCHES
+    copied.set_attn_implementation(hf.NAME)
+    assert name_of(copied) == hf.NAME
+
+
 OF_BATCHES: dict[str, Any] = {
     "cu_seq_lens_q": torch.tensor([0, 5, 6, 6, 6], dtype=torch.int32),
     "cu_seq_lens_k": torch.tensor([0, 9, 29, 29, 29], dtype=torch.int32),
