@@ -90,8 +90,8 @@ def register(device: Device | None = None) -> None:
 def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within it, `model.generate_batch` and transformers' other ways to continuous batching take these kernels.
 
-    model: by `attn_implementation="gluon_attn"`. Whatever else it computes within is computed as outside. A manager has
-    to be made within. Parts of the model that have another implementation keep it.
+    model: by `attn_implementation="gluon_attn"`. What else it computes within has the numbers of outside, up to
+    rounding. A manager has to be made within. Parts of the model that have another implementation keep it.
 
     Raises:
         NotImplementedError: transformers, or the model, has no continuous batching that these kernels can serve.
@@ -140,6 +140,11 @@ def refuse_other_batches(model: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"model: expected one whose attention needs no mask tensor, got {name}, which transformers does not give "
             f"to flash-attention; {instead}"
+        )
+    if getattr(model.config.get_text_config(), "prefix_lm", False):
+        raise NotImplementedError(
+            f"prefix_lm: expected a model that is causal without a mask, got {name}, whose prompts see later "
+            f"tokens; {instead}, or set config.prefix_lm=False"
         )
     why = supports_heads_of(model)
     if why is not None:
@@ -385,9 +390,11 @@ def attend_to_pages(
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     size = others.get("sliding_window")
+    if size is not None and not causal:
+        refuse_in_batches("sliding_window: expected a causal layer, got one that is not, whose window has two sides")
     left = None if size is None else size - 1  # the query's own position counts there
     options: dict[str, Any] = {
-        "causal": causal, "window": (left, left if not causal else None), "scale": scaling, "device": device,
+        "causal": causal, "window": (left, None), "scale": scaling, "device": device,
         "deterministic": others.get("deterministic") or None,
         **{OURS[name]: others[name] for name in OURS if asks(others.get(name))},
     }  # fmt: skip

@@ -557,6 +557,43 @@ def test_a_model_with_continuous_batching_generates_as_before(ran):
     assert model.config._attn_implementation == hf.NAME
 
 
+def test_what_a_layer_may_not_ask_for_is_an_error_in_each_answer(ran, monkeypatch):
+    """And the name is restored."""
+    model = model_by_ours("Llama")
+    layer = type(model.model.layers[0].self_attn)
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda self, *args, **kw: forward(self, *args, **kw, position_bias=torch.zeros(1))
+    )
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=16, max_batch_tokens=32)
+    with hf.continuous_batching(model):
+        done = model.generate_batch(batch_of((5, 9), 0), continuous_batching_config=pages)
+    assert [request.error.split(":")[0] for request in done.values()] == ["position_bias"] * 2
+    assert name_of(model) == hf.NAME
+    assert ran == []
+
+
+def test_a_manager_made_within_is_used_afterwards(ran):
+    """Its requests come when the name is back, and the answers are those of within."""
+    model, prompts = model_by_ours("Mistral"), batch_of((20, 3), 0)
+    with hf.continuous_batching(model):
+        want = [request.generated_tokens for request in in_batches(model, prompts)]
+    ran.clear()
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=16, max_batch_tokens=32)
+    with hf.continuous_batching(model):
+        manager = model.init_continuous_batching(continuous_batching_config=pages)
+    assert name_of(model) == hf.NAME
+    manager.start()
+    try:
+        ids = [manager.add_request(prompt, max_new_tokens=NEW_TOKENS, eos_token_id=-1) for prompt in prompts]
+        done = {answer.request_id: answer for answer in (manager.get_result(timeout=60) for _ in ids)}
+    finally:
+        manager.stop(block=True)
+    assert [done[at].error for at in ids] == [None, None]
+    assert [done[at].generated_tokens for at in ids] == want
+    assert {who for who, _ in ran} == {"packed"}
+
+
 def name_of(model: Any) -> str:
     """In its config, by which transformers chooses attention and masks."""
     return model.config._attn_implementation
@@ -644,6 +681,7 @@ REFUSED_IN_BATCHES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "block_table": {"block_table": torch.zeros(2, 2, dtype=torch.int32)},
     "position_bias": {"position_bias": torch.zeros(1)},
+    "sliding_window": {"sliding_window": 6, "is_causal": False},
     "cu_seq_lens_k": {"cu_seq_lens_k": {"full_attention": torch.zeros(2, dtype=torch.int32)}},
 }
 
@@ -701,6 +739,12 @@ def test_a_config_that_does_not_say_it_is_left_to_the_layers(unsaid, ran, monkey
     assert hf.supports_heads_of(model) is not None
     monkeypatch.setattr(type(model.config), "get_text_config", lambda self: config)
     assert hf.supports_heads_of(model) is None
+
+
+def test_prefix_lm_is_refused_for_continuous_batching(ran):
+    """Transformers refuses a name with "flash" in it, too, but not set so."""
+    config = transformers.HrmTextConfig(**TINY, num_layers_per_stack=1, prefix_lm=True)
+    check_refused(model_by_ours(config), NotImplementedError, r"^prefix_lm: .*, got HrmText.*\(\"sdpa\"\)")
 
 
 def test_older_transformers_are_refused_for_continuous_batching(ran, monkeypatch):
