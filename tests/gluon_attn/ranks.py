@@ -376,6 +376,11 @@ def main(what: str, rank: int, size: int, folder: Path) -> None:
     }
     torch.save(run[what](size), folder / f"{rank}.pt")
     dist.destroy_process_group()
+    # Not by way of torch's own end: on a busy machine a process once ended by std::terminate there, for a thread of
+    # torch's that was still going.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
