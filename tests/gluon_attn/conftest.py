@@ -1,6 +1,7 @@
-"""Fixtures of tests of table files."""
+"""Fixtures of tests of table files, and of those of models of transformers."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,11 @@ def planned(monkeypatch):
     monkeypatch.setattr("gluon_attn.cpu.launches_on_cpu", launch)
     monkeypatch.setattr(api, "_launches", {})
     return seen
+
+
+@pytest.fixture
+def ran(monkeypatch) -> Iterator[list[tuple[str, int]]]:
+    """Who computed attention in a model of transformers, and of how many queries, since the list was last cleared."""
+    from tests.gluon_attn.hf_models import counted_calls  # it imports transformers, which other tests do not need
+
+    yield from counted_calls(monkeypatch)

@@ -1,0 +1,188 @@
+"""The masks of transformers' models by these kernels: what makes them, and what is known of one when it comes back.
+
+Masks are those of SDPA, so that the fallback has what it needs: None where all keys are seen, or by `is_causal` those
+up to the query, and a tensor otherwise. One thing is unlike SDPA: with fewer queries than keys, None is aligned to the
+bottom right. SDPA has None there for an empty static cache, aligned to the top left; and a model that drops queries
+after the mask is made (Gemma 4) makes up for that by SDPA's name. So an empty static cache has a tensor here.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from .checks import Window
+
+# Attribute of a mask that is causal, aligned to the bottom right, maybe with a sliding window, and nothing else: the
+# mask's version, as code that writes to the mask leaves the attribute there; and the window, for `attention`.
+KNOWN = "_gluon_attn_known"
+
+# Likewise of a mask that is causal within each of several sequences, which padding tokens are as well: the version, and
+# those sequences.
+KNOWN_SEQUENCES = "_gluon_attn_known_sequences"
+
+
+class Sequences(NamedTuple):
+    """Of a batch whose rows follow each other, as `attention_varlen` takes them."""
+
+    starts_q: Tensor
+    starts_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor | None:
+    """SDPA's mask; also where SDPA goes without one because it aligns causal masks to the top left."""
+    mask = sdpa_mask(**options)
+    q_len = options["q_length"] if "q_length" in options else len(options["cache_position"])
+    kv_len = options["kv_length"]
+    if q_len == 1:
+        return mask
+    if not options.get("allow_is_causal_skip", True):
+        note_sequences(mask, q_len, kv_len, options)
+        return mask
+    if mask is None:
+        return mask if q_len >= kv_len else sdpa_mask(**{**options, "allow_is_causal_skip": False})
+    if not is_compiling() and not mask.is_inference() and continues(q_len, kv_len, options):
+        window = window_of(options.get("mask_function"), options.get("local_size"))
+        if window is not None:
+            setattr(mask, KNOWN, (mask._version, window))
+    else:
+        note_sequences(mask, q_len, kv_len, options)
+    return mask
+
+
+def note_sequences(mask: Tensor | None, q_len: int, kv_len: int, options: dict[str, Any]) -> None:
+    """Let the mask say which sequences it is made of, if it is known."""
+    if mask is None or is_compiling() or mask.is_inference() or q_len != kv_len:
+        return
+    sequences = sequences_of(mask, options.get("attention_mask"))
+    if sequences is not None:
+        setattr(mask, KNOWN_SEQUENCES, (mask._version, sequences))
+
+
+def sequences_of(mask: Tensor, padding: Tensor | None) -> Sequences | None:
+    """Those within which a mask (B, 1, S, S), True where a query sees a key, is causal; None if it is another mask.
+
+    padding: (B, S), 0 or False for tokens whose rows nobody reads: several in a row are a sequence too. It waits for
+    the card, as transformers does when it makes the mask; once, for all layers.
+    """
+    batch, _, length, _ = mask.shape
+    if mask.dtype != torch.bool or (padding is not None and padding.shape != (batch, length)):
+        return None
+    seen, at = mask[:, 0], torch.arange(length, device=mask.device)
+    is_read = torch.ones(batch, length, dtype=torch.bool, device=mask.device) if padding is None else padding.bool()
+    begins = is_read & (seen.view(torch.uint8).argmax(-1) == at)
+    begins[:, 1:] |= is_read[:, 1:] != is_read[:, :-1]
+    begins[:, 0] = True
+    first = torch.where(begins, at, 0).cummax(-1).values[..., None]
+    if bool(((seen != ((at >= first) & (at <= at[:, None]))) & is_read[..., None]).any()):
+        return None
+    starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([batch * length], device=mask.device)]).int()
+    return Sequences(starts, starts, length, length)
+
+
+def continues(q_len: int, kv_len: int, options: dict[str, Any]) -> bool:
+    """Whether the queries are the last positions of the keys, and no token is padding."""
+    first_query, padding = options.get("q_offset"), options.get("attention_mask")
+    if not isinstance(first_query, int) or first_query + q_len != options.get("kv_offset", 0) + kv_len:
+        return False
+    return padding is None or bool(padding.all())
+
+
+def window_of(mask_function: Any, size: Any) -> Window | None:
+    """What a causal mask's function lets a query see; None if it is not known to be such a function. size: of the
+    sliding window that its maker says it has."""
+    if mask_function is causal_mask_function:
+        return None, 0
+    if isinstance(size, int) and same_code(mask_function, sliding_window_causal_mask_function(size)):
+        return size - 1, 0  # the query's own position counts there
+    return None
+
+
+def same_code(one: Any, other: Any) -> bool:
+    """Whether two functions are of the same source, and what they close over is, or is equal."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same_code, one, other))
+    if not isinstance(one, FunctionType) or not isinstance(other, FunctionType):
+        return type(one) is type(other) is int and one == other
+    cells = [tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, other)]
+    return one.__code__ is other.__code__ and same_code(*cells)
+
+
+def fits(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask is of these queries and keys, of which a model may have dropped some."""
+    return mask is None or mask.shape[-2:] == (query.shape[2], key.shape[2])
+
+
+def known_window(mask: Tensor | None) -> Window | None:
+    """Of a mask that `mask_of` knows."""
+    version, window = getattr(mask, KNOWN, (None, None))
+    return window if mask is not None and version is not None and version == mask._version else None
+
+
+def known_sequences(
+    mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, others: dict[str, Any]
+) -> tuple[Sequences | None, bool]:
+    """(sequences that the batch is made of, whether each is causal), as a mask that `mask_of` knows says, or, without
+    one, `cu_seq_lens_q`. None: it is not known to be made of several."""
+    version, sequences = getattr(mask, KNOWN_SEQUENCES, (None, None))
+    if mask is not None:
+        same = version is not None and version == mask._version and fits(mask, query, key)
+        return (sequences if same else None), True
+    if not is_packed(others) or query.shape[0] != 1 or others.get("max_length_q") is None:
+        return None, causal
+    k_starts, k_longest = others.get("cu_seq_lens_k"), others.get("max_length_k")
+    starts, longest = others["cu_seq_lens_q"], others["max_length_q"]
+    return Sequences(
+        starts, starts if k_starts is None else k_starts, longest, longest if k_longest is None else k_longest
+    ), causal
+
+
+def is_packed(others: dict[str, Any]) -> bool:
+    """Whether there are several sequences, for which their number suffices: where they end is known to the card."""
+    starts = others.get("cu_seq_lens_q")
+    return starts is not None and len(starts) > 2
+
+
+def mask_for_none(query: Tensor, key: Tensor, causal: bool, others: dict[str, Any], always: bool) -> Tensor | None:
+    """What a model's None hides, True where a query sees a key; None where SDPA knows it, unless `always` asks for it.
+
+    Causal is aligned to the bottom right, in each of the sequences if several are packed.
+    """
+    (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
+    packed = is_packed(others)
+    if not packed and (not causal or q_len == 1 or (q_len == kv_len and not always)):
+        return None
+    if packed:
+        q_starts = others["cu_seq_lens_q"]
+        k_starts = q_starts if others.get("cu_seq_lens_k") is None else others["cu_seq_lens_k"]
+    else:
+        q_starts, k_starts = (torch.arange(batch + 1, device=query.device) * n for n in (q_len, kv_len))
+    q_sequence, q_left = places(q_starts, batch, q_len, query.device)
+    k_sequence, k_left = places(k_starts, batch, kv_len, query.device)
+    sees = q_sequence[:, :, None] == k_sequence[:, None, :]
+    if causal:
+        sees = sees & (k_left[:, None, :] >= q_left[:, :, None])
+    return sees[:, None]
+
+
+def places(starts: Tensor, batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each token, (batch, length): which sequence it is in, and how many tokens from its end. starts: of sequences,
+    and the end of the last, counted through the whole batch."""
+    tokens, ends = torch.arange(batch * length, device=device), starts[1:].to(device)
+    sequence = torch.bucketize(tokens, ends, right=True)
+    left = ends[sequence.clamp(max=len(ends) - 1)] - tokens
+    return sequence.view(batch, length), left.view(batch, length)
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """As eager attention takes it."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)

@@ -1,0 +1,89 @@
+"""What is known of a mask that transformers had made here."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install transformers", exc_type=ModuleNotFoundError
+)
+from gluon_attn import hf_masks  # noqa: E402  # it imports transformers
+
+SDPA_MASK = transformers.AttentionMaskInterface()["sdpa"]
+make: Any = functools.partial(hf_masks.mask_of, SDPA_MASK)
+
+
+def test_mask_that_is_only_causal():
+    causal = {
+        "batch_size": 1, "q_length": 4, "kv_length": 9, "q_offset": 5, "attention_mask": None,
+        "mask_function": hf_masks.causal_mask_function,
+    }  # fmt: skip
+    assert hf_masks.known_window(make(**causal)) == (None, 0)
+    assert hf_masks.known_window(make(**causal).clone()) is None
+    written = make(**causal)
+    written[..., 3] = False
+    assert hf_masks.known_window(written) is None
+    with torch.inference_mode():  # where nobody counts what is written
+        assert hf_masks.known_window(make(**causal)) is None
+    padding = torch.ones(1, 9, dtype=torch.bool)
+    assert hf_masks.known_window(make(**causal | {"attention_mask": padding})) == (None, 0)
+    padding[0, 0] = False
+    for other in (
+        {"attention_mask": padding},
+        {"mask_function": lambda *at: hf_masks.causal_mask_function(*at)},
+        {"mask_function": hf_masks.sliding_window_causal_mask_function(4), "local_size": 5},
+        {"mask_function": hf_masks.sliding_window_causal_mask_function(4)},
+        {"allow_is_causal_skip": False},  # as for packed sequences
+        {"q_offset": 4},
+        {"q_offset": torch.tensor(5)},
+    ):
+        assert hf_masks.known_window(make(**causal | other)) is None
+
+
+def test_mask_that_is_a_sliding_window():
+    window: dict[str, Any] = {
+        "batch_size": 1, "q_length": 4, "kv_length": 9, "q_offset": 5, "attention_mask": None, "local_size": 4,
+        "mask_function": hf_masks.sliding_window_causal_mask_function(4),
+    }  # fmt: skip
+    mask = make(**window)
+    assert hf_masks.known_window(mask) == (3, 0)
+    assert torch.equal(mask, torch.ones(1, 1, 4, 9).tril(5).triu(2).bool())
+    assert hf_masks.known_window(make(**window | {"attention_mask": torch.arange(9)[None] > 0})) is None
+
+
+def test_empty_static_cache():
+    """SDPA makes no mask for it, and aligns None to the top left; a model may drop queries after that."""
+    options = {"batch_size": 1, "q_length": 4, "kv_length": 9, "q_offset": 0, "attention_mask": None}
+    assert SDPA_MASK(**options) is None
+    mask = make(**options)
+    assert torch.equal(mask, torch.ones(1, 1, 4, 9).tril().bool())
+    assert hf_masks.known_window(mask) is None
+
+
+SEEN = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+
+
+def changed(**places: bool) -> Tensor:
+    mask = SEEN.clone()
+    for place, value in places.items():
+        _, batch, row, column = place.split("_")
+        mask[int(batch), 0, int(row), int(column)] = value
+    return mask
+
+
+def test_sequences_that_a_mask_is_made_of():
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6])
+    found = hf_masks.sequences_of(SEEN & (ids[:, None, :, None] == ids[:, None, None, :]), None)
+    assert found is not None
+    assert found.starts_q.tolist() == found.starts_k.tolist() == [0, 2, 5, 6, 12]
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    found = hf_masks.sequences_of(SEEN & padding.bool()[:, None, None], padding)
+    assert found is not None
+    assert found.starts_q.tolist() == [0, 2, 6, 9, 12]
+    holes = torch.tensor([[1, 0, 1, 1, 1, 1], [1] * 6])  # the last ones see the first one beyond the hole
+    for other in (changed(_0_1_2=True), changed(_1_4_3=False), SEEN.float(), SEEN.tril(-1), SEEN.triu(-2)):
+        assert hf_masks.sequences_of(other, None) is None
+    assert hf_masks.sequences_of(SEEN & holes.bool()[:, None, None], holes) is None
