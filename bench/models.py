@@ -1,26 +1,30 @@
 """What our attention does for a model: a Llama of random weights, with the layers of one of 8B, in transformers.
 
     python -m bench.models --out FILE             # on a Hopper card, some minutes; needs transformers
-    python -m bench.models --only train           # or prefill, or losses, or two of them
+    python -m bench.models --only train           # or prefill, batches or losses, or some of them
     python -m bench.models --only prefill --rounds 30    # with more rounds, what a gain of 1 % is told from noise by
     python -m bench.models --show FILE            # anywhere
 
 Training steps (forward, loss, backward, AdamW) and prefills (forward, logits of the last position) of 16384 tokens in
-bf16, by one attention after the other on the same weights. Then the losses of a smaller model of that shape that learns
-text from the same start by each: are ours as near to torch's as those of torch's kernels are to each other?
+bf16, by one attention after the other on the same weights. Then transformers' continuous batching, which needs 5.24:
+prompts of unlike lengths are there at once, and each gets some new tokens. Then the losses of a smaller model of that
+shape that learns text from the same start by each: are ours as near to torch's as those of torch's kernels are to each
+other?
 """
 
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import math
 import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +35,12 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from transformers.utils import is_flash_attn_2_available
 
 from bench.gradients import deterministic, save
 from bench.provenance import SEED, provenance
 from bench.report import markdown
-from bench.timing import time_interleaved
+from bench.timing import Timing, time_interleaved
 from gluon_attn import hf, torch_sdpa
 from gluon_attn.training import WINDOW, Shape, averaged, disagreement, losses_of
 
@@ -45,6 +50,26 @@ TOKENS = 16384  # of a step
 LENGTHS = [2048, 8192, 16384]
 SHAPE = Shape(layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=32000)
 RUNS, WARMUP = 3, 1  # in a round: each takes tenths of a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """Prompts whose lengths are log-normal, 95 of 100 from `shortest` to `longest`, and the rest cut off there."""
+
+    count: int
+    shortest: int
+    longest: int
+    new_tokens: int  # of each
+
+    def lengths(self) -> list[int]:
+        middle = math.sqrt(self.shortest * self.longest)
+        normal = torch.randn(self.count, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+        lengths = middle * (normal * math.log(self.longest / middle) / 2).exp()
+        return [int(length) for length in lengths.round().clamp(self.shortest, self.longest)]
+
+
+REQUESTS = Requests(count=64, shortest=100, longest=2000, new_tokens=32)
+PAGE = 256  # keys, transformers' default
 
 LEARNS = Shape(layers=4, heads=8, kv_heads=2, head_dim=128, vocabulary=256, batch=8, length=1024)
 STEPS = 3 * WINDOW
@@ -59,13 +84,14 @@ ATTENTION: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[N
     "sdpa, FlashAttention-2": ("sdpa", partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
     "sdpa, plain torch": ("sdpa", partial(sdpa_kernel, SDPBackend.MATH)),
 }
+IN_BATCHES = ["sdpa", "flash_attention_2", "gluon_attn"]  # the second where its package is
 PREFILLS = ["sdpa", "sdpa, enabled()", "gluon_attn"]
 TRAINS = [*PREFILLS, "sdpa, deterministic", "gluon_attn, deterministic"]
 JUDGED = ["sdpa, enabled()", "gluon_attn"]
 PEERS = ["sdpa", "sdpa, FlashAttention-2", "sdpa, plain torch"]
 
-# Kernels of attention, by name: ours, FlashAttention-2's, cuDNN's.
-OF_ATTENTION = re.compile(r"attention|prepare_backward|finish_backward|flash|sdpa|cudnn::fusion")
+# Kernels of attention, by name: ours, FlashAttention-2's, cuDNN's, and fmha of torch's memory-efficient attention.
+OF_ATTENTION = re.compile(r"attention|prepare_backward|finish_backward|flash|sdpa|cudnn::fusion|fmha")
 
 
 def model_of(shape: Shape, dtype: torch.dtype, device: str) -> Any:
@@ -135,17 +161,99 @@ def measure(
         else:
             calls[name] = call
     timings = time_interleaved(calls, rounds=rounds, runs=RUNS, warmup=WARMUP)
-    results = {
-        name: {
-            "ms": t.median * 1e3,
-            "tokens_per_second": TOKENS / t.median,
-            "spread": t.spread,
-            "ms_of_rounds": [seconds * 1e3 for seconds in t.round_medians],
-            **alone[name],
-        }
-        for name, t in timings.items()
-    }
+    results = {name: result_of(timing, TOKENS) | alone[name] for name, timing in timings.items()}
     return {"length": length, "results": results, "refused": refused}
+
+
+def result_of(timing: Timing, tokens: int) -> dict[str, Any]:
+    return {
+        "ms": timing.median * 1e3,
+        "tokens_per_second": tokens / timing.median,
+        "spread": timing.spread,
+        "ms_of_rounds": [seconds * 1e3 for seconds in timing.round_medians],
+    }
+
+
+def measure_batches(model: Any, requests: Requests, rounds: int) -> list[dict[str, Any]]:
+    """All requests by each attention, whose order is turned around in each round. Tokens are those of prompts, and new.
+
+    A round makes a manager, with its pages and CUDA graphs, and times answers when they are there, as in a server.
+    """
+    lengths, vocabulary = requests.lengths(), model.config.vocab_size
+    prompts = [torch.randint(vocabulary, (n,), device=model.device).tolist() for n in lengths]
+    names = [name for name in IN_BATCHES if name != "flash_attention_2" or is_flash_attn_2_available()]
+    seconds: dict[str, list[list[float]]] = {}
+    alone, refused = {}, {}
+    for turn in range(rounds):
+        for name in [name for name in names[:: (-1) ** turn] if name not in refused]:
+            gc.collect()  # as in `measure`
+            try:
+                with serving(model, name, prompts, requests.new_tokens) as answer_all:
+                    answer_all()  # captures CUDA graphs; transformers has two sets, so the next one may do so too
+                    if name not in alone:
+                        alone[name] = {"peak_gib": peak_gib(answer_all), "attention_ms": attention_ms(answer_all)}
+                    seconds.setdefault(name, []).append([seconds_of(answer_all) for _ in range(RUNS)])
+            except RuntimeError as error:  # NotImplementedError is one
+                refused[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    tokens = sum(lengths) + len(lengths) * requests.new_tokens
+    results = {}
+    for name in [name for name in names if name not in refused]:
+        timing = Timing(
+            statistics.median(itertools.chain(*seconds[name])), tuple(map(statistics.median, seconds[name]))
+        )
+        results[name] = result_of(timing, tokens) | alone[name]
+    what = f"{requests.count} prompts of {min(lengths)} to {max(lengths)}"
+    return [{"length": what, "requests": asdict(requests), "tokens": tokens, "results": results, "refused": refused}]
+
+
+@contextlib.contextmanager
+def serving(model: Any, name: str, prompts: list[list[int]], new_tokens: int) -> Iterator[Call]:
+    """A call that answers all prompts, by an attention of IN_BATCHES; its manager runs meanwhile.
+
+    Room for all of them at once, and no more: by default a cache of pages takes 90 % of the card. No page is shared, or
+    a prompt that was answered before would not be computed again.
+    """
+    if not hf.layers_gather_keys():
+        raise NotImplementedError(
+            f"batches: expected transformers {'.'.join(map(str, hf.FIRST_WITH_BATCHES))} or newer, got "
+            f"{transformers.__version__}; install such a one, or leave it out by --only"
+        )
+    model.set_attn_implementation(hf.NAME if name == "gluon_attn" else name)
+    context = hf.continuous_batching(model) if name == "gluon_attn" else contextlib.nullcontext()
+    pages = transformers.ContinuousBatchingConfig(
+        num_blocks=sum(-(-(len(prompt) + new_tokens) // PAGE) for prompt in prompts), page_size=PAGE,
+        max_requests_per_batch=len(prompts), safety_margin=0.0, allow_block_sharing=False, auto_switch_to_flash=False,
+    )  # fmt: skip
+    settings = transformers.GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    manages = partial(
+        model.continuous_batching_context_manager, generation_config=settings, continuous_batching_config=pages
+    )
+    with context, manages() as manager:
+        yield partial(answers, manager, prompts)
+
+
+def answers(manager: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """The new tokens of each prompt."""
+    done: dict[str, list[int]] = {}
+    asked = manager.add_requests(prompts)
+    while len(done) < len(asked):
+        answer = manager.get_result(timeout=1)
+        if answer is not None:
+            if answer.error is not None:
+                raise RuntimeError(f"a request failed: {answer.error}")
+            done[answer.request_id] = answer.generated_tokens
+        elif not manager.is_running():
+            raise RuntimeError(f"transformers' manager ended with {len(done)} of {len(asked)} requests answered")
+    return [done[request] for request in asked]
+
+
+def seconds_of(call: Call) -> float:
+    """Of the host, for a call that gives the host its numbers."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def peak_gib(call: Call) -> float:
@@ -185,7 +293,7 @@ def measure_losses(shape: Shape, steps: int, device: str) -> dict[str, list[floa
 
 def peer_of(name: str) -> str:
     """SDPA, which is deterministic too if `name` is."""
-    return "sdpa, deterministic" if ATTENTION[name][1] is deterministic else "sdpa"
+    return "sdpa, deterministic" if name in ATTENTION and ATTENTION[name][1] is deterministic else "sdpa"
 
 
 def ratio(results: dict[str, Any], name: str) -> float:
@@ -243,7 +351,7 @@ def show_losses(losses: dict[str, list[float]]) -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    for what, part in (("training step", "train"), ("prefill", "prefill")):
+    for what, part in (("training step", "train"), ("prefill", "prefill"), ("continuous batching", "batches")):
         if part in found:
             show_points(what, found[part])
     if "losses" in found:
@@ -253,6 +361,7 @@ def show(found: dict[str, Any]) -> None:
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "train": lambda args: measure_training(speed_model(args.layers), args.lengths, args.rounds),
     "prefill": lambda args: measure_prefill(speed_model(args.layers), args.lengths, args.rounds),
+    "batches": lambda args: measure_batches(speed_model(args.layers), REQUESTS, args.rounds),
     "losses": lambda args: measure_losses(LEARNS, STEPS, "cuda"),
 }
 

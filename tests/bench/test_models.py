@@ -1,7 +1,9 @@
 """The bench of models: who computes what, on a tiny model on the CPU, and what is shown of a result."""
 
+import contextlib
 import json
 import math
+import statistics
 import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -79,6 +81,102 @@ def test_prefills(model, ran):
     points = models.measure_prefill(model, LENGTHS, 1)
     assert all(list(point["results"]) == models.PREFILLS and not point["refused"] for point in points)
     assert ran == [(length, False, False) for length in LENGTHS for _ in range(2)]
+
+
+REQUESTS = models.Requests(count=3, shortest=5, longest=45, new_tokens=3)
+
+
+def skip_without_batches() -> None:
+    if not hf.layers_gather_keys():
+        pytest.skip(f"transformers {transformers.__version__} has no continuous batching that these kernels can serve")
+
+
+def batches(model: Any, rounds: int) -> dict[str, Any]:
+    (point,) = json.loads(json.dumps(models.measure_batches(model, REQUESTS, rounds)))
+    return point
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[str]:
+    """By which attention a manager served, one after the other."""
+    names, serving = [], models.serving
+
+    def counted(model: Any, name: str, *args: Any) -> Any:
+        names.append(name)
+        return serving(model, name, *args)
+
+    monkeypatch.setattr(models, "serving", counted)
+    return names
+
+
+def test_continuous_batching(model, served, monkeypatch, capsys):
+    """The new tokens are those of SDPA, and each round turns the order around."""
+    skip_without_batches()
+    found, answers = [], models.answers
+
+    def kept(*args: Any) -> list[list[int]]:
+        found.append(answers(*args))
+        return found[-1]
+
+    monkeypatch.setattr(models, "answers", kept)
+    point = batches(model, 2)
+    assert not point["refused"]
+    assert list(point["results"]) == ["sdpa", "gluon_attn"]
+    assert served == ["sdpa", "gluon_attn", "gluon_attn", "sdpa"]
+    assert len(found) == 2 * 2 * (1 + models.RUNS)
+    assert all(tokens == found[0] for tokens in found)
+    assert [len(tokens) for tokens in found[0]] == [3] * 3
+    assert point["tokens"] == sum(REQUESTS.lengths()) + 3 * 3
+    rounds = point["results"]["gluon_attn"]["ms_of_rounds"]
+    assert len(rounds) == 2
+    assert all(ms > 0 for ms in rounds)
+    models.show({"batches": [point]})
+    assert f"| continuous batching: tokens/s | {point['length']} |" in capsys.readouterr().out
+
+
+def test_continuous_batching_that_fails_is_told(model, served, monkeypatch):
+    """Once, with a request's own error; others are timed."""
+    skip_without_batches()
+    monkeypatch.setattr(hf, "attend_to_pages", lambda *args: 1 / 0)
+    point = batches(model, 2)
+    assert list(point["results"]) == ["sdpa"]
+    assert point["refused"] == {"gluon_attn": "RuntimeError: a request failed: division by zero"}
+    assert served == ["sdpa", "gluon_attn", "sdpa"]
+
+
+def test_continuous_batching_of_an_older_transformers_is_told(model, monkeypatch):
+    monkeypatch.setattr(hf, "layers_gather_keys", lambda: False)
+    refused = batches(model, 1)["refused"]
+    assert list(refused) == ["sdpa", "gluon_attn"]
+    assert all("batches: expected transformers 5.24 or newer, got" in why for why in refused.values())
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_flash_attention_2_is_beside_it_where_its_package_is(there, model, monkeypatch):
+    @contextlib.contextmanager
+    def serving(model: Any, name: str, *args: Any) -> Any:
+        yield lambda: None
+
+    monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: there)
+    monkeypatch.setattr(models, "serving", serving)
+    assert ("flash_attention_2" in batches(model, 1)["results"]) == there
+
+
+def test_a_manager_that_ends_by_itself_is_told():
+    manager = SimpleNamespace(
+        add_requests=lambda prompts: ["a", "b"], get_result=lambda timeout: None, is_running=lambda: False
+    )
+    with pytest.raises(RuntimeError, match="manager ended with 0 of 2 requests answered"):
+        models.answers(manager, [[1], [2]])
+
+
+def test_prompts_are_of_unlike_lengths_and_the_same_each_time():
+    lengths = models.REQUESTS.lengths()
+    assert lengths == models.REQUESTS.lengths()
+    assert len(lengths) == 64
+    assert 100 <= min(lengths) < 200
+    assert 1500 < max(lengths) <= 2000
+    assert 350 < statistics.median(lengths) < 550
 
 
 def test_what_fails_is_told_and_the_rest_is_timed(model):
@@ -161,7 +259,10 @@ def test_kernels_of_attention_are_told_from_others():
     def event(key: str, device: DeviceType = DeviceType.CUDA) -> Any:
         return SimpleNamespace(key=key, device_type=device, self_device_time_total=1500.0)
 
-    kernels = ("attention_forward", "finish_backward", "void pytorch_flash::flash_fwd_kernel<1>", "cudnn_native_sdpa_1")
+    kernels = (
+        "attention_forward", "finish_backward", "void pytorch_flash::flash_fwd_kernel<1>", "cudnn_native_sdpa_1",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+    )  # fmt: skip
     others = (event("embedding_backward_kernel"), event("sm90_gemm"), event("aten::attention", DeviceType.CPU))
     assert models.of_attention([*map(event, kernels), *others]) == dict.fromkeys(kernels, 1.5)
 
