@@ -3,23 +3,25 @@
 Importing this registers "GLUON" with torch and changes nothing; `enabled()`, or torch's own
 `activate_flash_attention_impl("GLUON")`, turns it on. It is on for the whole process, all threads included.
 
-Torch's flash operators are given other kernels. Each asks `supports`, and hands what that refuses to the kernel it
-replaces, so that no call fails, or means another thing, for having this turned on. One pass may run here and the other
-there: O and LSE are the same function in both.
+Torch's operators for FlashAttention and for cuDNN are given other kernels. Each asks `supports`, and hands what that
+refuses to the kernel it replaces, so that no call fails, means another thing, or goes to another backend, for having
+this turned on. Which operator a call goes to is left to torch. One pass may run here and the other there: O and LSE,
+in natural logarithms, are the same function in all three.
 """
 
 import contextlib
 import functools
+import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
-from torch.nn.attention import SDPBackend, register_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import register_flash_attention_impl
 
 from .api import attention
 from .checks import Window
@@ -35,9 +37,8 @@ WINDOW = ("window_size_left", "window_size_right")  # -1, or None: no limit
 
 Original = Callable[..., Any]
 
-_lock = threading.Lock()  # for the lists below, and what torch is told when they change
+_lock = threading.Lock()  # for the list below, and what torch is told when it changes
 _registered: list["Overrides"] = []
-_entered: list["Priority"] = []
 # Kernels that are registered no longer. Another thread may be in one, so they are not destroyed at once.
 _removed: deque[Any] = deque(maxlen=1000)
 
@@ -59,15 +60,17 @@ class Overrides:
                 self.library._destroy()
 
 
-def override(key: str = "CUDA", device: Device | None = None) -> Overrides:
-    """Put the functions of REPLACEMENTS in place of the kernels that torch has for a dispatch key. Of operators that
-    this torch has no such kernel for, as one built without CUDA has none, nothing is replaced.
+def override(
+    key: str = "CUDA", device: Device | None = None, replacements: Mapping[str, Callable[..., Any]] | None = None
+) -> Overrides:
+    """Put functions in place of the kernels that torch has for a dispatch key. Of operators that this torch has no such
+    kernel for, as one built without CUDA has none, nothing is replaced.
 
-    device: as for `attention`.
+    device: as for `attention`. replacements: by operator; default: all that there are.
     """
     with _lock:
         overrides = Overrides(key)
-        for name, replacement in REPLACEMENTS.items():
+        for name, replacement in (FLASH | CUDNN if replacements is None else replacements).items():
             try:
                 kernel = original_of(name, key)
             except RuntimeError:
@@ -87,7 +90,11 @@ def original_of(name: str, key: str) -> Any:
     """The kernel that is there; of ours, the one before it, so that ours can be removed in any order."""
     kernel = get_kernel(f"aten::{name}", key)
     if f"registered at {__file__}:" in repr(kernel):
-        return next(overrides.originals[name] for overrides in reversed(_registered) if overrides.key == key)
+        return next(
+            overrides.originals[name]
+            for overrides in reversed(_registered)
+            if overrides.key == key and name in overrides.originals
+        )
     return kernel
 
 
@@ -99,48 +106,19 @@ def call(
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Within it, torch's flash operators are ours, and torch tries them first: elsewhere, on Hopper and Blackwell, it
-    tries cuDNN's first. Backends that are turned off stay so, but for the flash operators. Several threads may be
-    within, and leave in any order: it is on, for all threads, until the last has left."""
-    let_torch_order()
-    handle, priority = override(), Priority()
+    """Within it, torch's operators for FlashAttention and cuDNN are ours. Which of them torch calls, and which backends
+    are turned off, stays as it is. Several threads may be within, and leave in any order: it is on, for all threads,
+    until the last has left."""
+    handle = override(replacements=FLASH if cudnn_has_other_strides() else None)
     try:
         yield
     finally:
-        priority.leave()
         handle.remove()
 
 
-class Priority:
-    """The flash operators first, until `leave`: then it is as it was before; or stays, if others were made since and
-    are left to restore it."""
-
-    def __init__(self) -> None:
-        with _lock:
-            self.before = torch.backends.cuda.flash_sdp_enabled(), torch._C._get_sdp_priority_order()
-            _entered.append(self)
-            flash = SDPBackend.FLASH_ATTENTION.value
-            torch.backends.cuda.enable_flash_sdp(True)
-            torch._C._set_sdp_priority_order([flash, *(backend for backend in self.before[1] if backend != flash)])
-
-    def leave(self) -> None:
-        with _lock:
-            at = _entered.index(self)
-            del _entered[at]
-            if at < len(_entered):
-                _entered[at].before = self.before
-                return
-            was_on, order = self.before
-            torch.backends.cuda.enable_flash_sdp(was_on)
-            torch._C._set_sdp_priority_order(order)
-
-
-def let_torch_order() -> None:
-    """Torch prefers cuDNN from the first call of a process on, whatever order was set before that."""
-    if torch.cuda.is_available():
-        q = torch.empty((1, 1, 1, 64), dtype=torch.bfloat16, device="cuda")
-        with sdpa_kernel(SDPBackend.MATH):
-            torch._fused_sdp_choice(q, q, q)
+def cudnn_has_other_strides() -> bool:
+    """Whether torch has been told to give cuDNN an LSE in (B, S, H, 1): with ours its gradients would be wrong."""
+    return os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
 
 
 def takes(
@@ -253,6 +231,78 @@ def scaled_dot_product_backward(
     return gradients(*tensors, **options)
 
 
+def cudnn_forward(
+    original: Original,
+    device: Device | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """(B, H, S, D). What F.scaled_dot_product_attention calls where torch prefers cuDNN, as on Hopper.
+
+    A bias is left to torch, and so are masks, which have become one: whether it hides a whole row is known on the card
+    alone, and what cuDNN makes of such a row is its own.
+    """
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bhsd", "device": device}
+    others = attn_bias is not None or dropout_p or return_debug_mask
+    if others or not timed(query, value) or not takes(query, key, value, needs_grad=False, **options):
+        return original(
+            query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale=scale
+        )
+    with torch.no_grad():
+        out, lse = attention(query, key, value, return_lse=True, **options)
+    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+    return out, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, offset, None
+
+
+def cudnn_backward(
+    original: Original,
+    device: Device | None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor | None,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """max_q, max_k: context_parallel gives those of other parts, so lengths are read from the tensors."""
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bhsd", "device": device}
+    packed = cum_seq_q is not None or cum_seq_k is not None
+    if logsumexp is not None and attn_bias is None and not dropout_p and not packed and timed(query, value):
+        lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
+        tensors = (grad_out, query, key, value, out, lse)
+        if takes_gradients(*tensors, **options):
+            return gradients(*tensors, **options)
+    return original(
+        grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
+        max_q, max_k, dropout_p, is_causal, scale=scale,
+    )  # fmt: skip
+
+
+def timed(q: Tensor, v: Tensor) -> bool:
+    """Whether the pair of head dims was measured beside cuDNN. What was not could be slower, and stays there. Where
+    they differ, O of a Q that is expanded has other strides there as well."""
+    return q.shape[-1] == v.shape[-1] or ((q.shape[-1], v.shape[-1]) == (192, 128) and 0 not in q.stride())
+
+
 def flash_forward(
     original: Original,
     device: Device | None,
@@ -349,12 +399,17 @@ def asks_more(others: dict[str, Any]) -> bool:
 
 
 # By operator of aten. The last one is there from torch 2.12 on.
-REPLACEMENTS: dict[str, Callable[..., Any]] = {
+FLASH: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": scaled_dot_product_forward,
     "_scaled_dot_product_flash_attention_backward": scaled_dot_product_backward,
     "_flash_attention_forward": flash_forward,
     "_flash_attention_backward": flash_backward,
     "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
 }
+CUDNN: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_cudnn_attention": cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
+}
 
-register_flash_attention_impl(NAME, register_fn=override)
+# Who activates an implementation of FlashAttention by torch's own switch means its operators, and not cuDNN's.
+register_flash_attention_impl(NAME, register_fn=functools.partial(override, replacements=FLASH))

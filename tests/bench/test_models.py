@@ -296,7 +296,6 @@ def test_a_result_file_is_shown_and_without_a_card_nothing_is_measured(monkeypat
 def test_the_parts_that_are_asked_for_are_measured_and_saved(ran, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(models.hf, "register", lambda: None)
-    monkeypatch.setattr(models.torch_sdpa, "let_torch_order", lambda: None)
     monkeypatch.setattr(models, "provenance", lambda commit: {"commit": commit})
     monkeypatch.setattr(models, "SHAPE", TINY)
     model_of = models.model_of

@@ -59,6 +59,7 @@ CASES = {f"ring: {name}": case for name, case in RING.items()} | {
     f"ulysses: {name}": case for name, case in ULYSSES.items()
 }
 BY_TORCH: dict[str, Any] = {"causal": True, "heads": 2, "chunk": 5}  # what context_parallel can do
+BACKENDS = ("cudnn", "flash")  # whose operators it calls
 
 
 def run_ranks(size: int, folder: Path, what: str = "every_case") -> list[Any]:
@@ -119,7 +120,7 @@ def on_cards(size: int) -> dict[str, Any]:
     place = torch.device("cuda", torch.cuda.current_device())
     found: dict[str, Any] = {name: run_of(name, longer(case), size, place, None) for name, case in CASES.items()}
     return found | {
-        "by_torch": by_torch(longer(BY_TORCH), size, place),
+        "by_torch": {backend: by_torch(longer(BY_TORCH), size, place, backend) for backend in BACKENDS},
         "wrapped": wrapped(size, place, None),
         "switched": switched(size, place, 512 * size),
         "falls_through": falls_through(size, place),
@@ -196,13 +197,13 @@ def packed_rows(rows: int, place: torch.device, device: Device | None) -> dict[s
     return {"out": whole, "lse": unshard(lse.detach(), dim=1), "grads": [unshard(t, dim=0) for t in grads]}
 
 
-def by_torch(case: dict[str, Any], size: int, place: torch.device) -> dict[str, Any]:
-    """O and gradients by torch's context_parallel, whose shares are those of `shard`, with its flash operators ours."""
+def by_torch(case: dict[str, Any], size: int, place: torch.device, backend: str) -> dict[str, Any]:
+    """O and gradients by torch's context_parallel, whose shares are those of `shard`, one backend's operators ours."""
     *whole, _ = (t.to(place) for t in whole_tensors(case, size))
     buffers: list[Any] = [t.clone() for t in whole]
     mesh = init_device_mesh(place.type, (size,))
     shares = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers))
-    with Spy(torch_sdpa) as spy, sdpa_is_ours(place), shares:
+    with Spy(torch_sdpa) as spy, sdpa_is_ours(place, backend), shares:
         q, k, v, dout = (t.detach() for t in buffers)
         inputs = [t.requires_grad_() for t in (q, k, v)]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -297,7 +298,7 @@ def every_case(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: run_case(name, size) for name in CASES}
     for check in (hidden_keys, half_of_the_ranks, no_keys, bad_calls):
         found[check.__name__] = check(size)
-    found["by_torch"] = by_torch(BY_TORCH, size, torch.device("cpu"))
+    found["by_torch"] = {backend: by_torch(BY_TORCH, size, torch.device("cpu"), backend) for backend in BACKENDS}
     found["packed_rows"] = packed_rows(20 * size, torch.device("cpu"), HOPPER)
     found["wrapped"] = wrapped(size, torch.device("cpu"), HOPPER)
     found["switched"] = switched(size, torch.device("cpu"), 20 * size)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from gluon_attn import attention, torch_sdpa
@@ -54,17 +55,21 @@ class Spy:
 
 
 @contextlib.contextmanager
-def sdpa_is_ours(place: torch.device) -> Iterator[None]:
-    """On the CPU the flash operators are called by name, as torch's attention calls others there."""
+def sdpa_is_ours(place: torch.device, backend: str = "cudnn") -> Iterator[None]:
+    """On a card it is torch that chooses cuDNN. On the CPU torch's attention calls others, so operators are called by
+    name there."""
     if place.type != "cpu":
-        with torch_sdpa.enabled():
+        only = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if backend == "flash" else contextlib.nullcontext()
+        with torch_sdpa.enabled(), only:
             yield
         return
+    name = f"_scaled_dot_product_{backend}_attention"
 
     def of_cpu(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False
     ) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+        with_lse = (None, True) if backend == "cudnn" else ()
+        return getattr(torch.ops.aten, name)(q, k, v, *with_lse, 0.0, is_causal)[0]
 
     with contextlib.ExitStack() as stack:
         of_cpu.__name__ = "scaled_dot_product_attention"
@@ -72,8 +77,8 @@ def sdpa_is_ours(place: torch.device) -> Iterator[None]:
         F.scaled_dot_product_attention = of_cpu  # type: ignore[assignment]
         none_there = torch.library.Library("aten", "IMPL", "CPU")  # something to replace
         stack.callback(none_there._destroy)
-        for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
-            none_there.impl(name, of_cpu)
+        for operator in (name, f"{name}_backward"):
+            none_there.impl(operator, of_cpu)
         stack.callback(torch_sdpa.override("CPU", HOPPER).remove)
         yield
 

@@ -17,6 +17,7 @@ from gluon_attn.distributed import ring_attention, shard, ulysses_attention
 from gluon_attn.distributed.ring import block_of, merge
 from gluon_attn.testing import check, check_gradients
 from tests.gluon_attn.ranks import (
+    BACKENDS,
     BY_TORCH,
     CASES,
     options_of,
@@ -105,20 +106,21 @@ def test_groups(function, found):
         check_gradients(q, k, v, dout, grads, causal=True)
 
 
-def check_by_torch(found: list[dict[str, Any]], case: dict[str, Any], device: str) -> None:
+def check_by_torch(found: list[dict[str, Any]], case: dict[str, Any], device: str, backend: str) -> None:
     """torch's own ring, a forward and a backward call of ours for each step of it."""
     size = len(found)
     q, k, v, dout, _ = (t.to(device) for t in whole_tensors(case, size))
     for of_rank in found:
-        of_torch = of_rank["by_torch"]
+        of_torch = of_rank["by_torch"][backend]
         assert of_torch["shares"]
         assert [call[0] for call in of_torch["calls"]] == ["attention"] * size + ["attention_backward"] * size
         check(q, k, v, of_torch["out"].to(device), None, causal=True)
         check_gradients(q, k, v, dout, [t.to(device) for t in of_torch["grads"]], causal=True)
 
 
-def test_context_parallel_of_torch(found):
-    check_by_torch(found, BY_TORCH, "cpu")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_context_parallel_of_torch(backend, found):
+    check_by_torch(found, BY_TORCH, "cpu", backend)
 
 
 def check_packed(found: list[dict[str, Any]], rows: int, device: str) -> None:

@@ -1,4 +1,5 @@
-"""The overrides of torch's flash operators, on the CPU: stand-ins for them are overridden, ours run on gluon_cpu."""
+"""The overrides of torch's operators for FlashAttention and cuDNN, on the CPU: stand-ins for them are overridden, ours
+run on gluon_cpu."""
 
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
     sdpa_kernel,
 )
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gluon_attn import attention, reference_attention, torch_sdpa
@@ -34,7 +36,10 @@ INPLACE = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace",
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention
 SDPA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
+CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
+CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 RNG = (torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64))
+SEED = torch.zeros((), dtype=torch.int64)
 
 
 def q_of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -47,7 +52,7 @@ class Originals:
     def __init__(self, key: str) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.library = Library("aten", "IMPL", key)
-        for name in filter(partial(hasattr, torch.ops.aten), torch_sdpa.REPLACEMENTS):
+        for name in filter(partial(hasattr, torch.ops.aten), torch_sdpa.FLASH | torch_sdpa.CUDNN):
             self.library.impl(name, self.stand_in(name))
 
     def stand_in(self, name: str) -> Any:
@@ -59,11 +64,22 @@ class Originals:
                 return tuple(torch.full_like(t, 7) for t in args[1:4])
             if "inplace" in name:
                 return lse
+            if "cudnn" in name:
+                o, lse = torch.full((*query.shape[:-1], args[2].shape[-1]), 7.0, dtype=query.dtype), lse[..., None]
+                return o, lse, None, None, query.shape[2], args[1].shape[2], SEED, SEED, None
             if "scaled" in name:
                 return o, lse, None, None, query.shape[2], args[1].shape[2], *RNG, torch.empty(0)
             return o, lse, *RNG, torch.empty(0)
 
         return original
+
+
+def by_flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return SDPA(q, k, v, **options)
+
+
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return CUDNN(q, k, v, None, True, **options)
 
 
 @pytest.fixture
@@ -100,14 +116,46 @@ def test_forward_and_backward(causal, head_dim, calls):
     assert calls == []
 
 
-def test_strides_are_what_torch_expects(calls):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "of_v"), [(64, 64), (40, 40), (192, 128)])
+def test_cudnns_forward_and_backward(causal, head_dim, of_v, calls):
+    """As above. Its LSE has a dimension more."""
+    q, k, v = (q_of(1, h, 40, d).requires_grad_() for h, d in ((2, head_dim), (1, head_dim), (1, of_v)))
+    out, lse, *_ = by_cudnn(q, k, v, is_causal=causal, scale=0.1)
+    check(q.detach(), k.detach(), v.detach(), out.detach(), lse.detach().squeeze(-1), causal=causal, scale=0.1)
+    dout = q_of(2, 1, 40, of_v).reshape(out.shape)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    check_gradients(q, k, v, dout, grads, causal=causal, scale=0.1)
+    assert calls == []
+
+
+def test_cudnns_gradients_of_other_lses(calls):
+    """Without the last dimension, as before torch 2.9; of strides as with TORCH_CUDNN_SDPA_AVOID_RECOMPILE; and with
+    lengths that context_parallel gives, which are those of all parts."""
+    q, k, v, dout = q_of(4, 1, 2, 40, 64)
+    out, lse, *_ = by_cudnn(q, k, v)
+    for one in (lse, lse.squeeze(-1), lse.mT.contiguous().mT, lse.transpose(1, 2).contiguous().transpose(1, 2)):
+        grads = CUDNN_BACKWARD(dout, q, k, v, out, one, SEED, SEED, None, None, None, 80, 80, 0.0, False)
+        check_gradients(q, k, v, dout, grads)
+    assert calls == []
+
+
+def laid_out(results: Any) -> list[Any]:
+    return [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in results]
+
+
+@pytest.mark.parametrize(
+    ("by", "of_v"), [(by_flash, 64), (by_cudnn, 64), (by_cudnn, 128)], ids=["flash", "cuDNN", "cuDNN, 192 and 128"]
+)
+def test_strides_are_what_torch_expects(by, of_v, calls):
     """Of the operator on the meta device, which is what a compiled graph is planned with."""
-    packed = q_of(1, 24, 3, 2, 64)
-    q, k, v = (packed[:, :, i].transpose(1, 2).requires_grad_() for i in range(3))
-    out = SDPA(q, k, v)[0]
-    on_meta = SDPA(*(t.detach().to("meta").as_strided(t.shape, t.stride()) for t in (q, k, v)))[0]
-    assert (out.shape, out.stride()) == (on_meta.shape, on_meta.stride())
-    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    packed = q_of(1, 24, 3, 2, 192 if of_v == 128 else of_v)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    q, k, v = (t.requires_grad_() for t in (q, k, v[..., :of_v]))
+    results = by(q, k, v)
+    on_meta = by(*(t.detach().to("meta").as_strided(t.shape, t.stride()) for t in (q, k, v)))
+    assert laid_out(results) == laid_out(on_meta)
+    grads = torch.autograd.grad(results[0].sum(), (q, k, v))
     assert [t.stride() for t in grads] == [torch.empty_like(t).stride() for t in (q, k, v)]
     assert calls == []
 
@@ -142,7 +190,8 @@ def test_the_operators_below(calls):
     assert calls == []
 
 
-def test_deterministic_as_torch_is_told(calls, monkeypatch):
+@pytest.mark.parametrize("by", [by_flash, by_cudnn])
+def test_deterministic_as_torch_is_told(by, calls, monkeypatch):
     told: list[bool] = []
 
     def spy(*tensors: Any, **options: Any) -> Any:
@@ -154,7 +203,7 @@ def test_deterministic_as_torch_is_told(calls, monkeypatch):
     q = q_of().requires_grad_()
     try:
         torch.use_deterministic_algorithms(True)
-        grads = [torch.autograd.grad(SDPA(q, q, q)[0].sum(), q)[0] for _ in range(2)]
+        grads = [torch.autograd.grad(by(q, q, q)[0].sum(), q)[0] for _ in range(2)]
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(*grads)
@@ -162,10 +211,11 @@ def test_deterministic_as_torch_is_told(calls, monkeypatch):
     assert calls == []
 
 
+@pytest.mark.parametrize("by", [by_flash, by_cudnn])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic, calls):
+def test_compiled(dynamic, by, calls):
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return SDPA(q * 2, k, v, is_causal=True)[0] * 3
+        return by(q * 2, k, v, is_causal=True)[0] * 3
 
     inputs = [q_of(1, h, 40, 64).requires_grad_() for h in (2, 1, 1)]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
@@ -176,8 +226,32 @@ def test_compiled(dynamic, calls):
     assert calls == []
 
 
+@pytest.mark.parametrize("by", [by_flash, by_cudnn])
+def test_compiled_before_it_was_turned_on(by, originals):
+    """A graph calls the operators as any program does."""
+
+    def model(q: Tensor) -> Tensor:
+        return by(q * 2, q, q)[0] * 3
+
+    q = q_of().requires_grad_()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    out = compiled(q)
+    torch.autograd.grad(out.sum(), q)
+    assert (out == 21).all()
+    assert len(originals.calls) == 2
+    handle = torch_sdpa.override("CPU", HOPPER)
+    try:
+        out = compiled(q)
+        torch.autograd.grad(out.sum(), q)
+        assert torch.equal(out, model(q))
+    finally:
+        handle.remove()
+    assert len(originals.calls) == 2
+
+
+@pytest.mark.parametrize("by", [by_flash, by_cudnn])
 @pytest.mark.parametrize("is_kept", [False, True], ids=["computed again", "kept by a policy"])
-def test_checkpointed(is_kept, calls, monkeypatch):
+def test_checkpointed(is_kept, by, calls, monkeypatch):
     """A policy of what to keep names torch's operator, as ever."""
     made: list[str] = []
 
@@ -192,11 +266,11 @@ def test_checkpointed(is_kept, calls, monkeypatch):
         monkeypatch.setattr(torch_sdpa, name, counted(getattr(torch_sdpa, name)))
 
     def policy(context: Any, operator: Any, *args: Any, **kw: Any) -> CheckpointPolicy:
-        kept = operator == SDPA.default and is_kept
+        kept = operator in (SDPA.default, CUDNN.default) and is_kept
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return SDPA(q, k, v, is_causal=True)[0] * 3
+        return by(q, k, v, is_causal=True)[0] * 3
 
     q, k, v = inputs = [q_of(1, h, 40, 64).requires_grad_() for h in (2, 1, 1)]
     dout = q_of()
@@ -213,6 +287,8 @@ SEQUENCES = torch.tensor([0, 40], dtype=torch.int32)
 PACKED = (SEQUENCES, SEQUENCES, 40, 40, 0.0, False, False)
 DENSE = (None, None, 40, 40, 0.0, False, False)
 LSE = torch.zeros(1, 2, 40)
+BIAS = torch.zeros(1, 1, 40, 40, dtype=torch.bfloat16)
+OF_CUDNN = (SEED, SEED, None, None, None, 40, 40)
 NOT_OURS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "dropout": (SDPA, (Q, Q, Q, 0.5), {}),
     "debug mask": (SDPA, (Q, Q, Q, 0.0, False, True), {}),
@@ -241,6 +317,41 @@ NOT_OURS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "lengths": (FLASH, (B, B, B, *DENSE), {"seqused_k": torch.tensor([8], dtype=torch.int32)}),
     "packed, in place": (INPLACE, (B[0], B[0], B[0], B[0], *PACKED), {}),
     "out that is q": (INPLACE, (B, B, B, B, *DENSE), {}),
+    "cuDNN: dropout": (CUDNN, (Q, Q, Q, None, True, 0.5), {}),
+    "cuDNN: dropout, causal, no LSE": (CUDNN, (Q, Q, Q, None, False, 0.5, True), {"scale": 0.5}),
+    "cuDNN: bias": (CUDNN, (Q, Q, Q, BIAS, True), {}),
+    "cuDNN: bias, no LSE": (CUDNN, (Q, Q, Q, BIAS, False), {"scale": 0.5}),
+    "cuDNN: debug mask": (CUDNN, (Q, Q, Q, None, True, 0.0, False, True), {}),
+    "cuDNN: causal, more keys": (CUDNN, (K, Q, Q, None, True, 0.0, True), {"scale": 0.5}),
+    "cuDNN: fp32": (CUDNN, (*(Q.float(),) * 3, None, True), {}),
+    "cuDNN: strides": (CUDNN, (Q, Q, Q.mT.contiguous().mT, None, True), {}),
+    "cuDNN: no keys": (CUDNN, (Q, Q[:, :, :0], Q[:, :, :0], None, True), {}),
+    "cuDNN: V's head dim": (CUDNN, (Q, Q, Q[..., :32], None, True), {}),
+    "cuDNN: V's head dim, Q expanded": (
+        CUDNN,
+        (q_of(1, 1, 40, 192).expand(1, 2, 40, 192), q_of(1, 2, 40, 192), q_of(1, 2, 40, 128), None, True),
+        {},
+    ),
+    "cuDNN: dropout, backward": (CUDNN_BACKWARD, (*(Q,) * 5, LSE[..., None], *OF_CUDNN, 0.5, False), {}),
+    "cuDNN: bias, backward": (
+        CUDNN_BACKWARD,
+        (*(Q,) * 5, LSE[..., None], SEED, SEED, BIAS, None, None, 40, 40, 0.0, True),
+        {"scale": 0.5},
+    ),
+    "cuDNN: packed, backward": (
+        CUDNN_BACKWARD,
+        (*(Q,) * 5, LSE[..., None], SEED, SEED, None, SEQUENCES, SEQUENCES, 40, 40, 0.0, False),
+        {},
+    ),
+    "cuDNN: fp32, backward": (CUDNN_BACKWARD, (*(Q.float(),) * 5, LSE[..., None], *OF_CUDNN, 0.0, False), {}),
+    "cuDNN: causal, backward": (CUDNN_BACKWARD, (Q, Q, K, K, Q, LSE[..., None], *OF_CUDNN, 0.0, True), {}),
+    "cuDNN: LSE's shape": (CUDNN_BACKWARD, (*(Q,) * 5, LSE[..., None].expand(1, 2, 40, 2), *OF_CUDNN, 0.0, False), {}),
+    "cuDNN: no LSE, backward": (CUDNN_BACKWARD, (*(Q,) * 5, None, *OF_CUDNN, 0.0, False), {}),
+    "cuDNN: V's head dim, backward": (
+        CUDNN_BACKWARD,
+        (Q[..., :32], Q, Q, Q[..., :32], Q[..., :32], LSE[..., None], *OF_CUDNN, 0.0, False),
+        {},
+    ),
     "packed, backward, keys that begin elsewhere": (
         FLASH_BACKWARD,
         (B[0], B[0], B[0], B[0], B[0], LSE[0], SEQUENCES, SEQUENCES.clone(), 40, 40, 0.0, False, *RNG),
@@ -306,15 +417,49 @@ def test_packed_sequences(window, calls):
     assert calls == []
 
 
-def test_on_blackwell_the_gradients_are_torchs(originals):
+def check_varlen_attn(lengths: list[int], window: tuple[int, int], device: str) -> None:
+    """torch's own function for packed sequences, and its gradients, against torch's SDPA of each in float64."""
+    inputs = [t.to(device).requires_grad_() for t in q_of(3, sum(lengths), 2, 64)]
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    q, k, v = inputs
+    out = varlen_attn(q, k, v, starts, starts, max(lengths), max(lengths), window_size=window)
+    assert isinstance(out, Tensor)
+    dout = q_of(*out.shape).to(device)
+    grads = torch.autograd.grad(out, inputs, dout)
+    first = 0
+    for length in lengths:
+        rows = slice(first, first + length)
+        wide = [t.detach()[rows].double().transpose(0, 1).requires_grad_() for t in inputs]
+        mask = torch.ones(length, length, dtype=torch.bool, device=device)
+        mask = mask if window[1] < 0 else mask.tril(window[1])
+        mask = mask if window[0] < 0 else mask.triu(-window[0])
+        q, k, v = wide
+        with sdpa_kernel(SDPBackend.MATH):
+            want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        want_grads = torch.autograd.grad(want, wide, dout[rows].double().transpose(0, 1))
+        for one, other in zip((out, *grads), (want, *want_grads), strict=True):
+            error = (one.detach()[rows].double() - other.transpose(0, 1)).norm()
+            assert error < 0.02 * other.norm(), f"off by {error:.3e} of {other.norm():.3e}"
+        first += length
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (16, 8)])
+def test_varlen_attn(window, calls):
+    check_varlen_attn([30, 5, 25], window, "cpu")
+    assert calls == []
+
+
+@pytest.mark.parametrize("by", [by_flash, by_cudnn])
+def test_on_blackwell_the_gradients_are_torchs(by, originals):
     handle = torch_sdpa.override("CPU", Device.blackwell())
     q = q_of().requires_grad_()
     try:
-        out = SDPA(q, q, q)[0]
+        out = by(q, q, q)[0]
         out.sum().backward()
     finally:
         handle.remove()
-    assert [name for name, *_ in originals.calls] == ["_scaled_dot_product_flash_attention_backward"]
+    name = "flash" if by is by_flash else "cudnn"
+    assert [name for name, *_ in originals.calls] == [f"_scaled_dot_product_{name}_attention_backward"]
     assert torch.equal(out, attention(q.detach(), q.detach(), q.detach(), device=Device.blackwell()))  # type: ignore[arg-type]
 
 
@@ -357,77 +502,102 @@ def test_without_cuda_nothing_changes():
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
 
 
-def test_activated_it_overrides_those_of_cuda():
-    """Stand-ins for CUDA's kernels, where there are none; called past the dispatcher, as no tensor here is CUDA's."""
-    if torch.version.cuda:
-        pytest.skip("this torch is built with CUDA")
-    stand_ins = Originals("CUDA")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    asked: list[Any] = []
-    q = q_of()
-
-    def not_today(*_: Any, **__: Any) -> str:
-        asked.append(1)
-        return "not today"
-
-    def kernel() -> Any:
-        return get_kernel(SDPA.default, "CUDA").call_boxed(keys, q, q, q)[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_sdpa, "supports", not_today)
-        try:
-            activate_flash_attention_impl(torch_sdpa.NAME)
-            assert (kernel() == 7).all()
-            assert (len(asked), len(stand_ins.calls)) == (1, 1)
-            restore_flash_attention_impl()
-            assert (kernel() == 7).all()
-            assert (len(asked), len(stand_ins.calls)) == (1, 2)
-            with torch_sdpa.enabled():
-                kernel()
-            assert (len(asked), len(stand_ins.calls)) == (2, 3)
-            kernel()
-            assert (len(asked), len(stand_ins.calls)) == (2, 4)
-            for _ in range(2):
-                activate_flash_attention_impl(torch_sdpa.NAME)
-            with torch_sdpa.enabled():
-                restore_flash_attention_impl()
-                kernel()
-            assert (len(asked), len(stand_ins.calls)) == (3, 5)
-            kernel()
-            assert (len(asked), len(stand_ins.calls)) == (3, 6)
-        finally:
-            restore_flash_attention_impl(_raise_warn=False)
-            stand_ins.library._destroy()
+def order() -> list[SDPBackend]:
+    """Of the backends that are on."""
+    return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
 
 
-def test_the_flash_operators_come_first_within():
-    def order() -> list[SDPBackend]:
-        return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
-
-    flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
-    before, backends = torch._C._get_sdp_priority_order(), order()
+def test_order_and_backends_stay_within():
+    before = torch._C._get_sdp_priority_order(), order()
     with torch_sdpa.enabled():
-        assert order() == [flash, *(b for b in backends if b != flash)]
-    assert order() == backends
-    with sdpa_kernel([math, SDPBackend.CUDNN_ATTENTION, flash], set_priority=True), torch_sdpa.enabled():
-        assert order() == [flash, math, SDPBackend.CUDNN_ATTENTION]
-    assert order() == backends
-    with sdpa_kernel([SDPBackend.MATH]), torch_sdpa.enabled():
-        assert order() == [flash, math]
-    assert order() == backends
+        assert (torch._C._get_sdp_priority_order(), order()) == before
+    ordered = [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(ordered, set_priority=True), torch_sdpa.enabled():
+        assert order() == ordered
+    with torch_sdpa.enabled():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        assert SDPBackend.CUDNN_ATTENTION not in order()
+    try:
+        assert SDPBackend.CUDNN_ATTENTION not in order()  # as the user said within
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
     with pytest.raises(KeyError), torch_sdpa.enabled():
         raise KeyError
-    assert order() == backends
-    assert torch._C._get_sdp_priority_order() == before
+    assert (torch._C._get_sdp_priority_order(), order()) == before
+    assert not torch_sdpa._registered
+
+
+class OfCuda:
+    """Stand-ins for CUDA's kernels, where there are none. They are called past the dispatcher, as no tensor here is
+    CUDA's; and `supports` refuses all, so that a call of ours shows in `asked`, and its handing on in `calls`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.originals = Originals("CUDA")
+        self.asked: list[Any] = []
+        patch.setattr(torch_sdpa, "supports", self.refuse)
+
+    def refuse(self, *_: Any, **__: Any) -> str:
+        self.asked.append(1)
+        return "not today"
+
+    def is_ours(self, op: Any, *others: Any) -> bool:
+        before, q = len(self.asked), q_of()
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        assert (get_kernel(op.default, "CUDA").call_boxed(keys, q, q, q, *others)[0] == 7).all()
+        return len(self.asked) > before
+
+    def ours(self) -> tuple[bool, bool]:
+        """Whether the flash operator is ours, whether cuDNN's is."""
+        found = self.is_ours(SDPA), self.is_ours(CUDNN, None, True)
+        assert [name for name, *_ in self.originals.calls[-2:]] == [
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_cudnn_attention",
+        ]
+        return found
+
+
+@pytest.fixture
+def of_cuda(monkeypatch) -> Iterator[OfCuda]:
+    if torch.version.cuda:
+        pytest.skip("this torch is built with CUDA")
+    made = OfCuda(monkeypatch)
+    yield made
+    restore_flash_attention_impl(_raise_warn=False)
+    made.originals.library._destroy()
+
+
+def test_enabled_overrides_both_activated_the_flash_operators(of_cuda):
+    assert of_cuda.ours() == (False, False)
+    with torch_sdpa.enabled():
+        assert of_cuda.ours() == (True, True)
+    assert of_cuda.ours() == (False, False)
+    activate_flash_attention_impl(torch_sdpa.NAME)
+    assert of_cuda.ours() == (True, False)
+    restore_flash_attention_impl()
+    assert of_cuda.ours() == (False, False)
+
+
+def test_enabled_and_activated_in_any_order(of_cuda):
+    with torch_sdpa.enabled():
+        for _ in range(2):
+            activate_flash_attention_impl(torch_sdpa.NAME)
+        with torch_sdpa.enabled():  # what was there before is not the one that was activated, which has no cuDNN's
+            assert of_cuda.ours() == (True, True)
+            restore_flash_attention_impl()
+            assert of_cuda.ours() == (True, True)
+        assert of_cuda.ours() == (True, True)
+    assert of_cuda.ours() == (False, False)
+
+
+def test_cudnns_stay_where_their_lse_has_other_strides(of_cuda, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    with torch_sdpa.enabled():
+        assert of_cuda.ours() == (True, False)
 
 
 def test_left_in_any_order(originals):
     """As several threads leave it, each with others still within."""
-
-    def order() -> list[SDPBackend]:
-        return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
-
-    q, before = q_of(), order()
+    q = q_of()
     ours = attention(q, q, q, device=HOPPER)
     assert isinstance(ours, Tensor)
     for leaves_first in (0, 1):
@@ -435,23 +605,22 @@ def test_left_in_any_order(originals):
         entered = [torch_sdpa.enabled() for _ in range(2)]
         for context in entered:
             context.__enter__()
-        assert torch.equal(SDPA(q, q, q)[0], ours)
+        assert torch.equal(by_cudnn(q, q, q)[0], ours)
         handles.pop(leaves_first).remove()
         entered.pop(leaves_first).__exit__(None, None, None)
-        assert order()[0] == SDPBackend.FLASH_ATTENTION
-        assert torch.equal(SDPA(q, q, q)[0], ours)
-        assert (SDPA(q, q, q, 0.5)[0] == 7).all()  # dropout, handed on through one that is off
+        for by in (by_flash, by_cudnn):
+            assert torch.equal(by(q, q, q)[0], ours)
+            assert (by(q, q, q, dropout_p=0.5)[0] == 7).all()  # handed on through one that is off
         handles.pop().remove()
         entered.pop().__exit__(None, None, None)
-        assert order() == before
-        assert (SDPA(q, q, q)[0] == 7).all()
+        for by in (by_flash, by_cudnn):
+            assert (by(q, q, q)[0] == 7).all()
     assert not torch_sdpa._registered
-    assert not torch_sdpa._entered
 
 
 def test_many_threads(originals):
     """Each turns it on and off in its own time, while the others are in our kernels; afterwards it is off."""
-    q, before = q_of(), torch._C._get_sdp_priority_order()
+    q = q_of()
     want = attention(q, q, q, device=HOPPER)
     assert isinstance(want, Tensor)
 
@@ -459,16 +628,14 @@ def test_many_threads(originals):
         handle = torch_sdpa.override("CPU", HOPPER)
         try:
             with torch_sdpa.enabled():
-                return torch.equal(SDPA(q, q, q)[0], want)
+                return all(torch.equal(by(q, q, q)[0], want) for by in (by_flash, by_cudnn))
         finally:
             handle.remove()
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(12)))
-    assert (SDPA(q, q, q)[0] == 7).all()
-    assert torch._C._get_sdp_priority_order() == before
+    assert all((by(q, q, q)[0] == 7).all() for by in (by_flash, by_cudnn))
     assert not torch_sdpa._registered
-    assert not torch_sdpa._entered
 
 
 def test_the_stand_ins_are_not_ours():

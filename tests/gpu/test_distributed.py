@@ -14,7 +14,7 @@ import torch
 
 from gluon_attn.testing import check, check_gradients
 from tests.docs.test_integrations_page import CARDS
-from tests.gluon_attn.ranks import BY_TORCH, CASES, longer, options_of, run_ranks, whole_tensors
+from tests.gluon_attn.ranks import BACKENDS, BY_TORCH, CASES, longer, options_of, run_ranks, whole_tensors
 from tests.gluon_attn.test_distributed import check_by_torch, check_packed, check_switched, check_wrapped
 
 ROOT = Path(__file__).parents[2]
@@ -61,8 +61,9 @@ def test_packed_sequences(found):
     check_packed(found, 600 * len(found), "cuda")
 
 
-def test_context_parallel_of_torch(found):
-    check_by_torch(found, longer(BY_TORCH), "cuda")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_context_parallel_of_torch(backend, found):
+    check_by_torch(found, longer(BY_TORCH), "cuda", backend)
 
 
 def test_a_model_that_torch_spreads(found):

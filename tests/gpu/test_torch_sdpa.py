@@ -12,14 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn import attention as torch_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gluon_attn import attention, torch_sdpa
-from gluon_attn.apart import Apart
+from gluon_attn.apart import Apart, Skipped
 from gluon_attn.testing import check, check_gradients
+from tests.gluon_attn.test_torch_sdpa import check_varlen_attn
 from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
@@ -52,6 +55,30 @@ def ours(calls: int) -> Iterator[None]:
             patch.setattr(torch_sdpa, name, counted(getattr(torch_sdpa, name)))
         yield
     assert len(made) == calls, f"expected {calls} calls of ours, got {made}"
+
+
+class Seen(TorchDispatchMode):
+    """The operators of attention that are called within it, in backward passes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func.name():
+            self.names.append(func.name().removeprefix("aten::_scaled_dot_product_"))
+        return func(*args, **(kwargs or {}))
+
+
+FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+
+
+def only(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Any:
+    """Of torch's backends. What cuDNN takes differs between releases."""
+    params = SDPAParams(q, k, v, None, 0.0, options.get("is_causal", False), options.get("enable_gqa", False))
+    if backend == CUDNN and not can_use_cudnn_attention(params):
+        raise Skipped("this torch has no cuDNN that takes the call")
+    return sdpa_kernel(backend)
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -98,27 +125,72 @@ def check_packed() -> None:
 
 
 def check_first_call() -> None:
-    """Of the process: at that, torch orders its backends."""
+    """Of the process: at that, torch orders its backends, on Hopper cuDNN first."""
     q, k, v = (t.detach() for t in qkv())
     with ours(1):
         F.scaled_dot_product_attention(q, k, v)
 
 
-def check_order_afterwards() -> None:
-    q, k, v = (t.detach() for t in qkv())
-    before = torch._fused_sdp_choice(q, k, v)
-    want = F.scaled_dot_product_attention(q, k, v)
-    with ours(1):
-        assert torch._fused_sdp_choice(q, k, v) == SDPBackend.FLASH_ATTENTION.value
+def check_order_stays() -> None:
+    """And with it the backend that computes a call, forward and backward."""
+    q, k, v = inputs = qkv()
+    with Seen() as off:
+        want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(want, inputs, torch.ones_like(want))
+    assert len(off.names) == 2
+    order, choice = torch._C._get_sdp_priority_order(), torch._fused_sdp_choice(q, k, v, is_causal=True)
+    with ours(2), Seen() as on:
+        assert torch._C._get_sdp_priority_order() == order
+        assert torch._fused_sdp_choice(q, k, v, is_causal=True) == choice
+        got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(got, inputs, torch.ones_like(got))
+    assert on.names == off.names
+    assert torch._C._get_sdp_priority_order() == order
+    assert not torch.equal(got, want)  # another kernel
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), want)
+
+
+def check_backend(backend: SDPBackend) -> None:
+    """That a user asks for, and no other."""
+    q, k, v = inputs = qkv()
+    name = "flash_attention" if backend == FLASH else "cudnn_attention"
+    with only(backend, q, k, v), ours(2), Seen() as seen:
+        out = F.scaled_dot_product_attention(q, k, v)
+        dout = torch.randn_like(out)
+        grads = torch.autograd.grad(out, inputs, dout)
+    assert seen.names == [name, f"{name}_backward"]
+    check(q.detach(), k.detach(), v.detach(), out.detach(), None)
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, grads)
+    with sdpa_kernel(SDPBackend.MATH), ours(0):  # nor where all of ours are turned off
         F.scaled_dot_product_attention(q, k, v)
-    assert torch._fused_sdp_choice(q, k, v) == before
-    assert torch.equal(F.scaled_dot_product_attention(q, k, v), want)
+
+
+def check_cudnns_results(head_dim: int, of_v: int, packed: bool) -> None:
+    """Shapes, strides and the log-sum-exp of cuDNN's operator, as of ours in its place."""
+    torch.manual_seed(0)
+    if packed:
+        q, k, v = torch.randn(2, 300, 3, 4, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 3).unbind(2)
+    else:
+        q, k, v = (torch.randn(2, 4, 300, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    v = v[..., :of_v]
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention
+    with only(CUDNN, q, k, v, is_causal=True):
+        want = operator(q, k, v, None, True, 0.0, True)
+    with ours(1):
+        got = operator(q, k, v, None, True, 0.0, True)
+    for one, other in zip(got[:6], want[:6], strict=True):
+        if isinstance(other, Tensor):
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        else:
+            assert one == other
+    torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(got[1], want[1], atol=1e-3, rtol=1e-3)
 
 
 def check_activated() -> None:
     """By torch's own switch, with the order of backends set by hand; the inputs as users have them."""
     q, k, v = (t.detach() for t in qkv())
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(FLASH):
         want = F.scaled_dot_product_attention(q, k, v)
         torch_attention.activate_flash_attention_impl("GLUON")
         assert torch_attention.current_flash_attention_impl() == "GLUON"
@@ -129,16 +201,25 @@ def check_activated() -> None:
         assert torch.equal(F.scaled_dot_product_attention(q, k, v), want)
 
 
-def check_one_pass_each(forward_is_ours: bool) -> None:
+def check_activated_leaves_cudnn() -> None:
+    """Torch's own switch is of FlashAttention alone."""
+    q, k, v = (t.detach() for t in qkv())
+    with only(CUDNN, q, k, v):
+        want = F.scaled_dot_product_attention(q, k, v)
+        torch_attention.activate_flash_attention_impl("GLUON")
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v), want)
+
+
+def check_one_pass_each(backend: SDPBackend, forward_is_ours: bool) -> None:
     """Torch's gradients of our forward pass, or ours of torch's: O and LSE are the same function."""
     q, k, v = inputs = qkv(kv_heads=2)
-    theirs = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    passes = [ours(1), theirs] if forward_is_ours else [theirs, ours(1)]
-    with passes[0]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    dout = torch.randn_like(out)
-    with passes[1]:
-        grads = torch.autograd.grad(out, inputs, dout)
+    passes: list[contextlib.AbstractContextManager[None]] = [ours(1), contextlib.nullcontext()]
+    with only(backend, q, k, v, is_causal=True, enable_gqa=True):
+        with passes[not forward_is_ours]:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        dout = torch.randn_like(out)
+        with passes[forward_is_ours]:
+            grads = torch.autograd.grad(out, inputs, dout)
     check(q.detach(), k.detach(), v.detach(), out.detach(), None, causal=True)
     check_gradients(q.detach(), k.detach(), v.detach(), dout, grads, causal=True)
 
@@ -146,8 +227,6 @@ def check_one_pass_each(forward_is_ours: bool) -> None:
 def check_threads() -> None:
     """Each turns it on and off in its own time, while the others compute."""
     q, k, v = (t.detach() for t in qkv())
-    torch_sdpa.let_torch_order()  # it would be the first call that does
-    order = torch._C._get_sdp_priority_order()
     want = attention(q, k, v)
     assert isinstance(want, Tensor)
 
@@ -157,18 +236,20 @@ def check_threads() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(200)))
-    assert torch._C._get_sdp_priority_order() == order
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    assert not torch.equal(F.scaled_dot_product_attention(q, k, v), want)
+    with sdpa_kernel(FLASH):
         assert not torch.equal(F.scaled_dot_product_attention(q, k, v), want)
 
 
 def check_deterministic() -> None:
+    """Torch has no cuDNN then."""
     torch.use_deterministic_algorithms(True)
     q, k, v = inputs = qkv()
     dout = torch.randn_like(q)
-    with ours(4):
+    with ours(4), Seen() as seen:
         outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(2)]
         runs = [torch.autograd.grad(out, inputs, dout) for out in outs]
+    assert seen.names == ["flash_attention"] * 2 + ["flash_attention_backward"] * 2
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
     check_gradients(q.detach(), k.detach(), v.detach(), dout, runs[0], causal=True)
 
@@ -197,13 +278,17 @@ class SelfAttention(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
-def check_compiled() -> None:
+def check_compiled(before: bool) -> None:
+    """before: it is compiled, and has been called, before ours are turned on."""
+
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True) * 3
 
     inputs = qkv()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if before:
+        torch.autograd.grad(compiled(*inputs).sum(), inputs)
     with ours(4):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         outs = [fn(*inputs) for fn in (compiled, model)]
         grads = [torch.autograd.grad(out.sum(), inputs) for out in outs]
     assert torch.equal(*outs)
@@ -212,10 +297,13 @@ def check_compiled() -> None:
 
 
 def check_checkpointed(is_kept: bool) -> None:
-    """With a policy of what to keep, which names torch's operator."""
+    """With a policy of what to keep, which names torch's operators."""
+    operators = [
+        getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default for name in ("flash", "cudnn")
+    ]
 
     def policy(context: Any, operator: Any, *args: Any, **kw: Any) -> CheckpointPolicy:
-        kept = operator == torch.ops.aten._scaled_dot_product_flash_attention.default and is_kept
+        kept = operator in operators and is_kept
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     kept = partial(create_selective_checkpoint_contexts, policy)
@@ -308,7 +396,7 @@ def check_falls_through(name: str) -> None:
     torch.use_deterministic_algorithms(True)
     results = []
     for switch in (contextlib.nullcontext(), ours(0)):
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), switch:
+        with sdpa_kernel([FLASH, SDPBackend.EFFICIENT_ATTENTION]), switch:
             torch.manual_seed(1)
             out = FALLS_THROUGH[name]()
             torch.manual_seed(2)
@@ -316,6 +404,44 @@ def check_falls_through(name: str) -> None:
     off, on = results
     assert len(off) > 1
     assert all(torch.equal(one, other) for one, other in zip(off, on, strict=True))
+
+
+HALF = ((2, 4, 500, 64), (2, 4, 500, 64), (2, 4, 500, 32))
+STAYS: dict[str, Callable[[], Any]] = {
+    "dropout": plain_call(*Q, dropout_p=0.25),
+    "dropout, causal": plain_call(*Q, dropout_p=0.5, is_causal=True),
+    "dropout that cuDNN has no bits for": plain_call(*Q, dropout_p=0.3),
+    "fp32": plain_call(*Q, dtype=torch.float32),
+    "causal, unequal lengths": plain_call((2, 4, 300, 64), *Q[1:], is_causal=True),
+    "attn_mask": masked,
+    "causal_lower_right": lower_right,
+    "V's head dim": plain_call(*HALF),
+}
+
+
+def check_stays(name: str) -> None:
+    """By the operators that torch calls by default, and with the same bits. Those of cuDNN's gradients may differ from
+    run to run."""
+    results = []
+    for switch in (contextlib.nullcontext(), ours(0)):
+        with switch, Seen() as seen:
+            torch.manual_seed(1)
+            out = STAYS[name]()
+            grads = gradients_of_inputs(out)
+        results.append((seen.names, out.detach(), grads))
+    (off, want, want_grads), (on, got, grads) = results
+    assert off == on
+    assert off
+    assert torch.equal(got, want)
+    for one, other in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
+def check_varlen(lengths: list[int], window: tuple[int, int]) -> None:
+    if max(lengths) > 128 and hasattr(varlen, "_can_use_cudnn"):
+        raise Skipped("this torch has another operator for long packed sequences, cuDNN's, which is not replaced")
+    with ours(2):
+        check_varlen_attn(lengths, window, "cuda")
 
 
 def gradients_of_inputs(out: Tensor) -> list[Tensor]:
@@ -343,23 +469,38 @@ CASES: dict[str, Callable[[], None]] = {
     "a window": check_window,
     "packed": check_packed,
     "first call": check_first_call,
-    "order afterwards": check_order_afterwards,
+    "order stays": check_order_stays,
+    "FlashAttention asked for": lambda: check_backend(FLASH),
+    "cuDNN asked for": lambda: check_backend(CUDNN),
+    "cuDNN's results": lambda: check_cudnns_results(128, 128, packed=False),
+    "cuDNN's results, packed": lambda: check_cudnns_results(64, 64, packed=True),
+    "cuDNN's results, D=192 and 128": lambda: check_cudnns_results(192, 128, packed=True),
     "activated": check_activated,
-    "our forward pass, torch's backward": lambda: check_one_pass_each(forward_is_ours=True),
-    "torch's forward pass, our backward": lambda: check_one_pass_each(forward_is_ours=False),
+    "activated, cuDNN": check_activated_leaves_cudnn,
+    **{
+        f"{name}, {whose}": partial(check_one_pass_each, backend, forward_is_ours=forward_is_ours)
+        for name, backend in (("FlashAttention-2", FLASH), ("cuDNN", CUDNN))
+        for whose, forward_is_ours in (("our forward pass", True), ("our backward", False))
+    },
     "threads": check_threads,
     "deterministic": check_deterministic,
     "MultiheadAttention": lambda: check_module(SelfAttention(), 2),
     "TransformerEncoderLayer": lambda: check_module(
         nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True), 2
     ),
-    "compiled": check_compiled,
+    "compiled": lambda: check_compiled(before=False),
+    "compiled before": lambda: check_compiled(before=True),
     "checkpointed": lambda: check_checkpointed(is_kept=False),
     "checkpointed, kept by a policy": lambda: check_checkpointed(is_kept=True),
     "autocast": lambda: check_autocast(torch.bfloat16),
     "autocast, fp16": lambda: check_autocast(torch.float16),
     "CUDA graph": check_graph,
     **{f"falls through: {name}": partial(check_falls_through, name) for name in FALLS_THROUGH},
+    **{f"stays with its backend: {name}": partial(check_stays, name) for name in STAYS},
+    "varlen_attn": lambda: check_varlen([100, 128, 5, 37], (-1, -1)),
+    "varlen_attn, causal": lambda: check_varlen([100, 128, 5, 37], (-1, 0)),
+    "varlen_attn, a window": lambda: check_varlen([100, 128, 5, 37], (16, 8)),
+    "varlen_attn, causal, long": lambda: check_varlen([700, 129, 300], (-1, 0)),
 }
 
 
