@@ -191,9 +191,10 @@ def transfers_of_ring(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, backward: b
         move(k, v)
     if not backward:
         return
+    part = [torch.zeros_like(t) for t in (k, v)]
     sums = [torch.zeros_like(t, dtype=torch.float32) for t in (k, v)]
     for step in range(ranks.size + 1):
-        move(*((k, v) if step + 1 < ranks.size else ()), *(sums if step else ()))
+        move(*((k, v) if step + 1 < ranks.size else ()), *((), (), part, sums)[min(step, 3)])
 
 
 def transfers_of_ulysses(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, backward: bool) -> None:

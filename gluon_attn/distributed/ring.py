@@ -39,8 +39,8 @@ def ring_attention(
     Returns:
         This rank's share of O, or with return_lse of (O, LSE). Parts are computed in q's dtype, and merged in fp32.
 
-    The next K and V travel while those here are computed with; in the backward pass, sums of dK and dV too, in fp32.
-    What the causal mask hides whole is left out: half of each step but the first.
+    The next K and V travel while those here are computed with; in the backward pass, sums of dK and dV too, in fp32
+    where they have more than one part. What the causal mask hides whole is left out: half of each step but the first.
 
     Raises:
         As `attention`, before anything is sent. ValueError, too, where causal shares have another number of keys than
@@ -154,14 +154,16 @@ def ring_backward(
     layout: str,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ adds up here; sums of dK and dV follow their K and V one step behind, and one step further, home.
+    """dQ adds up here, and dK and dV of this rank's keys stay here. Those of others' keys follow their K and V one step
+    behind, and one step further, home: the first part as it is computed, then sums in fp32.
 
     Each part of a gradient is exact, as it is given O and LSE of all keys.
     """
     length = in_bhsd(q, layout).shape[2]
     here = [k.contiguous(), v.contiguous()]
     dq = None
-    sums: list[Tensor] = []  # of dK and dV, of the keys that are here
+    own: list[Tensor] = []  # dK and dV by this rank's rows
+    sums: list[Tensor] = []  # of dK and dV, of the keys that are here, by the rows of other ranks and this one
     for step in range(ranks.size):
         coming = [torch.empty_like(t) for t in here] if step + 1 < ranks.size else []
         coming_sums = [torch.empty_like(t) for t in sums]
@@ -181,24 +183,36 @@ def ring_backward(
             **options,
         )
         arrive(transfers)
-        here = coming
         if dq is None:  # the first step is of all rows and keys
-            dq, *sums = (part.float() for part in parts)
-            continue
-        sums = coming_sums
-        along(dq, rows, layout).add_(parts[0])
-        for total, part in zip(sums, parts[1:], strict=True):
-            along(total, keys, layout).add_(part)
+            dq, own = parts[0].float(), list(parts[1:])
+        else:
+            along(dq, rows, layout).add_(parts[0])
+            if step == 1:  # nobody had these keys before but their own rank
+                sums = [at_keys(part, keys, t, layout) for part, t in zip(parts[1:], here, strict=True)]
+            else:
+                sums = [t.float() for t in coming_sums]
+                for total, part in zip(sums, parts[1:], strict=True):
+                    along(total, keys, layout).add_(part)
+        here = coming
     assert dq is not None
     home = [torch.empty_like(t) for t in sums]
     arrive(ranks.pass_on(zip(sums, home, strict=True)))
-    dk, dv = (total.to(k.dtype) for total in home)
+    dk, dv = ((mine + others).to(k.dtype) for mine, others in zip(own, home, strict=True))  # added in fp32
     return dq.to(q.dtype), dk, dv
 
 
 def along(t: Tensor, part: slice, layout: str) -> Tensor:
     """A view of part of the sequence."""
     return t[:, :, part] if layout == "bhsd" else t[:, part]
+
+
+def at_keys(part: Tensor, keys: slice, all_keys: Tensor, layout: str) -> Tensor:
+    """A gradient of some keys as one of all keys, 0 for the others."""
+    if part.shape == all_keys.shape:
+        return part
+    whole = torch.zeros_like(all_keys)
+    along(whole, keys, layout).copy_(part)
+    return whole
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

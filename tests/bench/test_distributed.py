@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,25 @@ def sent(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", bench.FUNCTIONS)
-def test_the_transfers_alone_are_those_of_the_function(name, backward, sent):
-    tensors = [torch.ones(1, 2, 8, 64, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3)]
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_transfers_alone_are_those_of_the_function(size, name, backward, sent, monkeypatch):
+    """Of two ranks, the ring's backward pass sends nothing in fp32."""
+    ranks = Ranks(group=None, rank=1, size=size)
+    monkeypatch.setattr(Ranks, "of", lambda group: ranks)
+    tensors = [torch.ones(1, 12, 8, 64, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3)]
     out = bench.FUNCTIONS[name](*tensors, causal=True, device=Device.hopper())
     if backward:
         torch.autograd.grad(out.sum(), tensors)
     by_function = sorted(sent)
     sent.clear()
     q, k, v = (t.detach() for t in tensors)
-    bench.TRANSFERS[name](q, k, v, RANKS, backward)
+    bench.TRANSFERS[name](q, k, v, ranks, backward)
     assert sorted(sent) == by_function
+    if name == "ring":
+        messages = {q.nbytes: 2 * (size - 1) + backward * 2 * size}
+        if backward and size > 2:
+            messages[2 * q.nbytes] = 2 * (size - 2)
+        assert Counter(by_function) == messages
     assert by_function
 
 
