@@ -125,12 +125,14 @@ def takes(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, window: Window = (None, None), **options: Any
 ) -> bool:
     """Whether it is ours to compute. Left to torch, besides what `supports` refuses: a mask over unequal lengths, whose
-    rows without keys have another LSE there; and what has no numbers."""
+    rows without keys have another LSE there; a single query, as torch's kernels split its keys among processors; and
+    what has no numbers."""
     if q.dtype not in DTYPES or q.numel() == 0 or k.numel() == 0:
         return False
-    if supports(q, k, v, causal=causal, layout=layout, window=window, **options) is not None:
+    q_len, kv_len = in_bhsd(q, layout).shape[2], in_bhsd(k, layout).shape[2]
+    if q_len == 1 or ((causal or window != (None, None)) and q_len != kv_len):
         return False
-    return not (causal or window != (None, None)) or in_bhsd(q, layout).shape[2] == in_bhsd(k, layout).shape[2]
+    return supports(q, k, v, causal=causal, layout=layout, window=window, **options) is None
 
 
 def takes_packed(
