@@ -58,6 +58,7 @@ PREPARE = Kernel(
     Pointer("dq_ptr", "dq_sums"),
     Pointer("added_ptr", "added", "i32"),
     Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
+    Pointer("claimed_ptr", "claimed", "i32"),
     LENGTHS[0],
     Scalar("sets_zero"),
     Scalar("sequences"),
@@ -81,6 +82,7 @@ MAIN = Kernel(
     DBIAS_ROW,
     *AUX,
     RECORDS,
+    Pointer("claimed_ptr", "claimed", "i32"),
     Scalar("scale_log2", "fp32"),
     Scalar("scale", "fp32"),
     Scalar("blocks_per_item"),
@@ -112,7 +114,7 @@ SINKS = Kernel(
 
 # What a call gives for what there may not be: workspaces that it does not need, a bias, and what a ScoreFunction reads.
 NOT_THERE = dict.fromkeys(
-    ("handed_in", "has_handed_in", "bias", "dbias", *(p.tensor for p in (*AUX, *LENGTHS, RECORDS)))
+    ("handed_in", "has_handed_in", "claimed", "bias", "dbias", *(p.tensor for p in (*AUX, *LENGTHS, RECORDS)))
 )
 
 SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
@@ -137,6 +139,7 @@ def builds_of(
     used: of each, some keys count. padded_head_dim_v: None: as Q's. bias: that is added to scores; of_bias: compute its
     gradient too."""
     absent = {} if shared else {"has_handed_in_ptr": None}
+    absent |= {} if claims(deterministic, shared, packed) else {"claimed_ptr": None}
     pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     columns = padded_head_dim // pieces
     rows, rows_v = (Block.of(dtype, config.block_m, d, packed=packed) for d in (columns, head_dim_v))
@@ -175,6 +178,12 @@ def builds_of(
     )
 
 
+def claims(deterministic: bool, shared: bool, packed: bool) -> bool:
+    """Whether programs claim their key blocks, one after the other: where they wait for each other, and so must not
+    wait for one that has not begun; and where lengths are not known. Those that have a share know it."""
+    return (deterministic or packed) and not shared
+
+
 def main_build(
     config: HopperBackward,
     blocks: Mapping[str, Block],
@@ -192,6 +201,7 @@ def main_build(
     pointers = types_of(score_mod, None, mask)
     absent = [] if packed else [RECORDS.name]
     absent += [] if shared else ["handed_in_ptr", "has_handed_in_ptr"]
+    absent += [] if claims(deterministic, shared, packed) else ["claimed_ptr"]
     absent += [] if bias is not None else [BIAS.name]
     sums_dbias = False
     if bias is not None and of_bias and config.has_dk:  # from dS, which dV does not need
@@ -291,7 +301,8 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     """Shape and dtype of the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R), and
     the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded; how many key
     blocks have added to each row block, int32. If programs share key blocks: dK and dV that each hands in, (sharers, 2,
-    KEYS, D) fp32, and who has, int32. Of packed sequences, the list of key blocks, int32."""
+    KEYS, D) fp32, and who has, int32. If they claim key blocks, how many have been claimed, by launch, int32. Of packed
+    sequences, the list of key blocks, int32."""
     problem, config = plan.problem, plan.config
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
     head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
@@ -305,6 +316,8 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     if plan.shared:
         found["handed_in"] = ((plan.sharers, config.keys, head_dim + head_dim_v), torch.float32)
         found["has_handed_in"] = ((MOST_SHARERS,), torch.int32)
+    if claims(plan.deterministic, plan.shared > 0, problem.sequences is not None):
+        found["claimed"] = ((2,), torch.int32)
     if problem.sequences is not None:
         found["records"] = (((1 + plan.capacity) * RECORD.value,), torch.int32)
     if problem.has_documents:

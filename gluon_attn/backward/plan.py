@@ -15,6 +15,8 @@ from .configs import HopperBackward
 # each arrives at a row block when the one before it is done there.
 PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
+L2_SHARE = 0.375  # for rows of heads that are computed at a time, see `heads_in_order`
+
 # Of a key block that programs share, each has at least about so many.
 ROW_BLOCKS_OF_A_SHARE = 4
 
@@ -28,9 +30,7 @@ MOST_SHARERS = 256  # the kernel before sets so many flags to 0
 class BackwardPlan:
     """The numbers of a backward's launches that depend on no tensor.
 
-    programs: of the main kernel, as many as there are processors: each loads its next K and V early. Only with a fixed
-        order of sums one for each key block: who waits for others then waits for programs of a lower number, which have
-        begun, however many processors there really are.
+    programs: of the main kernel, as many as there are processors: each loads its next K and V early.
     blocks_per_item: 1, or 2 for a key block that many queries see with one that few do.
     last_heads: of how many KV heads, the last ones, an item is one key block, so that all programs end together.
     heads_at_once: of how many of those one key block follows the other.
@@ -138,12 +138,12 @@ class BackwardPlan:
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
         shared, sharers = shares_of(problem, config, device, key_blocks, uneven, deterministic)
-        programs = key_blocks if deterministic else min(device.sm_count, items)
+        programs = min(device.sm_count, items)
         if shared:
             programs = max(sharers, min(programs, device.sm_count))
             last_heads = heads_at_once = 0
         elif deterministic:
-            last_heads, heads_at_once = problem.batch * problem.kv_heads, heads_in_order(mask, device)
+            last_heads, heads_at_once = problem.batch * problem.kv_heads, heads_in_order(problem, device)
         else:
             # In the last heads the first key block comes first, which costs the most only where late keys are hidden.
             to_even_out = blocks_per_item == 2 and items > device.sm_count and mask.hides_late_keys
@@ -171,10 +171,10 @@ class BackwardPlan:
         return BackwardPlan(
             problem=problem,
             config=config,
-            programs=key_blocks if deterministic else min(device.sm_count, key_blocks),
+            programs=min(device.sm_count, key_blocks),
             blocks_per_item=1,
             last_heads=0,
-            heads_at_once=heads_in_order(mask, device) if deterministic else 1,
+            heads_at_once=heads_in_order(problem, device) if deterministic else 1,
             shared=0,
             sharers=0,
             row_programs=problem.heads * blocks_of(problem, problem.q_len, config.block_m),
@@ -189,9 +189,17 @@ def blocks_of(problem: Problem, rows: int, size: int) -> int:
     return -(-rows // size) if problem.sequences is None else rows // size + problem.sequences + 1
 
 
-def heads_in_order(mask: Mask, device: Device) -> int:
-    """How many heads are computed at a time if sums are in a fixed order."""
-    return -(-device.sm_count // PROGRAMS_OF_A_HEAD[mask.hides_late_keys and not mask.hides_early_keys])
+def heads_in_order(problem: Problem, device: Device) -> int:
+    """How many KV heads are computed at a time if sums are in a fixed order: as many as L2 has room for the rows of, up
+    to one for each program, so that few programs stand in line for one row block; but no fewer than needed for
+    PROGRAMS_OF_A_HEAD at most."""
+    mask, group = problem.mask, problem.heads // problem.kv_heads
+    needed = -(-device.sm_count // PROGRAMS_OF_A_HEAD[mask.hides_late_keys and not mask.hides_early_keys])
+    if problem.sequences is not None:  # whose lengths are not known
+        return needed
+    row_bytes = (2 + 4) * problem.head_dim + 2 * problem.head_dim_v  # Q in 16 bits, the sums of dQ in 32; dO
+    room = int(L2_SHARE * device.l2_bytes) // (group * problem.q_len * row_bytes)
+    return max(needed, min(room, device.sm_count))
 
 
 def row_blocks_of(problem: Problem, config: HopperBackward, index: int) -> int:

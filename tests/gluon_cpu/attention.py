@@ -124,10 +124,9 @@ class BackwardRun:
         which: str = "main",
         bias: Tensor | None = None,
     ) -> None:
-        """programs: of the main kernel, unless it is deterministic: then it has one for each key block. If that leaves
-        programs over and there are queries enough, these share the key blocks. which: the launch that `launch` is:
-        "before", "main" or "after"; or, where dV has a launch of its own, "dv", and "main" is the other one. bias: that
-        is added to scores, whose gradient is computed too."""
+        """programs: of the main kernel. If there are fewer key blocks, and queries enough, programs share them. which:
+        the launch that `launch` is: "before", "main" or "after"; or, where dV has a launch of its own, "dv", and "main"
+        is the other one. bias: that is added to scores, whose gradient is computed too."""
         self.inputs = (q, k, v, normal_like(empty_output(q, v)))
         self.causal, self.bias = causal, bias
         device = dataclasses.replace(Device.hopper(), sm_count=programs)

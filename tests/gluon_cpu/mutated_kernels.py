@@ -50,8 +50,8 @@ class Kernel:
 class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
     tried on, all launched each time. The main one, or a part of it, is one program and, for the first problem once
-    more, two, of which one waits for the other; or, if it is deterministic, one for each key block. With `sharers`, so
-    many programs share the key blocks of the first problem. head_dim_v: None: as Q's. bias: as for `bias_of`."""
+    more, two, of which one waits for the other. With `sharers`, so many programs share the key blocks of the first
+    problem. head_dim_v: None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -75,7 +75,7 @@ class Backward:
             for qkv, bias in zip(inputs, biases, strict=True)
         ]
         assert all(run.sharers == self.sharers for run in runs)
-        if self.which not in ("before", "after") and not self.deterministic and not self.sharers:
+        if self.which not in ("before", "after") and not self.sharers:
             runs.insert(0, BackwardRun(*inputs[0], bias=biases[0], programs=2, **kind))
         for run in runs:
             run.keep_bits()

@@ -15,9 +15,9 @@ from gluon_attn.device import Device
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.kernels.common.packed import RECORD
 from gluon_attn.kernels.hopper.backward.packed import list_key_blocks, number_of, padded_block
-from gluon_attn.kernels.hopper.backward.work import first_work, order_of
 from gluon_attn.problem import Problem
 from gluon_attn.tensors import PACKED
+from tests.gluon_attn.kernels.claims import note_claims
 from tests.gluon_cpu.support import descriptor
 
 KEYS = 64  # of a block, and BLOCK_M
@@ -122,73 +122,44 @@ def test_padded_row_blocks_are_of_one_sequence_each(mix):
         assert not mine or (firsts[mine] == mine[0]).all()
 
 
-@jit(do_not_specialize=["heads_at_once"])
-def note_work(visits, places, records_ptr, q_desc, k_desc, heads_at_once, MASK: gl.constexpr, ROTATED: gl.constexpr):
-    """At [head, sequence, key block]: how often it comes; and 10000 * the program + how many it has done before."""
-    none = gl.to_tensor(0)
-    order = order_of(
-        q_desc, k_desc, none + 1, none, heads_at_once, none, none, (none,) * 4, (records_ptr,), MASK, ROTATED, None
-    )
-    work, step = first_work(order), 0
-    while work.is_left():
-        keys = work.keys()
-        at = (keys.kv_head * 8 + keys.batch) * 32 + keys.first // keys.KEYS
-        gl.atomic_add(visits + at, 1)
-        gl.atomic_add(places + at, 10000 * gl.program_id(0) + step)
-        work, step = work.next(), step + 1
-
-
-def walk(memory: Tensor, programs: int, heads: int, rotated: bool, heads_at_once: int = 1) -> tuple[Tensor, Tensor]:
+def claims_of(memory: Tensor, programs: int, heads: int, rotated: bool, heads_at_once: int = 1) -> tuple[Tensor, Tensor]:
+    """At [head, sequence, key block]: how often it was claimed; and as which item."""
     q, k = (torch.zeros(1, count, 64, 16, dtype=torch.bfloat16) for count in (2 * heads, heads))
-    visits, places = torch.zeros(2, heads, 8, 32, dtype=torch.int32)
+    visits, items = torch.zeros(2, heads, 8, 32, dtype=torch.int32)
     descriptors = descriptor(q, [1, 1, KEYS, 16]), descriptor(k, [1, 1, KEYS, 16])
+    claimed = torch.zeros(2, dtype=torch.int32)
+    mask, strides = Mask(causal=True), (32, 8 * 32)
     with gluon_cpu.machine():
-        note_work[(programs,)](
-            visits, places, memory, *descriptors, heads_at_once, Mask(causal=True), rotated, num_warps=1
+        note_claims[(programs,)](
+            visits, items, claimed, memory, *descriptors, 0, heads_at_once, mask, rotated, strides, num_warps=4
         )
-    return visits, places
+    return visits, items
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
-@pytest.mark.parametrize("programs", [1, 5, 13, 60, 400])
-def test_programs_walk_the_list(programs, heads):
-    """Each key block once, of a head no later than of one in a later group."""
+@pytest.mark.parametrize("programs", [1, 5, 13, 60])
+def test_programs_claim_what_is_listed(programs, heads):
+    """Each key block once; of a head before all those of a later group."""
     memory, found = records("edges", Mask(causal=True))
-    visits, places = walk(memory, programs, heads, rotated=True)
+    visits, items = claims_of(memory, programs, heads, rotated=True)
     want = torch.zeros_like(visits)
     for *_, sequence, index in found:
         want[:, sequence, index] = 1
     assert torch.equal(visits, want)
-    step = (places % 10000).masked_fill(want == 0, 0).flatten(1)
-    assert (step.amax(1)[1:] >= step.amax(1)[:-1]).all()
-
-
-@pytest.mark.parametrize("heads", [8, 16, 32])
-@pytest.mark.slow_but("8", "16")
-def test_programs_have_equally_much_to_do(heads):
-    """Eight sequences of 16 key blocks, under a causal mask: where the first of a sequence costs the most."""
-    blocks = [(sequence, index) for index in range(16) for sequence in range(8)]
-    memory = torch.zeros(1 + len(blocks), RECORD.value, dtype=torch.int32)
-    memory[0, 0] = len(blocks)
-    memory[1:, 4:6] = torch.tensor(blocks, dtype=torch.int32)
-    visits, places = walk(memory.flatten(), 132, heads, rotated=True)
-    assert (visits[:, :, :16] == 1).all()
-    loads = torch.zeros(132, dtype=torch.int64)
-    cost = (16 - torch.arange(16)).expand(heads, 8, 16)
-    loads.index_add_(0, (places[:, :, :16] // 10000).flatten().long(), cost.flatten())
-    assert int(loads.max()) <= 1.15 * float(loads.float().mean())
+    last = items.masked_fill(want == 0, 0).flatten(1).amax(1)
+    assert (last[1:] >= last[:-1]).all()
 
 
 @pytest.mark.parametrize("heads_at_once", [1, 2, 3])
-def test_in_a_fixed_order_a_program_has_one_key_block(heads_at_once):
-    """And those of the heads before in its group, or of the list, are of programs of a lower number."""
+def test_in_a_fixed_order_key_blocks_are_claimed_as_they_are_listed(heads_at_once):
+    """After those of the heads before in its group, and those before in the list."""
     memory, found = records("edges", Mask(causal=True))
-    visits, places = walk(memory, 3 * len(found) + 5, 3, rotated=False, heads_at_once=heads_at_once)
-    items = [
+    visits, items = claims_of(memory, 7, 3, rotated=False, heads_at_once=heads_at_once)
+    want = [
         (head, *record[4:])
         for before in range(0, 3, heads_at_once)
         for record in found
         for head in range(before, min(before + heads_at_once, 3))
     ]
-    assert int(visits.sum()) == len(items)
-    assert [int(places[at]) for at in items] == [10000 * program for program in range(len(items))]
+    assert int(visits.sum()) == len(want)
+    assert [int(items[at]) for at in want] == list(range(len(want)))

@@ -14,6 +14,7 @@ from gluon_attn.device import Device
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.kernels.hopper.backward.work import first_work, order_of
 from gluon_attn.problem import Problem
+from tests.gluon_attn.kernels.claims import note_claims
 from tests.gluon_cpu.support import descriptor
 from tests.slow import slow_if
 
@@ -48,11 +49,12 @@ def note_work(
         none,
         (none, none, none, none),
         (None,),
+        (None,),
         MASK,
         ROTATED,
         None,
     )
-    work, step = first_work(order), 0
+    work, step = first_work(order, (), CLAIMS=False), 0
     while work.is_left():
         keys = work.keys()
         at = (keys.batch * order.kv_heads + keys.kv_head) * order.key_blocks + keys.first // order.KEYS
@@ -159,17 +161,34 @@ def walk_of(plan: BackwardPlan, key_blocks: int) -> list[list[tuple[int, int]]]:
     )
 
 
+def claims_of(programs: int, key_blocks: int, last_heads: int, heads_at_once: int) -> list[tuple[int, int]]:
+    """Key blocks, (head of all batches, index), in the order in which they are claimed. Fails unless each comes once."""
+    visits, items = (torch.zeros(HEADS, key_blocks, dtype=torch.int32) for _ in range(2))
+    q = torch.zeros(BATCH, KV_HEADS * GROUP, 100, 16, dtype=torch.bfloat16)
+    k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)
+    descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, KEYS, 16])
+    claimed = torch.zeros(2, dtype=torch.int32)
+    strides = (KV_HEADS * key_blocks, key_blocks)
+    with gluon_cpu.machine():
+        note_claims[(programs,)](
+            visits, items, claimed, None, *descriptors, last_heads, heads_at_once, CAUSAL, False, strides, num_warps=4
+        )
+    assert visits.eq(1).all(), visits
+    assert claimed[0] == visits.numel() + programs, "each program claims until nothing is left"
+    assert items.flatten().sort().values.tolist() == list(range(visits.numel()))
+    return sorted(itertools.product(range(HEADS), range(key_blocks)), key=lambda at: int(items[at]))
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("processors", [1, 5, 12, 40, 132])
-def test_in_order_who_waits_waits_for_programs_of_lower_numbers(processors, causal):
-    """A program adds to a row block once the one with the keys before has: that one has begun, if its number is lower,
-    and has one key block only, so that it waits for nobody after it."""
+@pytest.mark.parametrize("processors", [1, 5, 12, 40])
+def test_in_order_key_blocks_are_claimed_after_those_that_they_wait_for(processors, causal):
+    """A program adds to a row block once the one with the keys before has, which was claimed before."""
     for key_blocks in (1, 2, 3, 7):
-        found = walk_of(plan_of(key_blocks, processors, deterministic=True, causal=causal), key_blocks)
-        program_of = {block: program for program, blocks in enumerate(found) for block in blocks}
-        assert all(len(blocks) == 1 for blocks in found)
+        plan = plan_of(key_blocks, processors, deterministic=True, causal=causal)
+        claimed = claims_of(plan.programs, key_blocks, plan.last_heads, plan.heads_at_once)
+        assert claimed == [block for item in items_of(key_blocks, 1, HEADS, plan.heads_at_once) for block in item]
         for head, index in itertools.product(range(HEADS), range(1, key_blocks)):
-            assert program_of[head, index - 1] < program_of[head, index]
+            assert claimed.index((head, index - 1)) < claimed.index((head, index))
 
 
 @pytest.mark.parametrize("processors", [1, 5, 7, 12, 20])
@@ -191,8 +210,8 @@ def note_shares(steps, tasks, q_desc, k_desc, shared, sharers, MASK: gl.constexp
     which the program has."""
     one, none = gl.to_tensor(1), gl.to_tensor(0)
     aux = (none, none, none, none)
-    order = order_of(q_desc, k_desc, one, none, one, shared, sharers, aux, (None,), MASK, ROTATED, None)
-    work, task = first_work(order), 0
+    order = order_of(q_desc, k_desc, one, none, one, shared, sharers, aux, (None,), (None,), MASK, ROTATED, None)
+    work, task = first_work(order, (), CLAIMS=False), 0
     while work.is_left():
         keys = work.keys()
         index = keys.first // order.KEYS

@@ -401,7 +401,7 @@ def gradient(wires, order, operands):
     PIECES: gl.constexpr = operands.PIECES
     keys_values = wires.keys_values.consumer()
     ends = Ends(wires.queries.consumer(), wires.douts.consumer(), wires.dqs.producer(), gl.to_tensor(0))
-    work = first_work(order)
+    work = first_work(order, wires.claims, CLAIMS=False)
     while work.is_left():
         keys = work.keys()
         walked = keys.query_range()

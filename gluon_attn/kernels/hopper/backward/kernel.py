@@ -37,6 +37,7 @@ def attention_backward(
     aux2_ptr,
     aux3_ptr,
     records_ptr,  # of packed sequences the key blocks, see packed.py; None: all have the descriptors' lengths
+    claimed_ptr,  # (2,) int32, 0 before: how many key blocks programs have claimed, by launch; None: they know theirs
     scale_log2,  # softmax scale times log2(e)
     scale,
     blocks_per_item,  # 1, or 2 for a key block that many queries see with one that few do
@@ -71,7 +72,10 @@ def attention_backward(
         HAS_DK=CONFIG.has_dk,
         SUMS_DBIAS=SUMS_DBIAS,
     )
-    wires = alloc_wires(operands, CONFIG)
+    if claimed_ptr is None:
+        claimed = (None,)
+    else:
+        claimed = (claimed_ptr + (0 if CONFIG.has_dv else 1),)
     order = order_of(
         q_desc,
         k_desc,
@@ -82,10 +86,12 @@ def attention_backward(
         sharers,
         (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr),
         (records_ptr,),
+        claimed,
         MASK,
         ROTATED=not DETERMINISTIC,
         SCORE_MOD=SCORE_MOD,
     )
+    wires = alloc_wires(operands, order, CONFIG)
     init_all(wires.channels())
     gl.warp_specialize(
         [

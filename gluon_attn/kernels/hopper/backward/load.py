@@ -23,7 +23,7 @@ def load(wires, order, operands):
     """Fills keys_values, queries and douts, in the order in which the gradient role asks for them. If it computes dV
     alone, that is dO of a row block after Q of the next."""
     keys_values, queries, douts = wires.keys_values.producer(), wires.queries.producer(), wires.douts.producer()
-    work = first_work(order)
+    work = first_work(order, wires.claims, CLAIMS=True)
     while work.is_left():
         keys = work.keys()
         coords = key_coords(keys, keys.kv_head, keys.first)

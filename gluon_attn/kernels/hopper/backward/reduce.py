@@ -22,6 +22,14 @@ class Sums:
     def tell(self):
         gl.atomic_xchg(self.added, self.number, sem="release")
 
+    @jit
+    def told(self):
+        """After it is done and told, if it was to be. It is there for who waits for others, as they may wait for it."""
+        if self.number > 0:
+            tma.wait_stores_done()
+            self.tell()
+        return Sums(self.dqs, self.added, gl.to_tensor(0))
+
 
 @jit
 def store_or_add(dq, coords, operands, is_first, part):
@@ -78,11 +86,13 @@ def add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS: gl.cons
 
 @jit
 def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.constexpr):
-    """In the order of the keys: wait until as many have added as have keys before these and see the row block. Each of
-    them is a program of a lower number, and so has begun; and who has the lowest waits for nobody. In which order a
-    program walks its row blocks only matters for how long others wait: see `QueryRange`.
+    """In the order of the keys: wait until as many have added as have keys before these and see the row block. Those
+    keys come before in the order of work, and so are done, or are those of a program that runs; and the first that are
+    not done wait for nobody. In which order a program walks its row blocks only matters for how long others wait: see
+    `QueryRange`.
 
-    That an addition is done is told after the next one has begun: to wait for it would hold up the gradient role.
+    That an addition is done is told after the next one of the key block has begun: to wait for it would hold up the
+    gradient role. But it is told before the next one waits.
     """
     before = atomic_load(added, sem="acquire")
     sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), sums.added, sums.number)
@@ -90,6 +100,9 @@ def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.
         dq, dqs = sums.dqs.acquire()
         if part == 0:  # noqa: SIM102 - as above
             if before != number:
+                before = atomic_load(added, sem="acquire")
+            if before != number:
+                sums = sums.told()
                 atomic_poll(added, number, sem="acquire")
         store_or_add(dq, coords, operands, number == 0, part)
         if part == 0:  # noqa: SIM102
@@ -117,7 +130,7 @@ def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
     PARTS: gl.constexpr = wires.CONFIG.dq_parts
     ROWS: gl.constexpr = operands.dq.block_shape[-2] * PARTS
     sums = Sums(wires.dqs.consumer(), operands.added, gl.to_tensor(0))
-    work = first_work(order)
+    work = first_work(order, wires.claims, CLAIMS=False)
     while work.is_left():
         keys = work.keys()
         walked = keys.query_range()
@@ -139,8 +152,6 @@ def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
                 sums = add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS)
             else:
                 sums = add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS)
+        if DETERMINISTIC:
+            sums = sums.told()
         work = work.next()
-    if DETERMINISTIC:
-        tma.wait_stores_done()
-        if sums.number > 0:
-            sums.tell()

@@ -21,6 +21,8 @@ class Wires:
     ds:      no channel but memory: [DS_SLOTS, KEYS, BLOCK_M], in which the gradient role's two warpgroups exchange dS,
              as dQ sums over the keys of both.
     p:       likewise of P, one tile, if CONFIG.exchanges_p.
+    claims:  load -> gradient, reduce; if programs claim their key blocks, one channel: one slot of an int32, which item
+             comes next, or one beyond the last; freed when both have read it.
     """
 
     keys_values: SharedMemoryChannel
@@ -29,19 +31,31 @@ class Wires:
     dqs: SharedMemoryChannel
     ds: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
+    claims: gl.tuple  # of one SharedMemoryChannel, or none
     CONFIG: gl.constexpr  # a HopperBackward
 
     @jit
     def channels(self):
-        return (self.keys_values, self.queries, self.douts, self.dqs)
+        return (self.keys_values, self.queries, self.douts, self.dqs) + self.claims
 
 
 @jit
-def alloc_wires(operands, CONFIG: gl.constexpr):
+def alloc_claims(CONSUMERS: gl.constexpr):
+    ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    item = gl.allocate_shared_memory(gl.int32, [1, 1], ONE)
+    return SharedMemoryChannel.over(item, SLOTS=1, CONSUMERS=CONSUMERS)
+
+
+@jit
+def alloc_wires(operands, order, CONFIG: gl.constexpr):
     KEYS: gl.constexpr = operands.k.block_shape[-2]
     BLOCK_M: gl.constexpr = operands.q.block_shape[-2]
     DTYPE: gl.constexpr = operands.k.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], DTYPE)
+    if order.claimed[0] is None:
+        claims = ()
+    else:
+        claims = (alloc_claims(CONSUMERS=2 if operands.HAS_DK else 1),)  # without dK there is nothing to reduce
     return Wires(
         keys_values=SharedMemoryChannel.alloc(operands.of_keys_values(), SLOTS=1, CONSUMERS=1),
         queries=SharedMemoryChannel.alloc(operands.of_queries(), SLOTS=CONFIG.query_slots, CONSUMERS=1),
@@ -49,5 +63,6 @@ def alloc_wires(operands, CONFIG: gl.constexpr):
         dqs=SharedMemoryChannel.alloc(operands.dq, SLOTS=CONFIG.dq_slots, CONSUMERS=1),
         ds=gl.allocate_shared_memory(DTYPE, [CONFIG.ds_tiles, KEYS, BLOCK_M], DS),
         p=gl.allocate_shared_memory(DTYPE, [KEYS, BLOCK_M], DS),
+        claims=claims,
         CONFIG=CONFIG,
     )

@@ -19,6 +19,8 @@ class Order:
     then those of the next heads_at_once.
 
     Or the `shared` last key blocks, fewer than programs, are divided evenly among `sharers` programs, see shares.py.
+
+    Which items a program has, its number tells. Or programs claim them, one after the other: who is free has the next.
     int32 scalars.
     """
 
@@ -42,6 +44,7 @@ class Order:
     SCORE_MOD: gl.constexpr
     aux: gl.tuple
     records: gl.tuple  # of one: of packed sequences the key blocks, see packed.py; or None
+    claimed: gl.tuple  # of one, a pointer: how many items have been claimed; or None
 
     @jit
     def keys_of(self, sequence, batch, kv_head, index, shares, share_first, share_end):
@@ -77,11 +80,12 @@ def order_of(
     sharers,
     aux,
     records,
+    claimed,
     MASK: gl.constexpr,
     ROTATED: gl.constexpr,
     SCORE_MOD: gl.constexpr,
 ):
-    """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D). records: of one, a pointer; or None."""
+    """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D). records, claimed: of one, a pointer; or None."""
     KEYS: gl.constexpr = k_desc.block_shape[-2]
     kv_heads = k_desc.shape[1]
     all_heads = k_desc.shape[0] * kv_heads
@@ -108,6 +112,7 @@ def order_of(
         SCORE_MOD=SCORE_MOD,
         aux=aux,
         records=records,
+        claimed=claimed,
     )
 
 
@@ -117,7 +122,7 @@ class Work:
     is as many on as there are programs.
 
     Programs take the single ones there and back, as an ox ploughs: who had a heavier one has a lighter one next. Not
-    where each program has one item, as it has if the sums are to be in a fixed order.
+    where they claim them, or have one share each, as they do if sums are to be in a fixed order.
     """
 
     item: gl.tensor
@@ -130,7 +135,7 @@ class Work:
         round that all programs begin among last heads is a way back."""
         order, programs = self.order, gl.num_programs(0)
         place = self.item - order.items
-        if order.ROTATED:  # else each program has one item
+        if order.ROTATED:  # else they are claimed, or each program has one
             round = self.item // programs - (order.items + programs - 1) // programs
             turned = (order.last_heads > 0) & (round >= 0) & (round % 2 == 0)
             place += gl.where(turned, programs - 1 - 2 * gl.program_id(0), 0)
@@ -190,12 +195,9 @@ def skip_empty(item, at_second, order):
 
 @aggregate
 class PackedWork:
-    """The key block at hand, as `Work` has it. Immutable: `next()` returns the next.
-
-    Of a group of heads the first records come first, then the second ones, and so on; then those of the next group.
-    Programs take those of a group there and back, and begin the next elsewhere, as in the forward's `PackedWork`. If
-    sums are in a fixed order, a group is heads_at_once heads, and programs take one each. What is not `place` is
-    computed again for each: the gradient role has no registers for it.
+    """A key block of packed sequences. Of a group of heads the first records come first, then the second ones, and so
+    on; then those of the next group. If sums are in a fixed order, a group is heads_at_once heads. What is not `place`
+    is computed again for each: the gradient role has no registers for it.
     """
 
     place: gl.tensor
@@ -232,31 +234,58 @@ class PackedWork:
         whole = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
         return order.keys_of(sequence, batch, kv_head, index, *whole)
 
+
+@aggregate
+class ClaimedWork:
+    """The key block at hand, if programs claim them. Immutable: `next()` returns the next.
+
+    The load role claims one when it has asked for all that the one before needs, and tells the other roles through the
+    channel of claims. Whatever number of programs runs at a time: all items before a claimed one are done, or have been
+    claimed by programs that run.
+    """
+
+    item: gl.tensor
+    order: Order
+    end: gl.tuple  # of one: the role's end of the channel
+    CLAIMS: gl.constexpr  # whether it is the load role
+
+    @jit
+    def place(self):
+        if self.order.records[0] is None:
+            return Work(self.item, self.item < 0, self.order)
+        else:
+            return PackedWork(self.item, self.order)
+
+    @jit
+    def is_left(self):
+        return self.place().is_left()
+
+    @jit
+    def keys(self):
+        return self.place().keys()
+
     @jit
     def next(self):
-        programs = gl.num_programs(0)
-        if self.order.ROTATED:
-            count, at_once = self.count(), self.at_once()
-            round_size = at_once * count
-            group, place = self.place // round_size, self.place % round_size
-            following = place + 2 * (programs - place % programs) - 1  # mirrored, a round on
-            heads = gl.minimum(at_once, self.order.kv_heads - group * at_once)
-            ends = following >= count * heads
-            group += gl.where(ends, 1, 0)
-            moved = (gl.program_id(0) + group // 2 * (programs // 4)) % programs
-            first = gl.where(group % 2 == 1, programs - 1 - moved, moved)
-            return PackedWork(group * round_size + gl.where(ends, first, following), self.order)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        slot, end = self.end[0].acquire()
+        if self.CLAIMS:
+            item = gl.atomic_add(self.order.claimed[0], 1, sem="relaxed")
+            slot.part(0).store(gl.full([1], item, gl.int32, LAYOUT))
+            slot.publish()
         else:
-            return PackedWork(self.place + programs, self.order)  # beyond the last
+            item = gl.sum(slot.part(0).load(LAYOUT), axis=0)
+            slot.release_accessed()
+        return ClaimedWork(item, self.order, (end,), self.CLAIMS)
 
 
 @jit
-def first_work(order):
-    """A Work; of packed sequences a PackedWork."""
-    number = gl.program_id(0)
-    if order.records[0] is None:
+def first_work(order, claims, CLAIMS: gl.constexpr):
+    """A Work; or, if there is a channel of claims, a ClaimedWork of the role that claims, or of another."""
+    if len(claims) == 0:
+        number = gl.program_id(0)
         at_second = number < 0  # false, as a tensor
         return skip_empty(number, at_second, order)
     else:
-        gdc_wait()  # for the kernel that makes the list
-        return PackedWork(number, order)
+        gdc_wait()  # for the kernels that set the count to 0, and list the key blocks of packed sequences
+        end = claims[0].producer() if CLAIMS else claims[0].consumer()
+        return ClaimedWork(gl.to_tensor(0), order, (end,), CLAIMS).next()
