@@ -121,11 +121,6 @@ EXPLAINED: tuple[Explanation, ...] = (
         "the slot is filled once: its first acquire passes at once, and nobody frees it",
     ),
     Explanation(
-        rf"{IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
-        rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d+$)",
-        "in order each program has one key block: the slot of K and V is filled once, and nobody waits for its end",
-    ),
-    Explanation(
         rf"gradients, D=(128|192/128, \w+), ({ROWS_FOR_ALL})[^|]* \| delete: grid_dependency_wait .* {HANDED_IN}",
         "who has row blocks has waited for what the kernel before wrote; a share of the one kernel left out has none",
     ),
@@ -136,10 +131,6 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"gradients, D=192/128, dv[^|]* \| delete: wait_barrier .* {QUERIES_AGAIN}",
         "the slot has been waited for already: this wait is there for its branch",
-    ),
-    Explanation(
-        rf"gradients, D=192/128, dv[^|]*, in order \| delete: arrive_barrier .* {LAST_DOUT_RELEASED}",
-        "in order each program has one key block: after its last dO nobody waits for the slot",
     ),
     Explanation(
         rf"gradients, D=192/128, dv[^|]* \| delete: wait_barrier .* {ZEROS_LOADED}",

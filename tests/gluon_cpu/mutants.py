@@ -68,11 +68,12 @@ def changes(line: str) -> Iterator[tuple[str, list[str]]]:
     op = op_of(line)
     indent = line[: len(line) - len(line.lstrip())]
     where = (re.search(r" loc\(.*\)\s*$", line) or [""])[0]
-    unused = op in ("tt.atomic_poll", "tt.atomic_rmw")  # what it returns
+    counts = op == "tt.atomic_rmw" and re.search(r"\batomic_rmw add,", line)  # in int32, unlike sums of a gradient
+    unused = op in ("tt.atomic_poll", "tt.atomic_rmw") and not counts  # what it returns
     if op in SYNCHRONISATION and (unused or not re.match(r"\s*%", line)):
         yield "delete", []
-    if op == "tt.atomic_cas" and (found := re.match(r"\s*(%[\w.#]+) = ", line)):
-        yield "always succeeds", [f"{indent}{found[1]} = arith.constant 0 : i32{where}"]
+    if (op == "tt.atomic_cas" or counts) and (found := re.match(r"\s*(%[\w.#]+) = ", line)):
+        yield "always the first", [f"{indent}{found[1]} = arith.constant 0 : i32{where}"]
     atomic = unused or op in ("tt.atomic_cas", "tt.atomic_load")
     if atomic and (found := re.search(r"\b(acquire|release|acq_rel), (gpu|sys)\b", line)):
         for group, word in ((1, "relaxed"), (2, "cta")):

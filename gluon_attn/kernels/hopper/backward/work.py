@@ -286,6 +286,7 @@ def first_work(order, claims, CLAIMS: gl.constexpr):
         at_second = number < 0  # false, as a tensor
         return skip_empty(number, at_second, order)
     else:
-        gdc_wait()  # for the kernels that set the count to 0, and list the key blocks of packed sequences
+        if CLAIMS or order.records[0] is not None:
+            gdc_wait()  # for the kernels that set the count to 0, and list the key blocks of packed sequences
         end = claims[0].producer() if CLAIMS else claims[0].consumer()
         return ClaimedWork(gl.to_tensor(0), order, (end,), CLAIMS).next()
