@@ -167,7 +167,6 @@ class BackwardPlan:
         """Of packed sequences, whose lengths are not known: no key blocks are paired or shared. Unless sums are in a
         fixed order, the kernel finds by itself how many heads it computes at a time."""
         key_blocks = problem.kv_heads * blocks_of(problem, problem.kv_len, config.keys)
-        mask = problem.mask
         return BackwardPlan(
             problem=problem,
             config=config,

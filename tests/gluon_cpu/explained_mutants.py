@@ -89,11 +89,9 @@ SECOND_QUERY = line_of(BLACKWELL, "copies.py", "q, queries = queries.acquire()",
 QUERIES_DRAIN = line_of(BLACKWELL, "copies.py", "queries.drain()")
 KEYS_DRAIN = line_of(BLACKWELL, "copies.py", "keys_values.drain()")
 
-GRADIENTS, IN_ORDER = r"gradients, D=[^|]*", r"gradients, D=[^|]*, in order"
+GRADIENTS = r"gradients, D=[^|]*"
 LOADED_BEFORE = line_of(BACKWARD, "preprocess.py", "slot, _ = loaded.producer().acquire()")
-KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
 DOUT_LOADED = line_of(BACKWARD, "load.py", "dout, douts = douts.acquire()")
-KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
 ROWS_FOR_ALL = "full, shared|causal, shared, in order"  # each share has row blocks
 ROW_OF_DBIAS = line_of(
     BACKWARD,
@@ -106,11 +104,23 @@ QUERIES_AGAIN = line_of(
     "gradient.py",
     "ends.queries.wait_again()  # which passes at once: past it the assembler would move half of the exponentials",
 )
-LAST_DOUT_RELEASED = line_of(BACKWARD, "gradient.py", "do_slot.release()", LAST)
 GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
 HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
 
+CLAIM_ACQUIRED = line_of(BACKWARD, "work.py", "slot, end = self.end[0].acquire()")
+CLAIM_TOLD = line_of(BACKWARD, "work.py", "slot.publish()")
+CLAIM_READ = line_of(BACKWARD, "work.py", "slot.release_accessed()")
+FIRST_CLAIM = line_of(BACKWARD, "work.py", "return ClaimedWork(gl.to_tensor(0), order, (end,), CLAIMS).next()")
+
 EXPLAINED: tuple[Explanation, ...] = (
+    Explanation(
+        rf"{GRADIENTS} \| delete: fence_async_shared .* ({CLAIM_TOLD}|{CLAIM_READ})",
+        "what is claimed is stored and read by threads: no engine sees it",
+    ),
+    Explanation(
+        rf"{GRADIENTS} \| delete: wait_barrier #\d+ partition0 .* {CLAIM_ACQUIRED} < {FIRST_CLAIM}",
+        "the first claim's slot is free: its first acquire passes at once",
+    ),
     Explanation(
         rf"gradients, D=192/128, dv[^|]* \| count .* init_barrier .* ({FILLED_INIT}|{FREED_INIT}).*, (8|9|10) of 10$",
         "the launch of dV has no dQ: of the last channel it uses the memory, and nobody arrives there or waits",

@@ -16,7 +16,9 @@ LOAD_AND_COUNT = LOAD | {("always the first", "atomic_rmw")}  # which key block 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("order", "first_asked"), [("", CLAIM), (", in order", LOAD_AND_COUNT)], ids=["any order", "in order"])
+@pytest.mark.parametrize(
+    ("order", "first_asked"), [("", CLAIM), (", in order", LOAD_AND_COUNT)], ids=["any order", "in order"]
+)
 def test_every_weakened_atomic_is_found(order, first_asked):
     runs = KERNELS[f"gradients, D=64, full{order}"].runs()
     weakened = [mutant for mutant in mutants(text_of(runs[0])) if mutant.op.startswith("atomic")]

@@ -122,7 +122,9 @@ def test_padded_row_blocks_are_of_one_sequence_each(mix):
         assert not mine or (firsts[mine] == mine[0]).all()
 
 
-def claims_of(memory: Tensor, programs: int, heads: int, rotated: bool, heads_at_once: int = 1) -> tuple[Tensor, Tensor]:
+def claims_of(
+    memory: Tensor, programs: int, heads: int, rotated: bool, heads_at_once: int = 1
+) -> tuple[Tensor, Tensor]:
     """At [head, sequence, key block]: how often it was claimed; and as which item."""
     q, k = (torch.zeros(1, count, 64, 16, dtype=torch.bfloat16) for count in (2 * heads, heads))
     visits, items = torch.zeros(2, heads, 8, 32, dtype=torch.int32)

@@ -162,7 +162,7 @@ def walk_of(plan: BackwardPlan, key_blocks: int) -> list[list[tuple[int, int]]]:
 
 
 def claims_of(programs: int, key_blocks: int, last_heads: int, heads_at_once: int) -> list[tuple[int, int]]:
-    """Key blocks, (head of all batches, index), in the order in which they are claimed. Fails unless each comes once."""
+    """Key blocks, (head of all batches, index), as they are claimed, in order. Fails unless each comes once."""
     visits, items = (torch.zeros(HEADS, key_blocks, dtype=torch.int32) for _ in range(2))
     q = torch.zeros(BATCH, KV_HEADS * GROUP, 100, 16, dtype=torch.bfloat16)
     k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)

@@ -98,14 +98,14 @@ def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.
     sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), sums.added, sums.number)
     for part in gl.static_range(PARTS):
         dq, dqs = sums.dqs.acquire()
-        if part == 0:  # noqa: SIM102 - as above
+        if part == 0:
             if before != number:
                 before = atomic_load(added, sem="acquire")
             if before != number:
                 sums = sums.told()
                 atomic_poll(added, number, sem="acquire")
         store_or_add(dq, coords, operands, number == 0, part)
-        if part == 0:  # noqa: SIM102
+        if part == 0:  # noqa: SIM102 - as above
             if sums.number > 0:
                 tma.wait_stores_but_newest_done()
                 sums.tell()
