@@ -52,10 +52,7 @@ def alloc_wires(operands, order, CONFIG: gl.constexpr):
     BLOCK_M: gl.constexpr = operands.q.block_shape[-2]
     DTYPE: gl.constexpr = operands.k.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], DTYPE)
-    if order.claimed[0] is None:
-        claims = ()
-    else:
-        claims = (alloc_claims(CONSUMERS=2 if operands.HAS_DK else 1),)  # without dK there is nothing to reduce
+    READERS: gl.constexpr = 2 if operands.HAS_DK else 1  # without dK there is nothing to reduce
     return Wires(
         keys_values=SharedMemoryChannel.alloc(operands.of_keys_values(), SLOTS=1, CONSUMERS=1),
         queries=SharedMemoryChannel.alloc(operands.of_queries(), SLOTS=CONFIG.query_slots, CONSUMERS=1),
@@ -63,6 +60,6 @@ def alloc_wires(operands, order, CONFIG: gl.constexpr):
         dqs=SharedMemoryChannel.alloc(operands.dq, SLOTS=CONFIG.dq_slots, CONSUMERS=1),
         ds=gl.allocate_shared_memory(DTYPE, [CONFIG.ds_tiles, KEYS, BLOCK_M], DS),
         p=gl.allocate_shared_memory(DTYPE, [KEYS, BLOCK_M], DS),
-        claims=claims,
+        claims=() if order.claimed[0] is None else (alloc_claims(CONSUMERS=READERS),),
         CONFIG=CONFIG,
     )
