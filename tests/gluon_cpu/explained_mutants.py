@@ -107,6 +107,12 @@ QUERIES_AGAIN = line_of(
 GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
 HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
 
+CLAIMED = r"(?![^|]*shared)gradients, D=[^|]*, in order"
+STATISTICS_WAITED_FOR = line_of(
+    BACKWARD,
+    "load.py",
+    "gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after",
+)
 CLAIM_ACQUIRED = line_of(BACKWARD, "work.py", "slot, end = self.end[0].acquire()")
 CLAIM_TOLD = line_of(BACKWARD, "work.py", "slot.publish()")
 CLAIM_READ = line_of(BACKWARD, "work.py", "slot.release_accessed()")
@@ -116,6 +122,10 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"{GRADIENTS} \| delete: fence_async_shared .* ({CLAIM_TOLD}|{CLAIM_READ})",
         "what is claimed is stored and read by threads: no engine sees it",
+    ),
+    Explanation(
+        rf"{CLAIMED} \| delete: grid_dependency_wait .* ({STATISTICS_WAITED_FOR}|{GRIDS_WAITED_FOR})",
+        "the load role has waited before its first claim, of which it has told the others",
     ),
     Explanation(
         rf"{GRADIENTS} \| delete: wait_barrier #\d+ partition0 .* {CLAIM_ACQUIRED} < {FIRST_CLAIM}",

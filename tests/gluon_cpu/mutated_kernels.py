@@ -50,7 +50,7 @@ class Kernel:
 class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
     tried on, all launched each time. The main one, or a part of it, is one program and, for the first problem once
-    more, two, of which one waits for the other. With `sharers`, so many programs share the key blocks of the first
+    more, two, of which one waits for the other; in a fixed order for the last problem. With `sharers`, so many programs share the key blocks of the first
     problem. head_dim_v: None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
@@ -76,7 +76,8 @@ class Backward:
         ]
         assert all(run.sharers == self.sharers for run in runs)
         if self.which not in ("before", "after") and not self.sharers:
-            runs.insert(0, BackwardRun(*inputs[0], bias=biases[0], programs=2, **kind))
+            of_two = -1 if self.deterministic else 0
+            runs.insert(0, BackwardRun(*inputs[of_two], bias=biases[of_two], programs=2, **kind))
         for run in runs:
             run.keep_bits()
         return runs
@@ -98,6 +99,9 @@ BLACKWELL_LENGTHS = ((700, 600), (520, 100), (600, 250))
 # Of the gradients, by head dim: several row blocks, and key blocks of which the last is not whole, and so masked; one
 # row block and several key blocks.
 BACKWARD_LENGTHS = {64: ((400, 200), (100, 300)), 128: ((200, 200), (60, 300)), 256: ((200, 150), (60, 180))}
+# Of those in a fixed order, more: with more keys than queries, so that of four key blocks two walk all rows. So who adds
+# first to the last row that it walks is waited for, and who waits is waited for by others.
+IN_ORDER_LENGTHS = {64: (300, 420), 128: (200, 420), 256: (150, 200)}
 KERNELS: dict[str, Kernel | Backward] = {
     "two CTAs, turns": Kernel(
         head_dim=64,
@@ -176,7 +180,10 @@ KERNELS: dict[str, Kernel | Backward] = {
     },
     **{
         f"gradients, D={head_dim}, {mask}{order}": Backward(
-            head_dim=head_dim, lengths=lengths, causal=mask == "causal", deterministic=bool(order)
+            head_dim=head_dim,
+            lengths=lengths + ((IN_ORDER_LENGTHS[head_dim],) if order else ()),
+            causal=mask == "causal",
+            deterministic=bool(order),
         )
         for head_dim, lengths in BACKWARD_LENGTHS.items()
         for mask in ("full", "causal")
@@ -198,7 +205,7 @@ KERNELS: dict[str, Kernel | Backward] = {
         f"gradients, D=192/128, {which}, {mask}{order}": Backward(
             head_dim=192,
             head_dim_v=128,
-            lengths=BACKWARD_LENGTHS[128],
+            lengths=BACKWARD_LENGTHS[128] + ((IN_ORDER_LENGTHS[128],) if order else ()),
             causal=mask == "causal",
             deterministic=bool(order),
             which=which,
