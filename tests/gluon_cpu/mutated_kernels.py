@@ -49,9 +49,9 @@ class Kernel:
 @dataclass(frozen=True, kw_only=True)
 class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
-    tried on, all launched each time. The main one, or a part of it, is one program and, for the first problem once
-    more, two, of which one waits for the other; in a fixed order for the last problem. With `sharers`, so many programs share the key blocks of the first
-    problem. head_dim_v: None: as Q's. bias: as for `bias_of`."""
+    tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
+    more, or in a fixed order for the last, two, of which one waits for the other. With `sharers`, so many programs
+    share the key blocks of the first problem. head_dim_v: None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -99,8 +99,8 @@ BLACKWELL_LENGTHS = ((700, 600), (520, 100), (600, 250))
 # Of the gradients, by head dim: several row blocks, and key blocks of which the last is not whole, and so masked; one
 # row block and several key blocks.
 BACKWARD_LENGTHS = {64: ((400, 200), (100, 300)), 128: ((200, 200), (60, 300)), 256: ((200, 150), (60, 180))}
-# Of those in a fixed order, more: with more keys than queries, so that of four key blocks two walk all rows. So who adds
-# first to the last row that it walks is waited for, and who waits is waited for by others.
+# Of those in a fixed order, more: with more keys than queries, so that of four key blocks two walk all rows. So others
+# wait for who adds to the last row that it walks, and for who waits itself.
 IN_ORDER_LENGTHS = {64: (300, 420), 128: (200, 420), 256: (150, 200)}
 KERNELS: dict[str, Kernel | Backward] = {
     "two CTAs, turns": Kernel(
