@@ -50,8 +50,9 @@ class Kernel:
 class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
     tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
-    more, or in a fixed order for the last, two, of which one waits for the other. With `sharers`, so many programs
-    share the key blocks of the first problem. head_dim_v: None: as Q's. bias: as for `bias_of`."""
+    more, two, of which one waits for the other; or in a fixed order, for the last problem, three, of which the second
+    is waited for while it waits. With `sharers`, so many programs share the key blocks of the first problem.
+    head_dim_v: None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -76,8 +77,8 @@ class Backward:
         ]
         assert all(run.sharers == self.sharers for run in runs)
         if self.which not in ("before", "after") and not self.sharers:
-            of_two = -1 if self.deterministic else 0
-            runs.insert(0, BackwardRun(*inputs[of_two], bias=biases[of_two], programs=2, **kind))
+            which, programs = (-1, 3) if self.deterministic else (0, 2)
+            runs.insert(0, BackwardRun(*inputs[which], bias=biases[which], programs=programs, **kind))
         for run in runs:
             run.keep_bits()
         return runs
