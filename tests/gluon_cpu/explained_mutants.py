@@ -107,6 +107,7 @@ QUERIES_AGAIN = line_of(
 GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
 HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
 
+TOLD_BEFORE_WAITING = line_of(BACKWARD, "reduce.py", "sums = sums.told()", FIRST)
 CLAIMED = r"(?![^|]*shared)gradients, D=[^|]*, in order"
 STATISTICS_WAITED_FOR = line_of(
     BACKWARD,
@@ -122,6 +123,10 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"{GRADIENTS} \| delete: fence_async_shared .* ({CLAIM_TOLD}|{CLAIM_READ})",
         "what is claimed is stored and read by threads: no engine sees it",
+    ),
+    Explanation(
+        rf"{GRADIENTS} \| release -> relaxed: atomic_rmw .* {TOLD_BEFORE_WAITING}",
+        "who waits has added, and stored nothing: its exchange hands on the release of who stored, and sums do not race",
     ),
     Explanation(
         rf"{CLAIMED} \| delete: grid_dependency_wait .* ({STATISTICS_WAITED_FOR}|{GRIDS_WAITED_FOR})",
