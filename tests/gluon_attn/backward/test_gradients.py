@@ -105,6 +105,16 @@ def test_programs_with_several_key_blocks(sm_count, kv_len, causal, deterministi
     check_gradients(q, k, v, dout, got, causal=causal)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_in_order_programs_of_several_heads_wait_for_nobody_who_waits_for_them(causal):
+    """Each goes on to another head, where it may wait for one that still waits for its last addition to the head
+    before: a deadlock, unless it has told of that."""
+    q, dout = torch.randn(2, 1, 6, 512, 64).to(BF16)
+    k, v = torch.randn(2, 1, 6, 512, 64).to(BF16)
+    got = gradients(q, k, v, dout, device=small(5), causal=causal, deterministic=True)
+    check_gradients(q, k, v, dout, got, causal=causal)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "q_len", "kv_len", "causal", "sm_count"),
