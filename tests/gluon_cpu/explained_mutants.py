@@ -126,7 +126,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         rf"{GRADIENTS} \| release -> relaxed: atomic_rmw .* {TOLD_BEFORE_WAITING}",
-        "who waits has added, and stored nothing: its exchange hands on the release of who stored, and sums do not race",
+        "who waits has added, not stored: its exchange hands on the release of who stored, and sums do not race",
     ),
     Explanation(
         rf"{CLAIMED} \| delete: grid_dependency_wait .* ({STATISTICS_WAITED_FOR}|{GRIDS_WAITED_FOR})",
