@@ -98,6 +98,7 @@ def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.
     sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), sums.added, sums.number)
     for part in gl.static_range(PARTS):
         dq, dqs = sums.dqs.acquire()
+        sums = Sums(dqs, sums.added, sums.number)
         if part == 0:
             if before != number:
                 before = atomic_load(added, sem="acquire")
@@ -111,7 +112,7 @@ def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.
                 sums.tell()
         tma.wait_stores_read()
         dq.release()
-        sums = Sums(dqs, added, number + 1)
+        sums = Sums(sums.dqs, added, number + 1)
     return sums
 
 
