@@ -66,11 +66,14 @@ def override(
     """Put functions in place of the kernels that torch has for a dispatch key. Of operators that this torch has no such
     kernel for, as one built without CUDA has none, nothing is replaced.
 
-    device: as for `attention`. replacements: by operator; default: all that there are.
+    device: as for `attention`. replacements: by operator; default: all that there are, but for cuDNN's if those have
+    another LSE.
     """
+    if replacements is None:
+        replacements = FLASH if cudnn_has_other_strides() else FLASH | CUDNN
     with _lock:
         overrides = Overrides(key)
-        for name, replacement in (FLASH | CUDNN if replacements is None else replacements).items():
+        for name, replacement in replacements.items():
             try:
                 kernel = original_of(name, key)
             except RuntimeError:
@@ -109,7 +112,7 @@ def enabled() -> Iterator[None]:
     """Within it, torch's operators for FlashAttention and cuDNN are ours. Which of them torch calls, and which backends
     are turned off, stays as it is. Several threads may be within, and leave in any order: it is on, for all threads,
     until the last has left."""
-    handle = override(replacements=FLASH if cudnn_has_other_strides() else None)
+    handle = override()
     try:
         yield
     finally:
@@ -117,7 +120,8 @@ def enabled() -> Iterator[None]:
 
 
 def cudnn_has_other_strides() -> bool:
-    """Whether torch has been told to give cuDNN an LSE in (B, S, H, 1): with ours its gradients would be wrong."""
+    """Whether torch has been told to give cuDNN an LSE in (B, S, H, 1): with ours its gradients would be wrong. Set it
+    before torch is imported, as torch may look once only."""
     return os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
 
 

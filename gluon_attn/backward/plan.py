@@ -197,8 +197,8 @@ def heads_in_order(problem: Problem, device: Device) -> int:
     if problem.sequences is not None:  # whose lengths are not known
         return needed
     row_bytes = (2 + 4) * problem.head_dim + 2 * problem.head_dim_v  # Q in 16 bits, the sums of dQ in 32; dO
-    room = int(L2_SHARE * device.l2_bytes) // (group * problem.q_len * row_bytes)
-    return max(needed, min(room, device.sm_count))
+    room = int(L2_SHARE * device.l2_bytes) // (group * max(1, problem.q_len) * row_bytes)
+    return min(max(needed, min(room, device.sm_count)), problem.batch * problem.kv_heads)
 
 
 def row_blocks_of(problem: Problem, config: HopperBackward, index: int) -> int:

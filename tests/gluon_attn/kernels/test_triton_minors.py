@@ -63,14 +63,14 @@ def test_the_same_kernels_as_with_the_newest(minor):
 
 
 def differences(name: str, other: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """What must not differ. Of the instructions outside loops a tenth comes and goes with the compiler's release."""
+    """What must not differ. Of the instructions outside loops a fifth comes and goes with the compiler's release."""
     said = [
         f"{name}: {fact}: {other[fact]}, with the newest {own[fact]}"
         for fact in ("smem_bytes", "warps", "registers", "loops")
         if other[fact] != own[fact]
     ]
     said += [f"{name}: serialised" for kernel in (other, own) if kernel["serialised"]]
-    if not 0.85 <= other["instructions"] / own["instructions"] <= 1.15:
+    if not 0.8 <= other["instructions"] / own["instructions"] <= 1.25:
         said.append(f"{name}: {other['instructions']} instructions, with the newest {own['instructions']}")
     if other["spills_in_loops"] > own["spills_in_loops"] or other["spills"] > own["spills"] + 32:
         said.append(f"{name}: spills {other['spills']}, with the newest {own['spills']}")

@@ -6,7 +6,7 @@ from gluon_attn.runtime.compat import aggregate, atomic_load, atomic_poll, gdc_w
 from .operands import bias_coords, dq_coords, first_tile, in_workspaces
 from .work import first_work
 
-CLAIMED = gl.constexpr(-1)  # who is first to add to a row block has begun, and is not done
+BEGUN = gl.constexpr(-1)  # who is first to add to a row block has begun, and is not done
 
 
 @aggregate
@@ -67,12 +67,12 @@ def add_dbias(dqs, operands, coords):
 def add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS: gl.constexpr):
     """Who comes first is first; the others wait until it has stored. It is asked before dQ is there, so that asking
     takes no time."""
-    before = gl.atomic_cas(added, 0, CLAIMED, sem="acquire")
+    before = gl.atomic_cas(added, 0, BEGUN, sem="acquire")
     sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), added, gl.to_tensor(1))
     for part in gl.static_range(PARTS):
         dq, dqs = sums.dqs.acquire()
         if part == 0:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
-            if before == CLAIMED:
+            if before == BEGUN:
                 atomic_poll(added, sums.number, sem="acquire")
         store_or_add(dq, coords, operands, before == 0, part)
         tma.wait_stores_read()
