@@ -108,6 +108,7 @@ GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
 HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
 
 TOLD_BEFORE_WAITING = line_of(BACKWARD, "reduce.py", "sums = sums.told()", FIRST)
+SHARED_IN_ORDER = r"gradients, D=[^|]*, shared, in order"
 CLAIMED = r"(?![^|]*shared)gradients, D=[^|]*, in order"
 STATISTICS_WAITED_FOR = line_of(
     BACKWARD,
@@ -119,7 +120,19 @@ CLAIM_TOLD = line_of(BACKWARD, "work.py", "slot.publish()")
 CLAIM_READ = line_of(BACKWARD, "work.py", "slot.release_accessed()")
 FIRST_CLAIM = line_of(BACKWARD, "work.py", "return ClaimedWork(gl.to_tensor(0), order, (end,), CLAIMS).next()")
 
+KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
+KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
+
 EXPLAINED: tuple[Explanation, ...] = (
+    Explanation(
+        rf"{SHARED_IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
+        rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d+$)",
+        "in order each program has one share: the slot of K and V is filled once, and nobody waits for its end",
+    ),
+    Explanation(
+        rf"{SHARED_IN_ORDER} \| .*(async_tma_store_wait|atomic_rmw) .* {TOLD_BEFORE_WAITING}",
+        "of two key blocks nobody waits for the one that waits",
+    ),
     Explanation(
         rf"{GRADIENTS} \| delete: fence_async_shared .* ({CLAIM_TOLD}|{CLAIM_READ})",
         "what is claimed is stored and read by threads: no engine sees it",
@@ -137,7 +150,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "the first claim's slot is free: its first acquire passes at once",
     ),
     Explanation(
-        rf"gradients, D=192/128, dv[^|]* \| count .* init_barrier .* ({FILLED_INIT}|{FREED_INIT}).*, (8|9|10) of 10$",
+        rf"gradients, D=192/128, dv[^|]* \| count .* init_barrier .* ({FILLED_INIT}|{FREED_INIT}).*, ([89]|10) of 1.$",
         "the launch of dV has no dQ: of the last channel it uses the memory, and nobody arrives there or waits",
     ),
     Explanation(
