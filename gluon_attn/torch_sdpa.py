@@ -199,7 +199,7 @@ def scaled_dot_product_forward(
     scale: float | None = None,
 ) -> Any:
     """(B, H, S, D). What F.scaled_dot_product_attention calls, and its relatives."""
-    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bhsd", "device": device}
+    options = options_of(device, is_causal, scale)
     if dropout_p or return_debug_mask or not takes(query, key, value, needs_grad=False, **options):
         return original(query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
     with torch.no_grad():  # who records gradients is torch's operator
@@ -228,7 +228,7 @@ def scaled_dot_product_backward(
     scale: float | None = None,
 ) -> Any:
     tensors = (grad_out, query, key, value, out, logsumexp)
-    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bhsd", "device": device}
+    options = options_of(device, is_causal, scale)
     packed = cum_seq_q is not None or cum_seq_k is not None
     if dropout_p or packed or not takes_gradients(*tensors, **options):
         return original(
@@ -256,7 +256,7 @@ def cudnn_forward(
     A bias is left to torch, and so are masks, which have become one: whether it hides a whole row is known on the card
     alone, and what cuDNN makes of such a row is its own.
     """
-    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bhsd", "device": device}
+    options = options_of(device, is_causal, scale)
     others = attn_bias is not None or dropout_p or return_debug_mask
     if others or not timed(query, value) or not takes(query, key, value, needs_grad=False, **options):
         return original(
@@ -290,7 +290,7 @@ def cudnn_backward(
     scale: float | None = None,
 ) -> Any:
     """max_q, max_k: context_parallel gives those of other parts, so lengths are read from the tensors."""
-    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "layout": "bhsd", "device": device}
+    options = options_of(device, is_causal, scale)
     packed = cum_seq_q is not None or cum_seq_k is not None
     if logsumexp is not None and attn_bias is None and not dropout_p and not packed and timed(query, value):
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
@@ -332,7 +332,7 @@ def flash_forward(
     out: where to put O, for the operator that has it as its first argument. others: windows, and options that differ
     from release to release: each may be None.
     """
-    options = options_of(device, is_causal, scale, others) | {"out": out}
+    options = flash_options_of(device, is_causal, scale, others) | {"out": out}
     lengths = lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
     if lengths:
         ours = takes_packed(query, key, value, needs_grad=False, **lengths, **options)
@@ -378,7 +378,7 @@ def flash_backward(
     **others: Any,
 ) -> Any:
     tensors = (grad_out, query, key, value, out, logsumexp)
-    options = options_of(device, is_causal, scale, others) | lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
+    options = flash_options_of(device, is_causal, scale, others) | lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
     if dropout_p or asks_more(others) or not takes_gradients(*tensors, **options):
         return original(
             *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, scale=scale, **others
@@ -393,10 +393,17 @@ def lengths_of(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, m
     return {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
 
 
-def options_of(device: Device | None, causal: bool, scale: float | None, others: dict[str, Any]) -> dict[str, Any]:
-    """For `attention`, of (B, S, H, D)."""
+def options_of(device: Device | None, causal: bool, scale: float | None) -> dict[str, Any]:
+    """For `attention`, of (B, H, S, D)."""
+    return {"causal": causal, "scale": scale, "layout": "bhsd", "device": device}
+
+
+def flash_options_of(
+    device: Device | None, causal: bool, scale: float | None, others: dict[str, Any]
+) -> dict[str, Any]:
+    """The same of (B, S, H, D), with windows."""
     left, right = (limit if limit is not None and limit >= 0 else None for limit in map(others.get, WINDOW))
-    return {"causal": causal, "window": (left, right), "scale": scale, "layout": "bshd", "device": device}
+    return options_of(device, causal, scale) | {"window": (left, right), "layout": "bshd"}
 
 
 def asks_more(others: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Fixtures of tests of table files, and of those of models of transformers."""
+"""Fixtures of tests of table files, of models of transformers, and of torch's operators of attention."""
 
 import json
 from collections.abc import Iterator
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from gluon_attn import api
+from gluon_attn import api, torch_sdpa
 from gluon_attn.forward.plan import Plan
+from tests.gluon_attn.sdpa import HOPPER, Originals
 from tests.gluon_attn.table_files import content
 
 
@@ -44,3 +45,18 @@ def ran(monkeypatch) -> Iterator[list[tuple[str, int]]]:
     from tests.gluon_attn.hf_models import counted_calls  # it imports transformers, which other tests do not need
 
     yield from counted_calls(monkeypatch)
+
+
+@pytest.fixture
+def originals() -> Iterator[Originals]:
+    stand_ins = Originals("CPU")
+    yield stand_ins
+    stand_ins.library._destroy()
+
+
+@pytest.fixture
+def calls(originals) -> Iterator[list[Any]]:
+    """Those that went to torch's own kernels, while ours are in their place."""
+    handle = torch_sdpa.override("CPU", HOPPER)
+    yield originals.calls
+    handle.remove()

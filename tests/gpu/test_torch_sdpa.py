@@ -3,7 +3,7 @@ for a whole process."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -12,73 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gluon_attn import attention, torch_sdpa
 from gluon_attn.apart import Apart, Skipped
 from gluon_attn.testing import check, check_gradients
-from tests.gluon_attn.test_torch_sdpa import check_varlen_attn
+from tests.gluon_attn.sdpa import check_varlen_attn
 from tests.gpu.checks import outcomes_of, settle
+from tests.gpu.sdpa_calls import CUDNN, FLASH, Seen, only, ours, qkv, tensors
+from tests.gpu.sdpa_not_ours import FALLS_THROUGH, STAYS, check_falls_through, check_stays
 
 pytestmark = pytest.mark.timeout(1800)
-
-
-def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for shape in shapes]
-
-
-def qkv(head_dim: int = 128, q_len: int = 1000, kv_len: int | None = None, kv_heads: int = 4) -> list[Tensor]:
-    keys = (2, kv_heads, kv_len or q_len, head_dim)
-    return tensors((2, 4, q_len, head_dim), keys, keys)
-
-
-@contextlib.contextmanager
-def ours(calls: int) -> Iterator[None]:
-    """With our kernels, which must compute just so many calls, forward and backward together."""
-    made: list[str] = []
-
-    def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kw: Any) -> Any:
-            made.append(fn.__name__)
-            return fn(*args, **kw)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch, torch_sdpa.enabled():
-        for name in ("attention", "attention_backward", "attention_varlen", "attention_varlen_backward"):
-            patch.setattr(torch_sdpa, name, counted(getattr(torch_sdpa, name)))
-        yield
-    assert len(made) == calls, f"expected {calls} calls of ours, got {made}"
-
-
-class Seen(TorchDispatchMode):
-    """The operators of attention that are called within it, in backward passes too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in func.name():
-            self.names.append(func.name().removeprefix("aten::_scaled_dot_product_"))
-        return func(*args, **(kwargs or {}))
-
-
-FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-
-
-def only(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Any:
-    """Of torch's backends. What cuDNN takes differs between releases."""
-    params = SDPAParams(q, k, v, None, 0.0, options.get("is_causal", False), options.get("enable_gqa", False))
-    if backend == CUDNN and not can_use_cudnn_attention(params):
-        raise Skipped("this torch has no cuDNN that takes the call")
-    return sdpa_kernel(backend)
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -345,121 +291,11 @@ def check_graph() -> None:
     check(q, k, v, out, None)
 
 
-def plain_call(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[], Any]:
-    def call() -> Tensor:
-        q, k, v = tensors(*shapes, dtype=dtype)
-        return F.scaled_dot_product_attention(q, k, v, **options)
-
-    return call
-
-
-def masked() -> Tensor:
-    q, k, v = qkv()
-    mask = torch.ones(1000, 1000, dtype=torch.bool, device="cuda").tril(3)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-LOWER_RIGHT = causal_lower_right(300, 500)  # made here, as torch 2.11 cannot make one where `Seen` looks on
-
-
-def lower_right() -> Tensor:
-    q, k, v = qkv(q_len=300, kv_len=500)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=LOWER_RIGHT)
-
-
-def starts_elsewhere() -> Tensor:
-    """Packed sequences whose keys may begin elsewhere: nobody looks at the numbers."""
-    q, k, v = tensors(*((500, 4, 64),) * 3)
-    starts = torch.tensor([0, 200, 500], dtype=torch.int32, device="cuda")
-    return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts.clone(), 300, 300, 0.0, True, False)[0]
-
-
-def nested() -> Tensor:
-    [x] = tensors((500, 4, 64))
-    lengths = torch.tensor([0, 200, 500], device="cuda")
-    q = torch.nested.nested_tensor_from_jagged(x, lengths).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q, is_causal=True).values()
-
-
-Q = ((2, 4, 500, 64),) * 3
-FALLS_THROUGH: dict[str, Callable[[], Any]] = {
-    "dropout": plain_call(*Q, dropout_p=0.3),
-    "fp32": plain_call(*Q, dtype=torch.float32),
-    "causal, unequal lengths": plain_call((2, 4, 300, 64), *Q[1:], is_causal=True),
-    "attn_mask": masked,
-    "causal_lower_right": lower_right,
-    "packed, starts of their own": starts_elsewhere,
-    "nested": nested,
-}
-
-
-def check_falls_through(name: str) -> None:
-    """With the same bits, forward and backward: the backend that is chosen is the same, and its gradients are in a
-    fixed order."""
-    torch.use_deterministic_algorithms(True)
-    results = []
-    for switch in (contextlib.nullcontext(), ours(0)):
-        with sdpa_kernel([FLASH, SDPBackend.EFFICIENT_ATTENTION]), switch:
-            torch.manual_seed(1)
-            out = FALLS_THROUGH[name]()
-            torch.manual_seed(2)
-            results.append([out.detach(), *gradients_of_inputs(out)])
-    off, on = results
-    assert len(off) > 1
-    assert all(torch.equal(one, other) for one, other in zip(off, on, strict=True))
-
-
-HALF = ((2, 4, 500, 64), (2, 4, 500, 64), (2, 4, 500, 32))
-STAYS: dict[str, Callable[[], Any]] = {
-    "dropout": plain_call(*Q, dropout_p=0.25),
-    "dropout, causal": plain_call(*Q, dropout_p=0.5, is_causal=True),
-    "dropout that cuDNN has no bits for": plain_call(*Q, dropout_p=0.3),
-    "fp32": plain_call(*Q, dtype=torch.float32),
-    "causal, unequal lengths": plain_call((2, 4, 300, 64), *Q[1:], is_causal=True),
-    "attn_mask": masked,
-    "causal_lower_right": lower_right,
-    "V's head dim": plain_call(*HALF),
-}
-
-
-def check_stays(name: str) -> None:
-    """By the operators that torch calls by default, and with the same bits. Those of cuDNN's gradients may differ from
-    run to run."""
-    results = []
-    for switch in (contextlib.nullcontext(), ours(0)):
-        with switch, Seen() as seen:
-            torch.manual_seed(1)
-            out = STAYS[name]()
-            grads = gradients_of_inputs(out)
-        results.append((seen.names, out.detach(), grads))
-    (off, want, want_grads), (on, got, grads) = results
-    assert off == on
-    assert off
-    assert torch.equal(got, want)
-    for one, other in zip(grads, want_grads, strict=True):
-        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
-
-
 def check_varlen(lengths: list[int], window: tuple[int, int]) -> None:
     if max(lengths) > 128 and window == (-1, -1) and hasattr(varlen, "_can_use_cudnn"):
         raise Skipped("this torch has another operator for long packed sequences, cuDNN's, which is not replaced")
     with ours(2):
         check_varlen_attn(lengths, window, "cuda")
-
-
-def gradients_of_inputs(out: Tensor) -> list[Tensor]:
-    """Of the leaves that `out` was computed from."""
-    leaves: list[Tensor] = []
-    nodes, seen = [out.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        nodes += [parent for parent, _ in node.next_functions]
-    return list(torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
 
 CASES: dict[str, Callable[[], None]] = {
