@@ -24,7 +24,8 @@ class Sums:
 
     @jit
     def told(self):
-        """After it is done and told, if it was to be. It is there for who waits for others, as they may wait for it."""
+        """These with nothing left to tell: it waits until the last addition is done, and tells of it. To be called
+        before this role waits for other programs, as they may wait for that addition."""
         if self.number > 0:
             tma.wait_stores_done()
             self.tell()

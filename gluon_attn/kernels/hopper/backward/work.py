@@ -250,7 +250,8 @@ class ClaimedWork:
     CLAIMS: gl.constexpr  # whether it is the load role
 
     @jit
-    def place(self):
+    def alone(self):
+        """As a program has it that knows its items by its number."""
         if self.order.records[0] is None:
             return Work(self.item, self.item < 0, self.order)
         else:
@@ -258,11 +259,11 @@ class ClaimedWork:
 
     @jit
     def is_left(self):
-        return self.place().is_left()
+        return self.alone().is_left()
 
     @jit
     def keys(self):
-        return self.place().keys()
+        return self.alone().keys()
 
     @jit
     def next(self):
@@ -287,6 +288,6 @@ def first_work(order, claims, CLAIMS: gl.constexpr):
         return skip_empty(number, at_second, order)
     else:
         if CLAIMS or order.records[0] is not None:
-            gdc_wait()  # for the kernels that set the count to 0, and list the key blocks of packed sequences
+            gdc_wait()  # for the kernel that sets the count to 0; and, in all roles, for the list of packed sequences
         end = claims[0].producer() if CLAIMS else claims[0].consumer()
         return ClaimedWork(gl.to_tensor(0), order, (end,), CLAIMS).next()
