@@ -15,6 +15,11 @@ from .configs import HopperBackward
 # each arrives at a row block when the one before it is done there.
 PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
+# Without a mask more, if it is about this share of a head's key blocks. They walk the rows of a head one after the
+# other, so that rows come from memory, and sums of dQ go there, once for all of them. With 8 for long heads an H100 is
+# up to 40 % slower. If it is more than this share, programs wait longer for the first ones.
+SHARE_OF_A_HEAD = 0.5
+
 L2_SHARE = 0.375  # for rows of heads that are computed at a time, see `heads_in_order`
 
 # Of a key block that programs share, each has at least about so many.
@@ -143,7 +148,7 @@ class BackwardPlan:
             programs = max(sharers, min(programs, device.sm_count))
             last_heads = heads_at_once = 0
         elif deterministic:
-            last_heads, heads_at_once = problem.batch * problem.kv_heads, heads_in_order(problem, device)
+            last_heads, heads_at_once = problem.batch * problem.kv_heads, heads_in_order(problem, device, of_head)
         else:
             # In the last heads the first key block comes first, which costs the most only where late keys are hidden.
             to_even_out = blocks_per_item == 2 and items > device.sm_count and mask.hides_late_keys
@@ -173,7 +178,7 @@ class BackwardPlan:
             programs=min(device.sm_count, key_blocks),
             blocks_per_item=1,
             last_heads=0,
-            heads_at_once=heads_in_order(problem, device) if deterministic else 1,
+            heads_at_once=heads_in_order(problem, device, 0) if deterministic else 1,
             shared=0,
             sharers=0,
             row_programs=problem.heads * blocks_of(problem, problem.q_len, config.block_m),
@@ -188,14 +193,16 @@ def blocks_of(problem: Problem, rows: int, size: int) -> int:
     return -(-rows // size) if problem.sequences is None else rows // size + problem.sequences + 1
 
 
-def heads_in_order(problem: Problem, device: Device) -> int:
+def heads_in_order(problem: Problem, device: Device, key_blocks: int) -> int:
     """How many KV heads are computed at a time if sums are in a fixed order: as many as L2 has room for the rows of, up
     to one for each program, so that few programs stand in line for one row block; but no fewer than needed for
-    PROGRAMS_OF_A_HEAD at most."""
+    PROGRAMS_OF_A_HEAD at most, or for SHARE_OF_A_HEAD. key_blocks: of a head; of packed sequences it is not known."""
     mask, group = problem.mask, problem.heads // problem.kv_heads
     needed = -(-device.sm_count // PROGRAMS_OF_A_HEAD[mask.hides_late_keys and not mask.hides_early_keys])
-    if problem.sequences is not None:  # whose lengths are not known
+    if problem.sequences is not None:
         return needed
+    if not mask.differs_by_row:
+        needed = min(needed, max(1, int(device.sm_count / (SHARE_OF_A_HEAD * key_blocks))))
     row_bytes = (2 + 4) * problem.head_dim + 2 * problem.head_dim_v  # Q in 16 bits, the sums of dQ in 32; dO
     room = int(L2_SHARE * device.l2_bytes) // (group * max(1, problem.q_len) * row_bytes)
     return min(max(needed, min(room, device.sm_count)), problem.batch * problem.kv_heads)

@@ -31,7 +31,12 @@ def plan_of(*, deterministic: bool = False, **fields: Any) -> BackwardPlan:
         ({"q_len": 200, "kv_len": 200, "head_dim": 64}, 132),  # L2 has room for the rows of more
         ({"q_len": 512, "kv_len": 512, "head_dim": 128}, 37),  # three eighths of L2, 50 MiB, in 8 * 128 bytes a row
         ({"q_len": 512, "kv_len": 512, "head_dim": 128, "kv_heads": 4, "heads": 8}, 18),  # of two query heads each
-        ({"q_len": 8192, "kv_len": 8192, "head_dim": 128}, 17),  # 8 programs of a head
+        ({"q_len": 8192, "kv_len": 2048, "head_dim": 128}, 16),  # 8 programs of a head, half of its key blocks
+        ({"q_len": 8192, "kv_len": 1000, "head_dim": 128}, 17),  # 8
+        ({"q_len": 8192, "kv_len": 8192, "head_dim": 128}, 4),  # half of 64 key blocks
+        ({"q_len": 8192, "kv_len": 10**6, "head_dim": 128}, 2),  # L2 has room for 2
+        ({"q_len": 2**17, "kv_len": 2**17, "head_dim": 128}, 1),
+        ({"q_len": 8192, "kv_len": 8192, "head_dim": 128, "mask": Mask(left=500, right=500)}, 17),
         ({"q_len": 8192, "kv_len": 8192, "head_dim": 128, "causal": True}, 33),  # 4
         ({"q_len": 200, "kv_len": 200, "head_dim": 64, "batch": 2}, "all"),
     ],
