@@ -92,9 +92,11 @@ def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.
     not done wait for nobody. In which order a program walks its row blocks only matters for how long others wait: see
     `QueryRange`.
 
-    That an addition is done is told after the next one of the key block has begun: to wait for it would hold up the
-    gradient role. But it is told before the next one waits.
+    That an addition is done is told at once where a step has 128 rows. If it has 64, it is told after the next addition
+    of the key block has begun: to wait for it would hold up the gradient role, whose steps are shorter. But it is told
+    before the next one waits.
     """
+    AT_ONCE: gl.constexpr = operands.q.block_shape[-2] >= 128
     before = atomic_load(added, sem="acquire")
     sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), sums.added, sums.number)
     for part in gl.static_range(PARTS):
@@ -114,6 +116,8 @@ def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.
         tma.wait_stores_read()
         dq.release()
         sums = Sums(sums.dqs, added, number + 1)
+    if AT_ONCE:
+        sums = sums.told()
     return sums
 
 
