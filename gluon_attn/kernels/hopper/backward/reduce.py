@@ -8,6 +8,8 @@ from .work import first_work
 
 BEGUN = gl.constexpr(-1)  # who is first to add to a row block has begun, and is not done
 
+FEW_STEPS = gl.constexpr(16)
+
 
 @aggregate
 class Sums:
@@ -86,17 +88,15 @@ def add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS: gl.cons
 
 
 @jit
-def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.constexpr):
+def add_in_order(sums, added, number, at_once, operands, coords, dbias_coords, PARTS: gl.constexpr):
     """In the order of the keys: wait until as many have added as have keys before these and see the row block. Those
     keys come before in the order of work, and so are done, or are those of a program that runs; and the first that are
     not done wait for nobody. In which order a program walks its row blocks only matters for how long others wait: see
     `QueryRange`.
 
-    That an addition is done is told at once where a step has 128 rows. If it has 64, it is told after the next addition
-    of the key block has begun: to wait for it would hold up the gradient role, whose steps are shorter. But it is told
-    before the next one waits.
+    That an addition is done is told after the next one of the key block has begun: to wait for it would hold up the
+    gradient role. But it is told before the next one waits; and, with at_once, at once.
     """
-    AT_ONCE: gl.constexpr = operands.q.block_shape[-2] >= 128
     before = atomic_load(added, sem="acquire")
     sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), sums.added, sums.number)
     for part in gl.static_range(PARTS):
@@ -116,7 +116,7 @@ def add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS: gl.
         tma.wait_stores_read()
         dq.release()
         sums = Sums(sums.dqs, added, number + 1)
-    if AT_ONCE:
+    if at_once:
         sums = sums.told()
     return sums
 
@@ -140,6 +140,8 @@ def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
     while work.is_left():
         keys = work.keys()
         walked = keys.query_range()
+        # If there are few steps, others soon stand in line for each; 64 rows take too short a time for it.
+        at_once = (walked.steps() <= FEW_STEPS) & (keys.BLOCK_M >= 128)
         for step in range(walked.steps()):
             member, block = walked.visit(step)
             head = keys.head(member)
@@ -155,7 +157,7 @@ def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
                 dbias_coords = bias_coords(operands.bias[1], batch, head, block * keys.BLOCK_M, keys.first)
             if DETERMINISTIC:
                 number = keys.key_blocks_before(block)
-                sums = add_in_order(sums, added, number, operands, coords, dbias_coords, PARTS)
+                sums = add_in_order(sums, added, number, at_once, operands, coords, dbias_coords, PARTS)
             else:
                 sums = add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS)
         if DETERMINISTIC:
