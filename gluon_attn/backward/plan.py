@@ -15,10 +15,10 @@ from .configs import HopperBackward
 # each arrives at a row block when the one before it is done there.
 PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
-# Without a mask more, if it is about this share of a head's key blocks. They walk the rows of a head one after the
-# other, so that rows come from memory, and sums of dQ go there, once for all of them. With 8 for long heads an H100 is
-# up to 40 % slower. If it is more than this share, programs wait longer for the first ones.
-SHARE_OF_A_HEAD = 0.5
+# Of long heads more, if it is about this share of a head's key blocks, likewise; but not in a window. They walk the rows
+# of a head one after the other, so that rows come from memory, and sums of dQ go there, once for all of them. With fewer
+# programs for long heads an H100 is up to 40 % slower. With more, programs wait longer for the first ones.
+SHARE_OF_A_HEAD = {False: 1 / 2, True: 1 / 8}
 
 L2_SHARE = 0.375  # for rows of heads that are computed at a time, see `heads_in_order`
 
@@ -198,11 +198,12 @@ def heads_in_order(problem: Problem, device: Device, key_blocks: int) -> int:
     to one for each program, so that few programs stand in line for one row block; but no fewer than needed for
     PROGRAMS_OF_A_HEAD at most, or for SHARE_OF_A_HEAD. key_blocks: of a head; of packed sequences it is not known."""
     mask, group = problem.mask, problem.heads // problem.kv_heads
-    needed = -(-device.sm_count // PROGRAMS_OF_A_HEAD[mask.hides_late_keys and not mask.hides_early_keys])
+    only_late = mask.hides_late_keys and not mask.hides_early_keys
+    needed = -(-device.sm_count // PROGRAMS_OF_A_HEAD[only_late])
     if problem.sequences is not None:
         return needed
-    if not mask.differs_by_row:
-        needed = min(needed, max(1, int(device.sm_count / (SHARE_OF_A_HEAD * key_blocks))))
+    if not mask.hides_early_keys:
+        needed = min(needed, max(1, int(device.sm_count / (SHARE_OF_A_HEAD[only_late] * key_blocks))))
     row_bytes = (2 + 4) * problem.head_dim + 2 * problem.head_dim_v  # Q in 16 bits, the sums of dQ in 32; dO
     room = int(L2_SHARE * device.l2_bytes) // (group * max(1, problem.q_len) * row_bytes)
     return min(max(needed, min(room, device.sm_count)), problem.batch * problem.kv_heads)
