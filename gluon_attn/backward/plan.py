@@ -15,9 +15,9 @@ from .configs import HopperBackward
 # each arrives at a row block when the one before it is done there.
 PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
-# Of long heads more, if it is about this share of a head's key blocks, likewise; but not in a window. They walk the rows
-# of a head one after the other, so that rows come from memory, and sums of dQ go there, once for all of them. With fewer
-# programs for long heads an H100 is up to 40 % slower. With more, programs wait longer for the first ones.
+# Of long heads more: about this share of a head's key blocks, by what is hidden too, but not in a window. They walk
+# the rows of a head one after the other, so that rows come from memory, and sums of dQ go there, once for all of them.
+# With fewer programs for long heads an H100 is up to 40 % slower. With more, they wait longer for the first ones.
 SHARE_OF_A_HEAD = {False: 1 / 2, True: 1 / 8}
 
 L2_SHARE = 0.375  # for rows of heads that are computed at a time, see `heads_in_order`
@@ -203,7 +203,8 @@ def heads_in_order(problem: Problem, device: Device, key_blocks: int) -> int:
     if problem.sequences is not None:
         return needed
     if not mask.hides_early_keys:
-        needed = min(needed, max(1, int(device.sm_count / (SHARE_OF_A_HEAD[only_late] * key_blocks))))
+        of_long = SHARE_OF_A_HEAD[only_late] * max(1, key_blocks)
+        needed = min(needed, max(1, int(device.sm_count / of_long)))
     row_bytes = (2 + 4) * problem.head_dim + 2 * problem.head_dim_v  # Q in 16 bits, the sums of dQ in 32; dO
     room = int(L2_SHARE * device.l2_bytes) // (group * max(1, problem.q_len) * row_bytes)
     return min(max(needed, min(room, device.sm_count)), problem.batch * problem.kv_heads)
