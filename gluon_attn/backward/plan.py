@@ -10,9 +10,9 @@ from ..kernels.common.packed import CANDIDATES
 from ..problem import Problem
 from .configs import HopperBackward
 
-# How many programs work on one head at a time, with a fixed order of sums: they wait for each other, one after the
-# other. Fewer need more of Q and dO at once. By whether late keys alone are hidden, as by a causal mask: in a window
-# each arrives at a row block when the one before it is done there.
+# How many programs work on one head at a time, with a fixed order of sums, where L2 has no room for more heads: they
+# wait for each other, one after the other. Fewer need more of Q and dO at once. By whether late keys alone are hidden,
+# as by a causal mask: in a window each arrives at a row block when the one before it is done there.
 PROGRAMS_OF_A_HEAD = {False: 8, True: 4}
 
 # Of long heads more: about this share of a head's key blocks, by what is hidden too, but not in a window. They walk
@@ -178,7 +178,7 @@ class BackwardPlan:
             programs=min(device.sm_count, key_blocks),
             blocks_per_item=1,
             last_heads=0,
-            heads_at_once=heads_in_order(problem, device, 0) if deterministic else 1,
+            heads_at_once=heads_in_order(problem, device, None) if deterministic else 1,
             shared=0,
             sharers=0,
             row_programs=problem.heads * blocks_of(problem, problem.q_len, config.block_m),
@@ -193,14 +193,17 @@ def blocks_of(problem: Problem, rows: int, size: int) -> int:
     return -(-rows // size) if problem.sequences is None else rows // size + problem.sequences + 1
 
 
-def heads_in_order(problem: Problem, device: Device, key_blocks: int) -> int:
+def heads_in_order(problem: Problem, device: Device, key_blocks: int | None) -> int:
     """How many KV heads are computed at a time if sums are in a fixed order: as many as L2 has room for the rows of, up
-    to one for each program, so that few programs stand in line for one row block; but no fewer than needed for
-    PROGRAMS_OF_A_HEAD at most, or for SHARE_OF_A_HEAD. key_blocks: of a head; of packed sequences it is not known."""
+    to one for each program, so that few programs stand in line for one row block. But no fewer than such that a head
+    has PROGRAMS_OF_A_HEAD; or, if it is long, programs for SHARE_OF_A_HEAD of its key blocks.
+
+    key_blocks: of a head; None of packed sequences, whose lengths are not known.
+    """
     mask, group = problem.mask, problem.heads // problem.kv_heads
     only_late = mask.hides_late_keys and not mask.hides_early_keys
     needed = -(-device.sm_count // PROGRAMS_OF_A_HEAD[only_late])
-    if problem.sequences is not None:
+    if key_blocks is None:
         return needed
     if not mask.hides_early_keys:
         of_long = SHARE_OF_A_HEAD[only_late] * max(1, key_blocks)

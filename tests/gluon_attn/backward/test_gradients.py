@@ -105,6 +105,14 @@ def test_programs_with_several_key_blocks(sm_count, kv_len, causal, deterministi
     check_gradients(q, k, v, dout, got, causal=causal)
 
 
+def test_in_order_some_key_blocks_tell_at_once_and_others_late():
+    """Which depends on their steps: of six query heads the first key block has 18, the last one 6."""
+    q, dout = torch.randn(2, 1, 6, 300, 64).to(BF16)
+    k, v = torch.randn(2, 1, 1, 300, 64).to(BF16)
+    got = gradients(q, k, v, dout, device=small(2), causal=True, deterministic=True)
+    check_gradients(q, k, v, dout, got, causal=True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_in_order_programs_of_several_heads_wait_for_nobody_who_waits_for_them(causal):
     """Each goes on to another head, where it may wait for one that still waits for its last addition to the head

@@ -35,6 +35,8 @@ def plan_of(*, deterministic: bool = False, **fields: Any) -> BackwardPlan:
         ({"q_len": 8192, "kv_len": 1000, "head_dim": 128}, 17),  # 8
         ({"q_len": 8192, "kv_len": 8192, "head_dim": 128}, 4),  # half of 64 key blocks
         ({"q_len": 8192, "kv_len": 10**6, "head_dim": 128}, 2),  # L2 has room for 2
+        ({"q_len": 8192, "kv_len": 8192, "head_dim": 128, "heads": 32, "kv_heads": 4}, 4),  # of a KV head, as without
+        ({"q_len": 8192, "kv_len": 8192, "head_dim": 128, "causal": True, "left": 500}, 17),  # in a window 8 again
         ({"q_len": 2**17, "kv_len": 2**17, "head_dim": 128}, 1),
         ({"q_len": 8192, "kv_len": 8192, "head_dim": 128, "left": 500, "right": 500}, 17),
         ({"q_len": 8192, "kv_len": 8192, "head_dim": 128, "causal": True}, 16),  # an eighth

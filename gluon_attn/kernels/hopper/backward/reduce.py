@@ -8,6 +8,8 @@ from .work import first_work
 
 BEGUN = gl.constexpr(-1)  # who is first to add to a row block has begun, and is not done
 
+# Of a key block, of all query heads of its group: up to here each addition is told at once. On an H200 D=64 causal 512
+# has 0.96 of the rate without an order so, and else 0.90. Where it is 4096 or more, an H100 is slower so.
 FEW_STEPS = gl.constexpr(16)
 
 
@@ -116,8 +118,9 @@ def add_in_order(sums, added, number, at_once, operands, coords, dbias_coords, P
         tma.wait_stores_read()
         dq.release()
         sums = Sums(sums.dqs, added, number + 1)
-    if at_once:
-        sums = sums.told()
+    if at_once is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
+        if at_once:
+            sums = sums.told()
     return sums
 
 
@@ -140,8 +143,8 @@ def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
     while work.is_left():
         keys = work.keys()
         walked = keys.query_range()
-        # If there are few steps, others soon stand in line for each; 64 rows take too short a time for it.
-        at_once = (walked.steps() <= FEW_STEPS) & (keys.BLOCK_M >= 128)
+        # If there are few steps, others soon stand in line for each. A step of 64 rows is shorter than an addition.
+        at_once = walked.steps() <= FEW_STEPS if keys.BLOCK_M >= 128 else None
         for step in range(walked.steps()):
             member, block = walked.visit(step)
             head = keys.head(member)
