@@ -108,14 +108,6 @@ GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
 HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
 
 TOLD_BEFORE_WAITING = line_of(BACKWARD, "reduce.py", "sums = sums.told()", FIRST)
-# Of sums in order, where an addition is told late: after the next one has begun, or at the end of a key block.
-TOLD_LATE = "|".join(
-    (
-        line_of(BACKWARD, "reduce.py", "tma.wait_stores_but_newest_done()"),
-        line_of(BACKWARD, "reduce.py", "sums.tell()", LAST),
-        line_of(BACKWARD, "reduce.py", "sums = sums.told()", LAST),
-    )
-)
 SHARED_IN_ORDER = r"gradients, D=[^|]*, shared, in order"
 CLAIMED = r"(?![^|]*shared)gradients, D=[^|]*, in order"
 STATISTICS_WAITED_FOR = line_of(
@@ -140,11 +132,6 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"{SHARED_IN_ORDER} \| .*(async_tma_store_wait|atomic_rmw) .* {TOLD_BEFORE_WAITING}",
         "of two key blocks nobody waits for the one that waits",
-    ),
-    Explanation(
-        rf"gradients, D=64, (full|causal), in order \| .*(async_tma_store_wait|atomic_rmw) .* "
-        rf"({TOLD_BEFORE_WAITING}|{TOLD_LATE})",
-        "steps are so few here that each addition has been told at once; at D=128 all are told late",
     ),
     Explanation(
         rf"{GRADIENTS} \| delete: fence_async_shared .* ({CLAIM_TOLD}|{CLAIM_READ})",

@@ -51,7 +51,8 @@ class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
     tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
     more, two, of which one waits for the other; or in a fixed order, for the last problem, three, of which the second
-    is waited for while it waits. With `sharers`, so many programs share the key blocks of the first problem.
+    is waited for while it waits. With `sharers`, so many programs share the key blocks of the first problem. With
+    `group`, three programs also have the second problem, of so many query heads to a KV head instead of two.
     head_dim_v: None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
@@ -62,6 +63,7 @@ class Backward:
     which: str = "main"
     sharers: int = 0
     bias: str = ""
+    group: int = 0
 
     def runs(self) -> Sequence[AnyRun]:
         columns: dict[str, Any] = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
@@ -79,6 +81,10 @@ class Backward:
         if self.which not in ("before", "after") and not self.sharers:
             which, programs = (-1, 3) if self.deterministic else (0, 2)
             runs.insert(0, BackwardRun(*inputs[which], bias=biases[which], programs=programs, **kind))
+        if self.group:
+            q, kv = self.lengths[1]
+            qkv = normal_qkv(heads=self.group, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
+            runs.append(BackwardRun(*qkv, programs=3, **kind))
         for run in runs:
             run.keep_bits()
         return runs
@@ -185,6 +191,8 @@ KERNELS: dict[str, Kernel | Backward] = {
             lengths=lengths + ((IN_ORDER_LENGTHS[head_dim],) if order else ()),
             causal=mask == "causal",
             deterministic=bool(order),
+            # With more steps of 128 rows than FEW_STEPS for a key block. In the other runs it has fewer.
+            group=18 if order and head_dim == 64 else 0,
         )
         for head_dim, lengths in BACKWARD_LENGTHS.items()
         for mask in ("full", "causal")

@@ -8,8 +8,9 @@ from .work import first_work
 
 BEGUN = gl.constexpr(-1)  # who is first to add to a row block has begun, and is not done
 
-# Of a key block, of all query heads of its group: up to here each addition is told at once. On an H200 D=64 causal 512
-# has 0.96 of the rate without an order so, and else 0.90. Where it is 4096 or more, an H100 is slower so.
+# A key block with at most so many steps, those of all query heads of its group, tells of each addition at once, if a
+# step has 128 rows. So D=64 causal at 512 has 0.96 of the rate without an order on an H200, and 0.90 without. From 4096
+# on, an H100 would be slower so.
 FEW_STEPS = gl.constexpr(16)
 
 
@@ -143,7 +144,7 @@ def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
     while work.is_left():
         keys = work.keys()
         walked = keys.query_range()
-        # If there are few steps, others soon stand in line for each. A step of 64 rows is shorter than an addition.
+        # If steps are few, others soon stand in line for each. Those of 64 rows take a shorter time than an addition.
         at_once = walked.steps() <= FEW_STEPS if keys.BLOCK_M >= 128 else None
         for step in range(walked.steps()):
             member, block = walked.visit(step)
