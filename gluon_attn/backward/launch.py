@@ -138,8 +138,7 @@ def builds_of(
     or bfloat16. shared: programs share key blocks. packed: of packed sequences, for which one more comes before all;
     used: of each, some keys count. padded_head_dim_v: None: as Q's. bias: that is added to scores; of_bias: compute its
     gradient too."""
-    absent = {} if shared else {"has_handed_in_ptr": None}
-    absent |= {} if claims(deterministic, shared, packed) else {"claimed_ptr": None}
+    absent = {"claimed_ptr" if shared else "has_handed_in_ptr": None}
     pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     columns = padded_head_dim // pieces
     rows, rows_v = (Block.of(dtype, config.block_m, d, packed=packed) for d in (columns, head_dim_v))
@@ -178,12 +177,6 @@ def builds_of(
     )
 
 
-def claims(deterministic: bool, shared: bool, packed: bool) -> bool:
-    """Whether programs claim their key blocks, one after the other: where they wait for each other, and so must not
-    wait for one that has not begun; and where lengths are not known. Those that have a share know it."""
-    return (deterministic or packed) and not shared
-
-
 def main_build(
     config: HopperBackward,
     blocks: Mapping[str, Block],
@@ -200,8 +193,7 @@ def main_build(
     of_dbias. The others as for `builds_of`."""
     pointers = types_of(score_mod, None, mask)
     absent = [] if packed else [RECORDS.name]
-    absent += [] if shared else ["handed_in_ptr", "has_handed_in_ptr"]
-    absent += [] if claims(deterministic, shared, packed) else ["claimed_ptr"]
+    absent += ["claimed_ptr"] if shared else ["handed_in_ptr", "has_handed_in_ptr"]
     absent += [] if bias is not None else [BIAS.name]
     sums_dbias = False
     if bias is not None and of_bias and config.has_dk:  # from dS, which dV does not need
@@ -301,8 +293,8 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     """Shape and dtype of the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R), and
     the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded; how many key
     blocks have added to each row block, int32. If programs share key blocks: dK and dV that each hands in, (sharers, 2,
-    KEYS, D) fp32, and who has, int32. If they claim key blocks, how many have been claimed, by launch, int32. Of packed
-    sequences, the list of key blocks, int32."""
+    KEYS, D) fp32, and who has, int32. Else how many items have been claimed, by launch, int32. Of packed sequences, the
+    list of key blocks, int32."""
     problem, config = plan.problem, plan.config
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
     head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
@@ -316,7 +308,7 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     if plan.shared:
         found["handed_in"] = ((plan.sharers, config.keys, head_dim + head_dim_v), torch.float32)
         found["has_handed_in"] = ((MOST_SHARERS,), torch.int32)
-    if claims(plan.deterministic, plan.shared > 0, problem.sequences is not None):
+    else:
         found["claimed"] = ((2,), torch.int32)
     if problem.sequences is not None:
         found["records"] = (((1 + plan.capacity) * RECORD.value,), torch.int32)

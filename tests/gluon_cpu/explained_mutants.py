@@ -109,16 +109,18 @@ HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operan
 
 TOLD_BEFORE_WAITING = line_of(BACKWARD, "reduce.py", "sums = sums.told()", FIRST)
 SHARED_IN_ORDER = r"gradients, D=[^|]*, shared, in order"
-CLAIMED = r"(?![^|]*shared)gradients, D=[^|]*, in order"
+CLAIMED = r"(?![^|]*shared)gradients, D=[^|]*"
 STATISTICS_WAITED_FOR = line_of(
     BACKWARD,
     "load.py",
     "gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after",
 )
-CLAIM_ACQUIRED = line_of(BACKWARD, "work.py", "slot, end = self.end[0].acquire()")
+CLAIM_ACQUIRED = line_of(BACKWARD, "work.py", "slot, end = end.acquire()")
 CLAIM_TOLD = line_of(BACKWARD, "work.py", "slot.publish()")
 CLAIM_READ = line_of(BACKWARD, "work.py", "slot.release_accessed()")
-FIRST_CLAIM = line_of(BACKWARD, "work.py", "return ClaimedWork(gl.to_tensor(0), order, (end,), CLAIMS).next()")
+FIRST_CLAIM = line_of(
+    BACKWARD, "work.py", "return claim(order, claims[0].producer() if CLAIMS else claims[0].consumer(), CLAIMS)"
+)
 
 KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
 KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")

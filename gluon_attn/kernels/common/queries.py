@@ -26,7 +26,9 @@ class QueryRange:
     Where late keys are hidden, keys have unlike numbers of row blocks. One head after the other, programs with few
     would get ahead of the others by whole heads, and L2 would have to hold the rows of them all. So there the steps
     without a mask go through all heads with AT_ONCE blocks of each, and then with the next ones; and the first
-    `rotation` steps come after the others.
+    `rotation` steps come after the others. And of several heads, keys in the later half walk those blocks `upwards`,
+    from the first one to the last. A program has them after the keys that are as far from the other end, and so those
+    that have such keys at a time walk the same rows, and end together.
 
     If a mask hides early keys, late queries see later keys only. Then the steps begin with the blocks that have a mask
     for that, and each head's blocks are walked from the last to the first. Later keys end later, so that programs with
@@ -40,6 +42,7 @@ class QueryRange:
     unmasked_first: gl.tensor
     unmasked_end: gl.tensor
     rotation: gl.tensor
+    upwards: gl.tensor
     group: gl.tensor
     MASK: gl.constexpr  # a Mask
 
@@ -99,7 +102,9 @@ class QueryRange:
                 turned = place + self.rotation
                 turned -= gl.where(turned >= unmasked, unmasked, 0)
                 place = gl.where(is_masked, place, turned)
-            return of_its_kind // blocks, gl.where(is_masked, self.unmasked_first, self.end) - 1 - place
+            row_block = gl.where(is_masked, self.unmasked_first, self.end) - 1 - place
+            row_block = gl.where(self.upwards & ~is_masked, self.unmasked_first + place, row_block)
+            return of_its_kind // blocks, row_block
 
 
 @constexpr_function
@@ -123,7 +128,7 @@ class Keys:
     share_first: gl.tensor
     share_end: gl.tensor
     MASK: gl.constexpr  # a Mask
-    ROTATED: gl.constexpr  # every block of keys begins two steps after the one before
+    ROTATED: gl.constexpr  # every block of keys begins two steps after the one before, and some walk `upwards`
     SCORE_MOD: gl.constexpr  # a ScoreFunction, or None
     aux: gl.tuple  # pointers to the tensors that it and MASK.function read, None where there is none
     limits: gl.tuple  # of one `Limits`, if MASK.function leaves out queries; else of none
@@ -218,15 +223,20 @@ class Keys:
             first += seen * self.share_first // self.shares
             unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), end)
         rotation = gl.to_tensor(0)
+        upwards = first < 0  # false, as a tensor
         if self.MASK.hides_early_keys:
             unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), end)
             unmasked_end = gl.minimum(gl.maximum(unmasked_end, unmasked_first), end)
         else:
             unmasked_end = end
             if self.ROTATED:
-                apart = (end - unmasked_first) * (self.group if self.MASK.hides_late_keys else 1)
-                rotation = 2 * (self.first // self.KEYS) % gl.maximum(apart, 1)
-        return QueryRange(first, end, unmasked_first, unmasked_end, rotation, self.group, self.MASK)
+                number, steps = self.first // self.KEYS, end - unmasked_first
+                if self.MASK.hides_late_keys:
+                    steps *= self.group
+                    upwards = (self.group > 1) & (2 * self.first >= sequence.k_len)
+                    number = gl.where(upwards, (sequence.k_len - 1) // self.KEYS - number, number)
+                rotation = 2 * number % gl.maximum(steps, 1)
+        return QueryRange(first, end, unmasked_first, unmasked_end, rotation, upwards, self.group, self.MASK)
 
     @jit
     def key_blocks_before(self, row_block):

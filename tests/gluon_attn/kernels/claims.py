@@ -7,44 +7,50 @@ from gluon_attn.kernels.hopper.backward.work import first_work, order_of
 
 
 @jit
-def claim(claims, order, visits, items, STRIDES: gl.constexpr):
+def claim(claims, order, visits, items, places, STRIDES: gl.constexpr):
     work = first_work(order, claims, CLAIMS=True)
     while work.is_left():
         work = work.next()
 
 
 @jit
-def note(claims, order, visits, items, STRIDES: gl.constexpr):
-    work = first_work(order, claims, CLAIMS=False)
+def note(claims, order, visits, items, places, STRIDES: gl.constexpr):
+    work, step = first_work(order, claims, CLAIMS=False), 0
     while work.is_left():
         keys = work.keys()
         at = keys.batch * STRIDES[0] + keys.kv_head * STRIDES[1] + keys.first // keys.KEYS
-        gl.atomic_add(visits + at, 1)
+        knows_head = keys.head(1) == order.group * keys.kv_head + 1
+        gl.atomic_add(visits + at, gl.where(knows_head & (keys.first % order.KEYS == 0), 1, -1))
         gl.store(items + at, work.item)
-        work = work.next()
+        if places is not None:
+            gl.store(places + at, 1000 * gl.program_id(0) + step)
+        work, step = work.next(), step + 1
 
 
-@jit(do_not_specialize=["last_heads", "heads_at_once"])
+@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_at_once"])
 def note_claims(
     visits,
     items,
+    places,
     claimed,
     records_ptr,
     q_desc,
     k_desc,
+    blocks_per_item,
     last_heads,
     heads_at_once,
     MASK: gl.constexpr,
     ROTATED: gl.constexpr,
     STRIDES: gl.constexpr,
 ):
-    """At STRIDES[0] * batch + STRIDES[1] * KV head + key block: how often it was claimed; and as which item."""
+    """At STRIDES[0] * batch + STRIDES[1] * KV head + key block: how often it was visited, by one that knows its query
+    heads; as which item; and, if places is not None, 1000 * the program + how many it has visited before."""
     none = gl.to_tensor(0)
-    aux, one = (none,) * 4, none + 1
+    aux = (none,) * 4
     order = order_of(
         q_desc,
         k_desc,
-        one,
+        blocks_per_item,
         last_heads,
         heads_at_once,
         none,
@@ -58,7 +64,6 @@ def note_claims(
     )
     claims = (alloc_claims(CONSUMERS=1),)
     init_all(claims)
-    gl.warp_specialize(
-        [(note, (claims, order, visits, items, STRIDES)), (claim, (claims, order, visits, items, STRIDES))], [1], [24]
-    )
+    arguments = (claims, order, visits, items, places, STRIDES)
+    gl.warp_specialize([(note, arguments), (claim, arguments)], [1], [24])
     close_all(claims)

@@ -2,6 +2,7 @@
 memory goes from one to the other? gluon_cpu runs a role as one agent and cannot tell. No card is needed."""
 
 import functools
+import itertools
 import re
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,7 @@ PARTS = {
 }
 
 
-# What follows after the last step, and comes first in the machine's code.
+# What follows after the last step.
 AFTER_STEPS = {"dv": Step(("dV",), NONE, (TOLD_OF_DO, ("K", frozenset(("dV",)))))}
 
 
@@ -81,14 +82,14 @@ def step_of(config: HopperBackward) -> Step:
 
 def events_of(ptx: str) -> list[tuple[str, int]]:
     """Of the gradient role, which comes first and is the only one that has products: (kind, number waited for). The
-    roles of one warp have no barrier of 256 threads."""
+    roles of one warp have no barrier of 256 threads, and so the last one but the kernel's is this role's."""
     found = []
     for line in ptx.splitlines():
         for kind, pattern in EVENTS.items():
             if match := re.match(rf"\s*(?:@!?%p\d+\s+)?(?:{pattern})", line):
                 found.append((kind, int(match[1]) if kind == "wait" else 0))
-    start = next(i for i, (kind, _) in enumerate(found) if kind == "barrier")  # after the barriers' init
-    last = max(i for i, (kind, _) in enumerate(found) if kind == "commit")
+    start, *_, last, _ = (i for i, (kind, _) in enumerate(found) if kind == "barrier")  # first after the barriers' init
+    last = max(last, *(i for i, (kind, _) in enumerate(found) if kind == "commit"))
     end = next(i for i in range(last, len(found)) if found[i][0] == "branch")
     return found[start + 1 : end]
 
@@ -152,7 +153,7 @@ def wrong_in_staging(events: list[tuple[str, int]]) -> list[str]:
         if since != ["write", "fence", "barrier"]:
             found.append(f"dK or dV is stored after {since}")
     for read in (i for i, (kind, _) in enumerate(events) if kind == "store read"):
-        if events[read + 1][0] != "barrier":
+        if ("barrier", 0) not in events[read + 1 : read + 2]:
             found.append("one warp alone has waited until dK and dV are read")
     first = next(i for i, (kind, _) in enumerate(events) if kind == "store")
     writes = max(i for i in range(first) if events[i][0] == "write")
@@ -168,10 +169,12 @@ def wrong(ptx: str, config: HopperBackward, dbias_tiles: int = 0) -> list[str]:
     step = replace(step, tells=(("dBias", NONE),) * dbias_tiles + step.tells)
     found = wrong_in_staging(events)
     if after := AFTER_STEPS.get(config.grads):
-        first = events.index(("commit", 0))
-        end = events.index(("branch", 0), first)
+        branches = [-1, *(i for i, (kind, _) in enumerate(events) if kind == "branch"), len(events)]
+        first, end = next(
+            (a + 1, b) for a, b in itertools.pairwise(branches) if events[a + 1 : b].count(("commit", 0)) == 1
+        )
         found += wrong_in_step([e for e in events[first:end] if e[0] != "write"], after)
-        events = events[end:]
+        events = events[:first] + events[end:]
     return found + [w for of_step in steps_of(events, step) for w in wrong_in_step(of_step, step)]
 
 
@@ -224,10 +227,11 @@ def test_with_a_bias_and_its_gradient_likewise(head_dim):
 
 
 def barriers_of(ptx: str, config: HopperBackward) -> tuple[int, int]:
-    """How many of 256 threads there are but for the first and the last, which are the kernel's; and how many of them
-    the tests above would not miss."""
+    """How many of 256 threads there are from the first product to the last store; and how many of them the tests above
+    would not miss. Those before and after are the kernel's, and those of claims."""
     lines = ptx.splitlines()
-    _, *places, _ = (i for i, line in enumerate(lines) if re.match(r"\s*bar\.sync\s+0, 256;", line))
+    first = next(i for i, line in enumerate(lines) if re.match(r"\s*wgmma\.mma_async", line))
+    *places, _, _ = (i for i, line in enumerate(lines) if i > first and re.match(r"\s*bar\.sync\s+0, 256;", line))
     silent = [place for place in places if not wrong("\n".join(lines[:place] + lines[place + 1 :]), config)]
     return len(places), len(silent)
 

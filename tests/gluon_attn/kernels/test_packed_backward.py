@@ -133,7 +133,7 @@ def claims_of(
     mask, strides = Mask(causal=True), (32, 8 * 32)
     with gluon_cpu.machine():
         note_claims[(programs,)](
-            visits, items, claimed, memory, *descriptors, 0, heads_at_once, mask, rotated, strides, num_warps=4
+            visits, items, None, claimed, memory, *descriptors, 1, 0, heads_at_once, mask, rotated, strides, num_warps=4
         )
     return visits, items
 

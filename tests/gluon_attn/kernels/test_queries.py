@@ -65,8 +65,9 @@ def seen(first: int, keys: int, q_len: int, kv_len: int, causal: bool) -> torch.
 
 
 def check(
-    found: list[int], first: int, keys: int, block_m: int, q_len: int, kv_len: int, group: int, causal: bool
-) -> list[int]:
+    found: list[int], first: int, keys: int, block_m: int, q_len: int, kv_len: int, group: int, causal: bool,
+    rotated: bool,
+) -> list[int]:  # fmt: skip
     """Of one block of keys. Returns the row blocks that it walks."""
     blocks = seen(first, keys, q_len, kv_len, causal).split(block_m)
     some = [i for i, block in enumerate(blocks) if block.any()]
@@ -78,12 +79,16 @@ def check(
     visits = list(zip(*[iter(found[NUMBERS : NUMBERS + 2 * steps])] * 2, strict=True))
     assert sorted(visits) == [(5 * group + member, block) for member in range(group) for block in some], "each one once"
     # Those without a mask first, from the last block on, or from another step on and around: of one head after the
-    # other, or under a causal mask of all heads, a few blocks of each.
+    # other, or under a causal mask of all heads, a few blocks of each. There, late keys of several heads begin with the
+    # first block; and who begins where is counted from the other end.
     assert found[2] == (whole[0] if whole else found[1])
-    assert found[3] == 0 or 0 < found[3] < len(whole) * (group if causal else 1)
     heads = range(5 * group, 6 * group)
+    upwards = causal and rotated and group > 1 and first >= kv_len / 2
+    number = -(-kv_len // keys) - 1 - first // keys if upwards else first // keys
+    assert found[3] == (2 * number % max(1, len(whole) * (group if causal else 1)) if rotated else 0)
     if causal:
-        parts = [whole[::-1][i : i + AT_ONCE.value] for i in range(0, len(whole), AT_ONCE.value)]
+        walk = whole if upwards else whole[::-1]
+        parts = [walk[i : i + AT_ONCE.value] for i in range(0, len(walk), AT_ONCE.value)]
         around = [(head, block) for part in parts for head in heads for block in part]
         around = around[found[3] :] + around[: found[3]]
     else:
@@ -114,7 +119,7 @@ def test_against_every_pair_of_query_and_key(keys, block_m, causal, rotated):
                 describe[(1,)](*at, keys, block_m, Mask(causal=causal), rotated, num_warps=1)
                 numbers = found.tolist()
                 try:
-                    walked = check(numbers, first, keys, block_m, q_len, kv_len, group, causal)
+                    walked = check(numbers, first, keys, block_m, q_len, kv_len, group, causal, rotated)
                 except AssertionError as error:
                     raise AssertionError(f"{q_len=} {kv_len=} {first=} {group=}: {numbers}") from error
                 assert set(walked) <= set(before), "who adds in order waits for the keys before: they see all of these"

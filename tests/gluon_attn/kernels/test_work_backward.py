@@ -23,69 +23,34 @@ HEADS = BATCH * KV_HEADS
 CAUSAL = Mask(causal=True)
 
 
-@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_at_once"])
-def note_work(
-    visits,
-    places,
-    wrong,
-    q_desc,
-    k_desc,
-    blocks_per_item,
-    last_heads,
-    heads_at_once,
-    MASK: gl.constexpr,
-    ROTATED: gl.constexpr,
-):
-    """At [batch, KV head, key block]: add 1 to visits, and to places 10000 * the program + how many it has done before.
-    In wrong: how many key blocks do not know their sequence, or their heads."""
-    none = gl.to_tensor(0)
-    order = order_of(
-        q_desc,
-        k_desc,
-        blocks_per_item,
-        last_heads,
-        heads_at_once,
-        none,
-        none,
-        (none, none, none, none),
-        (None,),
-        (None,),
-        MASK,
-        ROTATED,
-        None,
-    )
-    work, step = first_work(order, (), CLAIMS=False), 0
-    while work.is_left():
-        keys = work.keys()
-        at = (keys.batch * order.kv_heads + keys.kv_head) * order.key_blocks + keys.first // order.KEYS
-        gl.atomic_add(visits + at, 1)
-        gl.atomic_add(places + at, 10000 * gl.program_id(0) + step)
-        right = (keys.first % order.KEYS == 0) & (keys.head(1) == order.group * keys.kv_head + 1)
-        right = right & (keys.sequence.k_len == k_desc.shape[2]) & (keys.sequence.q_len == q_desc.shape[2])
-        gl.atomic_add(wrong, gl.where(right, 0, 1))
-        work, step = work.next(), step + 1
-
-
 def walk(
     *, programs: int, key_blocks: int, blocks_per_item: int, last_heads: int, heads_at_once: int, rotated: bool
 ) -> list[list[tuple[int, int]]]:
-    """For each program its key blocks, (head of all batches, index), in order. Fails unless each comes once."""
-    visits, places = (torch.zeros(HEADS, key_blocks, dtype=torch.int32) for _ in range(2))
-    wrong = torch.zeros(1, dtype=torch.int32)
+    """Of each item its key blocks, (head of all batches, index), in the order in which its program visits them. Fails
+    unless each comes once, and a program visits those of an item in a row, and those of a later item later."""
+    visits, items, places = torch.zeros(3, HEADS, key_blocks, dtype=torch.int32)
     q = torch.zeros(BATCH, KV_HEADS * GROUP, 100, 16, dtype=torch.bfloat16)
     k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)
     descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, KEYS, 16])
-    numbers = (blocks_per_item, last_heads, heads_at_once)
+    claimed = torch.zeros(2, dtype=torch.int32)
+    numbers, strides = (blocks_per_item, last_heads, heads_at_once), (KV_HEADS * key_blocks, key_blocks)
     with gluon_cpu.machine():
-        note_work[(programs,)](visits, places, wrong, *descriptors, *numbers, CAUSAL, rotated, num_warps=1)
+        note_claims[(programs,)](
+            visits, items, places, claimed, None, *descriptors, *numbers, CAUSAL, rotated, strides, num_warps=4
+        )
     assert visits.eq(1).all(), visits
-    assert not wrong.any()
-    found: list[list[tuple[int, int]]] = [[] for _ in range(programs)]
-    for step, head, index in sorted(
-        (int(places[at]), *at) for at in itertools.product(range(HEADS), range(key_blocks))
-    ):
-        assert step % 10000 == len(found[step // 10000])
-        found[step // 10000].append((head, index))
+    count = int(items.max()) + 1
+    assert claimed[0] == count + programs, "each program claims until nothing is left"
+    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    visited: list[list[int]] = [[] for _ in range(programs)]
+    for place, *at in sorted((int(places[at]), *at) for at in itertools.product(range(HEADS), range(key_blocks))):
+        head, index = at
+        found[int(items[head, index])].append((head, index))
+        assert place % 1000 == len(visited[place // 1000])
+        visited[place // 1000].append(int(items[head, index]))
+    assert all(mine == sorted(mine) for mine in visited)
+    assert all(len({item for item in mine}) == len(list(itertools.groupby(mine))) for mine in visited)
+    assert sum(len(set(mine)) for mine in visited) == count, "an item is of one program"
     return found
 
 
@@ -106,36 +71,19 @@ def items_of(key_blocks: int, blocks_per_item: int, last_heads: int, heads_at_on
     return items
 
 
-def expected(programs: int, rotated: bool, items: list[list[tuple[int, int]]], before: int) -> list:
-    """Rounds of one item for each program; of those without an item before number `before`, if rotated, the first,
-    third ... the other way round."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(programs)]
-    back = True
-    for start in range(0, len(items) + programs, programs):
-        numbers = list(range(start, start + programs))
-        if rotated and start >= before:
-            numbers = numbers[::-1] if back else numbers
-            back = not back
-        for program, number in enumerate(numbers):
-            found[program] += items[number] if number < len(items) else []
-    return found
-
-
 @pytest.mark.parametrize(
     ("programs", "rotated"),
     slow_if(lambda case: case == (50, False), itertools.product([1, 3, 5, 50], [False, True])),
 )
 @pytest.mark.parametrize("blocks_per_item", [1, 2])
 @pytest.mark.slow_but("1-50-True", "2-3-True", "1-3-False", "2-5-False", "1-1-True", "2-1-True")
-def test_every_key_block_is_visited_once_and_in_order(programs, blocks_per_item, rotated):
+def test_every_key_block_is_of_one_item_and_visited_once(programs, blocks_per_item, rotated):
     for key_blocks, last_heads, heads_at_once in itertools.product((1, 2, 3, 4, 7), (0, 2, HEADS), (1, 2, 4, 9)):
         if last_heads == 0 and heads_at_once > 1:
             continue
         split = {"blocks_per_item": blocks_per_item, "last_heads": last_heads, "heads_at_once": heads_at_once}
         found = walk(programs=programs, key_blocks=key_blocks, rotated=rotated, **split)
-        items = items_of(key_blocks, **split)
-        before = (HEADS - last_heads) * -(-key_blocks // blocks_per_item)
-        assert found == expected(programs, rotated, items, before), (key_blocks, split)
+        assert found == items_of(key_blocks, **split), (key_blocks, split)
 
 
 def plan_of(
@@ -150,43 +98,22 @@ def plan_of(
     return BackwardPlan.of(problem, pick_config(problem), device, deterministic=deterministic)
 
 
-def walk_of(plan: BackwardPlan, key_blocks: int) -> list[list[tuple[int, int]]]:
-    return walk(
-        programs=plan.programs,
-        key_blocks=key_blocks,
-        blocks_per_item=plan.blocks_per_item,
-        last_heads=plan.last_heads,
-        heads_at_once=plan.heads_at_once,
-        rotated=not plan.deterministic,
-    )
-
-
-def claims_of(programs: int, key_blocks: int, last_heads: int, heads_at_once: int) -> list[tuple[int, int]]:
-    """Key blocks, (head of all batches, index), as they are claimed, in order. Fails unless each comes once."""
-    visits, items = (torch.zeros(HEADS, key_blocks, dtype=torch.int32) for _ in range(2))
-    q = torch.zeros(BATCH, KV_HEADS * GROUP, 100, 16, dtype=torch.bfloat16)
-    k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)
-    descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, KEYS, 16])
-    claimed = torch.zeros(2, dtype=torch.int32)
-    strides = (KV_HEADS * key_blocks, key_blocks)
-    with gluon_cpu.machine():
-        note_claims[(programs,)](
-            visits, items, claimed, None, *descriptors, last_heads, heads_at_once, CAUSAL, False, strides, num_warps=4
-        )
-    assert visits.eq(1).all(), visits
-    assert claimed[0] == visits.numel() + programs, "each program claims until nothing is left"
-    assert items.flatten().sort().values.tolist() == list(range(visits.numel()))
-    return sorted(itertools.product(range(HEADS), range(key_blocks)), key=lambda at: int(items[at]))
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("processors", [1, 5, 12, 40])
 def test_in_order_key_blocks_are_claimed_after_those_that_they_wait_for(processors, causal):
     """A program adds to a row block once the one with the keys before has, which was claimed before."""
     for key_blocks in (1, 2, 3, 7):
         plan = plan_of(key_blocks, processors, deterministic=True, causal=causal)
-        claimed = claims_of(plan.programs, key_blocks, plan.last_heads, plan.heads_at_once)
-        assert claimed == [block for item in items_of(key_blocks, 1, HEADS, plan.heads_at_once) for block in item]
+        assert (plan.blocks_per_item, plan.last_heads) == (1, HEADS)
+        items = walk(
+            programs=plan.programs,
+            key_blocks=key_blocks,
+            blocks_per_item=1,
+            last_heads=HEADS,
+            heads_at_once=plan.heads_at_once,
+            rotated=False,
+        )
+        claimed = [block for item in items for block in item]
         for head, index in itertools.product(range(HEADS), range(1, key_blocks)):
             assert claimed.index((head, index - 1)) < claimed.index((head, index))
 
@@ -194,11 +121,13 @@ def test_in_order_key_blocks_are_claimed_after_those_that_they_wait_for(processo
 @pytest.mark.parametrize("processors", [1, 5, 7, 12, 20])
 @pytest.mark.parametrize("key_blocks", [8, 15, 16, 31])
 def test_under_a_causal_mask_all_end_within_half_a_key_block(processors, key_blocks):
-    """Key block i costs as many row blocks as see it. No program has more than half of the heaviest above the mean; by
-    items of two alone, five of these cases would."""
+    """Key block i costs as many row blocks as see it, and who is free has the next item. No program has more than half
+    of the heaviest above the mean; by items of two alone, some of these cases would."""
     plan = plan_of(key_blocks, processors, deterministic=False)
     assert plan.blocks_per_item == 2
-    loads = [sum(key_blocks - index for _, index in blocks) for blocks in walk_of(plan, key_blocks)]
+    loads = [0] * plan.programs
+    for item in items_of(key_blocks, 2, plan.last_heads, plan.heads_at_once):
+        loads[loads.index(min(loads))] += sum(key_blocks - index for _, index in item)
     assert sum(loads) == HEADS * key_blocks * (key_blocks + 1) // 2
     assert max(loads) - sum(loads) / len(loads) <= key_blocks / 2
 

@@ -37,7 +37,7 @@ def attention_backward(
     aux2_ptr,
     aux3_ptr,
     records_ptr,  # of packed sequences the key blocks, see packed.py; None: all have the descriptors' lengths
-    claimed_ptr,  # (2,) int32, 0 before: how many key blocks programs have claimed, by launch; None: they know theirs
+    claimed_ptr,  # (2,) int32, 0 before: how many items programs have claimed, by launch; None: shared is not 0
     scale_log2,  # softmax scale times log2(e)
     scale,
     blocks_per_item,  # 1, or 2 for a key block that many queries see with one that few do

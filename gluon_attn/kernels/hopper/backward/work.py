@@ -18,9 +18,12 @@ class Order:
     those of the last heads follow one by one: of heads_at_once heads the first ones, then the second ones, and so on;
     then those of the next heads_at_once.
 
-    Or the `shared` last key blocks, fewer than programs, are divided evenly among `sharers` programs, see shares.py.
+    Programs claim items, one after the other: who is free has the next. So those that begin together with the keys of a
+    head go on together, and what one reads the others find in L2.
 
-    Which items a program has, its number tells. Or programs claim them, one after the other: who is free has the next.
+    Or the `shared` last key blocks, fewer than programs, are divided evenly among `sharers` programs, see shares.py.
+    Then which items a program has, its number tells.
+
     int32 scalars.
     """
 
@@ -44,7 +47,7 @@ class Order:
     SCORE_MOD: gl.constexpr
     aux: gl.tuple
     records: gl.tuple  # of one: of packed sequences the key blocks, see packed.py; or None
-    claimed: gl.tuple  # of one, a pointer: how many items have been claimed; or None
+    claimed: gl.tuple  # of one, a pointer: how many items have been claimed; or None, if programs share key blocks
 
     @jit
     def keys_of(self, sequence, batch, kv_head, index, shares, share_first, share_end):
@@ -118,79 +121,40 @@ def order_of(
 
 @aggregate
 class Work:
-    """The key block at hand. Immutable: `next()` returns the next: the other one of the item, or one of the item that
-    is as many on as there are programs.
-
-    Programs take the single ones there and back, as an ox ploughs: who had a heavier one has a lighter one next. Not
-    where they claim them, or have one share each, as they do if sums are to be in a fixed order.
-    """
+    """A key block: of an item the first one, or the other one."""
 
     item: gl.tensor
-    at_second: gl.tensor  # whether it is the second one of its item
+    at_second: gl.tensor
     order: Order
-
-    @jit
-    def place(self):
-        """In the order of the last heads' key blocks, or twice that of the sharers; negative before them. The first
-        round that all programs begin among last heads is a way back."""
-        order, programs = self.order, gl.num_programs(0)
-        place = self.item - order.items
-        if order.ROTATED:  # else they are claimed, or each program has one
-            round = self.item // programs - (order.items + programs - 1) // programs
-            turned = (order.last_heads > 0) & (round >= 0) & (round % 2 == 0)
-            place += gl.where(turned, programs - 1 - 2 * gl.program_id(0), 0)
-        return place
 
     @jit
     def is_left(self):
         order = self.order
-        end = order.last_heads * order.key_blocks
-        if order.shared > 0:
-            end = gl.where(gl.program_id(0) < order.sharers, 2 * gl.num_programs(0), 0)
-        return self.place() < end
+        return self.item < order.items + order.last_heads * order.key_blocks
 
     @jit
     def keys(self):
         order = self.order
         head, index = self.item // order.items_per_head, self.item % order.items_per_head
         index = gl.where(self.at_second, order.key_blocks - 1 - index, index)
-        shares, share_first, share_end = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
-        place = self.place()
+        place = self.item - order.items
         if place >= 0:
-            if order.shared > 0:
-                shares = order.sharers
-                share = share_of_program(order)
-                block = order.items + share.block
-                share_first, share_end = share.first, share.end
-                if place < gl.num_programs(0):
-                    block += 1
-                    share_first, share_end = gl.to_tensor(0), share.of_next
-                head, index = block // order.key_blocks, block % order.key_blocks
-            else:
-                round_size = order.heads_at_once * order.key_blocks
-                before, place = place // round_size * order.heads_at_once, place % round_size
-                heads = gl.minimum(order.heads_at_once, order.last_heads - before)
-                head = order.all_heads - order.last_heads + before + place % heads
-                index = place // heads
+            round_size = order.heads_at_once * order.key_blocks
+            before, place = place // round_size * order.heads_at_once, place % round_size
+            heads = gl.minimum(order.heads_at_once, order.last_heads - before)
+            head = order.all_heads - order.last_heads + before + place % heads
+            index = place // heads
         sequence = whole_sequence(order.q_len, order.k_len)
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        return order.keys_of(sequence, batch, kv_head, index, shares, share_first, share_end)
+        whole = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
+        return order.keys_of(sequence, batch, kv_head, index, *whole)
 
     @jit
-    def next(self):
+    def other_is_left(self):
+        """Whether the other one of the item comes next."""
         order = self.order
         alone = 2 * (self.item % order.items_per_head) + 1 >= order.key_blocks  # the middle one of an odd number
-        is_whole_item = alone | (self.item >= order.items) | (order.blocks_per_item == 1)
-        at_second = ~self.at_second & ~is_whole_item
-        return skip_empty(self.item + gl.where(at_second, 0, gl.num_programs(0)), at_second, order)
-
-
-@jit
-def skip_empty(item, at_second, order):
-    """The Work of an item, or of the one after if it is a program's share of a next key block, and it has none."""
-    programs = gl.num_programs(0)
-    at_next = (order.shared > 0) & (item >= order.items) & (item < order.items + programs)
-    return Work(item + gl.where(at_next & (share_of_program(order).of_next == 0), programs, 0), at_second, order)
+        return ~(self.at_second | alone | (self.item >= order.items) | (order.blocks_per_item == 1))
 
 
 @aggregate
@@ -237,7 +201,7 @@ class PackedWork:
 
 @aggregate
 class ClaimedWork:
-    """The key block at hand, if programs claim them. Immutable: `next()` returns the next.
+    """The key block at hand, of an item that the program has claimed. Immutable: `next()` returns the next.
 
     The load role claims one when it has asked for all that the one before needs, and tells the other roles through the
     channel of claims. Whatever number of programs runs at a time: all items before a claimed one are done, or have been
@@ -245,15 +209,16 @@ class ClaimedWork:
     """
 
     item: gl.tensor
+    at_second: gl.tensor  # whether it is the second one of its item
     order: Order
     end: gl.tuple  # of one: the role's end of the channel
     CLAIMS: gl.constexpr  # whether it is the load role
 
     @jit
     def alone(self):
-        """As a program has it that knows its items by its number."""
+        """Without the channel."""
         if self.order.records[0] is None:
-            return Work(self.item, self.item < 0, self.order)
+            return Work(self.item, self.at_second, self.order)
         else:
             return PackedWork(self.item, self.order)
 
@@ -267,27 +232,82 @@ class ClaimedWork:
 
     @jit
     def next(self):
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        slot, end = self.end[0].acquire()
-        if self.CLAIMS:
-            item = gl.atomic_add(self.order.claimed[0], 1, sem="relaxed")
-            slot.part(0).store(gl.full([1], item, gl.int32, LAYOUT))
-            slot.publish()
+        if self.order.records[0] is None:
+            if self.alone().other_is_left():
+                following = ClaimedWork(self.item, self.item >= 0, self.order, self.end, self.CLAIMS)
+            else:
+                following = claim(self.order, self.end[0], self.CLAIMS)
+            return following
         else:
-            item = gl.sum(slot.part(0).load(LAYOUT), axis=0)
-            slot.release_accessed()
-        return ClaimedWork(item, self.order, (end,), self.CLAIMS)
+            return claim(self.order, self.end[0], self.CLAIMS)
+
+
+@jit
+def claim(order, end, CLAIMS: gl.constexpr):
+    """The ClaimedWork of the next item. end: of the channel of claims; the role's that CLAIMS, or another's."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot, end = end.acquire()
+    if CLAIMS:
+        item = gl.atomic_add(order.claimed[0], 1, sem="relaxed")
+        slot.part(0).store(gl.full([1], item, gl.int32, LAYOUT))
+        slot.publish()
+    else:
+        item = gl.sum(slot.part(0).load(LAYOUT), axis=0)
+        slot.release_accessed()
+    return ClaimedWork(item, item < 0, order, (end,), CLAIMS)
+
+
+@aggregate
+class SharedWork:
+    """The key block at hand, or the program's shares of it, if programs share the last ones: one to an item. Immutable:
+    `next()` returns the one that is as many on as there are programs."""
+
+    item: gl.tensor
+    order: Order
+
+    @jit
+    def is_left(self):
+        order = self.order
+        tasks = gl.where(gl.program_id(0) < order.sharers, 2 * gl.num_programs(0), 0)
+        return self.item - order.items < tasks
+
+    @jit
+    def keys(self):
+        order, block = self.order, self.item
+        shares, share_first, share_end = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
+        place = self.item - order.items
+        if place >= 0:
+            share = share_of_program(order)
+            shares, share_first, share_end = order.sharers, share.first, share.end
+            block = order.items + share.block
+            if place < gl.num_programs(0):
+                block += 1
+                share_first, share_end = gl.to_tensor(0), share.of_next
+        head, index = block // order.key_blocks, block % order.key_blocks
+        sequence = whole_sequence(order.q_len, order.k_len)
+        batch, kv_head = head // order.kv_heads, head % order.kv_heads
+        return order.keys_of(sequence, batch, kv_head, index, shares, share_first, share_end)
+
+    @jit
+    def next(self):
+        return skip_empty(self.item + gl.num_programs(0), self.order)
+
+
+@jit
+def skip_empty(item, order):
+    """The SharedWork of an item, or of the one after if it is a program's share of a next key block, and it has
+    none."""
+    programs = gl.num_programs(0)
+    at_next = (item >= order.items) & (item < order.items + programs)
+    return SharedWork(item + gl.where(at_next & (share_of_program(order).of_next == 0), programs, 0), order)
 
 
 @jit
 def first_work(order, claims, CLAIMS: gl.constexpr):
-    """A Work; or, if there is a channel of claims, a ClaimedWork of the role that claims, or of another."""
+    """A SharedWork; or, if there is a channel of claims, a ClaimedWork of the role that claims, or of another."""
     if len(claims) == 0:
-        number = gl.program_id(0)
-        at_second = number < 0  # false, as a tensor
-        return skip_empty(number, at_second, order)
+        return skip_empty(gl.program_id(0), order)
     else:
         if CLAIMS or order.records[0] is not None:
             gdc_wait()  # for the kernel that sets the count to 0; and, in all roles, for the list of packed sequences
-        end = claims[0].producer() if CLAIMS else claims[0].consumer()
-        return ClaimedWork(gl.to_tensor(0), order, (end,), CLAIMS).next()
+        return claim(order, claims[0].producer() if CLAIMS else claims[0].consumer(), CLAIMS)
