@@ -72,7 +72,7 @@ REQUESTS = Requests(count=64, shortest=100, longest=2000, new_tokens=32)
 PAGE = 256  # keys, transformers' default
 
 LEARNS = Shape(layers=4, heads=8, kv_heads=2, head_dim=128, vocabulary=256, batch=8, length=1024)
-STEPS = 3 * WINDOW
+STEPS, LEARNING_RUNS = 3 * WINDOW, 3
 
 # What transformers is told to call, and what is on meanwhile.
 ATTENTION: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = {
@@ -279,15 +279,15 @@ def of_attention(events: Iterable[Any]) -> dict[str, float]:
     }
 
 
-def measure_losses(shape: Shape, steps: int, device: str) -> dict[str, list[float]]:
-    """At each step, by each attention, under bf16 autocast."""
-    found = {}
-    for name in [*PEERS, *JUDGED]:
+def measure_losses(shape: Shape, steps: int, device: str, runs: int) -> dict[str, list[list[float]]]:
+    """Of each run at each step, by each attention, under bf16 autocast."""
+    found: dict[str, list[list[float]]] = {name: [] for name in [*PEERS, *JUDGED]}
+    for _, name in itertools.product(range(runs), found):
         model = model_of(shape, torch.float32, device)
         train = partial(losses_of, model, partial(logits_of, model), shape, steps, device)
         losses = by(name, model, train)()
         assert isinstance(losses, Tensor)
-        found[name] = losses.tolist()
+        found[name].append(losses.tolist())
     return found
 
 
@@ -340,9 +340,9 @@ def show_points(what: str, points: list[dict[str, Any]]) -> None:
     print()
 
 
-def show_losses(losses: dict[str, list[float]]) -> None:
-    """Means of the windows, and the verdict."""
-    runs = {name: torch.tensor(run) for name, run in losses.items()}
+def show_losses(losses: dict[str, list[list[float]]]) -> None:
+    """Of the windows, medians of the runs' means; and the verdict."""
+    runs = {name: torch.tensor(of_one) for name, of_one in losses.items()}
     rows = {name: [f"{loss:.4f}" for loss in averaged(run).tolist()] for name, run in runs.items()}
     head = [f"to {WINDOW * (1 + i)}" for i in range(len(rows[PEERS[0]]))]
     print(markdown(["mean loss of steps", *head], rows))
@@ -362,7 +362,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "train": lambda args: measure_training(speed_model(args.layers), args.lengths, args.rounds),
     "prefill": lambda args: measure_prefill(speed_model(args.layers), args.lengths, args.rounds),
     "batches": lambda args: measure_batches(speed_model(args.layers), REQUESTS, args.rounds),
-    "losses": lambda args: measure_losses(LEARNS, STEPS, "cuda"),
+    "losses": lambda args: measure_losses(LEARNS, STEPS, "cuda", LEARNING_RUNS),
 }
 
 

@@ -80,11 +80,14 @@ def text(shape: Shape, step: int) -> Tensor:
     return phrases[said.repeat_interleave(2, dim=1)].flatten(1)[:, : shape.length + 1]
 
 
-def train(attend: Attend, shape: Shape, steps: int, device: str) -> Tensor:
-    """The loss at each step. The same start each time."""
-    torch.manual_seed(0)
-    model = Model(shape, attend).to(device)
-    return losses_of(model, model, shape, steps, device)
+def train(attend: Attend, shape: Shape, steps: int, device: str, runs: int = 1) -> Tensor:
+    """The loss at each step, [runs, steps]. The same start each time."""
+    losses = []
+    for _ in range(runs):
+        torch.manual_seed(0)
+        model = Model(shape, attend).to(device)
+        losses.append(losses_of(model, model, shape, steps, device))
+    return torch.stack(losses)
 
 
 def losses_of(model: nn.Module, logits_of: Callable[[Tensor], Tensor], shape: Shape, steps: int, device: str) -> Tensor:
@@ -108,27 +111,30 @@ def losses_of(model: nn.Module, logits_of: Callable[[Tensor], Tensor], shape: Sh
 
 
 def averaged(losses: Tensor) -> Tensor:
-    """By window; what is left over belongs to no window."""
-    return losses.unfold(0, WINDOW, WINDOW).mean(-1)
+    """By window, of runs from the same start, [runs, steps]: the median of the runs' means. Where losses fall fast, one
+    run in some fifteen leaves the others for a while, with torch's kernels too. What is left over belongs to no window.
+    """
+    return losses.unfold(1, WINDOW, WINDOW).mean(-1).median(0).values
 
 
 def disagreement(judged: dict[str, Tensor], peers: dict[str, Tensor], falls_to: float = 0.7) -> str | None:
-    """None if each judged run is as near to the nearest peer as peers are to each other: in each window at most
-    twice as far as any two peers are in any. Else what is further off. Losses have to fall to that part, too."""
+    """None if each judged one is as near to the nearest peer as peers are to each other: in each window at most twice
+    as far as any two peers are in any. Else what is further off. Losses have to fall to that part, too. All are [runs,
+    steps], see `averaged`."""
     noise = max(float((averaged(a) - averaged(b)).abs().max()) for a, b in itertools.combinations(peers.values(), 2))
     limit = 2 * noise + 1e-3
     for name, losses in judged.items():
         far = min(float((averaged(losses) - averaged(peer)).abs().max()) for peer in peers.values())
         if not far <= limit:  # true of NaN
             return f"{name}: expected losses within {limit:.4f} of another kernel's, got {far:.4f}"
-        start, end = float(losses[0]), float(averaged(losses)[-1])
+        start, end = float(losses[:, 0].median()), float(averaged(losses)[-1])
         if not end < falls_to * start:
             return f"{name}: expected the loss to fall from {start:.2f} to less than {falls_to} of it, got {end:.2f}"
     return None
 
 
 def table(runs: dict[str, Tensor]) -> str:
-    """Mean losses of each window."""
+    """Losses of each window, `averaged`."""
     windows = range(WINDOW, WINDOW * (1 + len(averaged(next(iter(runs.values()))))), WINDOW)
     lines = ["up to step".ljust(22) + "".join(f"{step:>8}" for step in windows)]
     lines += [name.ljust(22) + "".join(f"{loss:8.4f}" for loss in averaged(run).tolist()) for name, run in runs.items()]

@@ -82,10 +82,19 @@ def test_wrong_attention_is_told(wrong, peers):
 
 
 def test_what_does_not_learn_is_told(peers):
-    flat = torch.full((STEPS,), 3.0)
+    flat = torch.full((1, STEPS), 3.0)
     assert "expected the loss to fall" in str(disagreement({"flat": flat}, {"a": flat, "b": flat}))
     assert disagreement({"same": peers["bf16"]}, peers, falls_to=0.97) is None
     assert disagreement({"none": flat * float("nan")}, peers) is not None
+
+
+def test_one_run_in_three_may_leave_the_others(peers):
+    """But not two."""
+    like = peers["bf16"]
+    for strays in range(4):
+        runs = like.repeat(3, 1)
+        runs[:strays, WINDOW:] += 1
+        assert (disagreement({"ours": runs}, peers, falls_to=9) is None) == (strays < 2)
 
 
 def test_the_table_has_a_column_for_each_window(peers):

@@ -15,7 +15,7 @@ from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
-STEPS = 200
+STEPS, RUNS = 200, 3
 PEERS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "FlashAttention-2": SDPBackend.FLASH_ATTENTION,
@@ -35,10 +35,10 @@ def ours(deterministic: bool, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 def run(name: str) -> None:
     shape = Shape(head_dim=int(name.removeprefix("D=")))
-    peers = {peer: train(partial(by_torch, backend), shape, STEPS, "cuda") for peer, backend in PEERS.items()}
+    peers = {peer: train(partial(by_torch, backend), shape, STEPS, "cuda", RUNS) for peer, backend in PEERS.items()}
     judged = {
-        "ours": train(partial(ours, False), shape, STEPS, "cuda"),
-        "ours, fixed order": train(partial(ours, True), shape, STEPS, "cuda"),
+        "ours": train(partial(ours, False), shape, STEPS, "cuda", RUNS),
+        "ours, fixed order": train(partial(ours, True), shape, STEPS, "cuda", RUNS),
     }
     shown = table(peers | judged)
     print(shown)
