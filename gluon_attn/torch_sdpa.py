@@ -33,6 +33,7 @@ from .varlen import attention_varlen, attention_varlen_backward
 
 NAME = "GLUON"
 DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
+LONG_FOR_256, MANY_HEADS = 4096, 8  # see `cudnn_is_faster`
 WINDOW = ("window_size_left", "window_size_right")  # -1, or None: no limit
 
 Original = Callable[..., Any]
@@ -295,7 +296,7 @@ def cudnn_backward(
     if logsumexp is not None and attn_bias is None and not dropout_p and not packed and timed(query, value):
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
         tensors = (grad_out, query, key, value, out, lse)
-        if takes_gradients(*tensors, **options):
+        if takes_gradients(*tensors, **options) and not cudnn_is_faster(query, key, value, is_causal, device):
             return gradients(*tensors, **options)
     return original(
         grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
@@ -307,6 +308,18 @@ def timed(q: Tensor, v: Tensor) -> bool:
     """Whether the pair of head dims was measured beside cuDNN. What was not could be slower, and stays there. Where
     they differ, O of a Q that is expanded has other strides there as well."""
     return q.shape[-1] == v.shape[-1] or ((q.shape[-1], v.shape[-1]) == (192, 128) and 0 not in q.stride())
+
+
+def cudnn_is_faster(q: Tensor, k: Tensor, v: Tensor, causal: bool, device: Device | None) -> bool:
+    """Whether its gradients were faster than ours beside each other, so that they stay there: causal ones of V unlike
+    Q; of many columns and rows; and on an H100, whose memory is slower than an H200's, of many heads to a KV head. See
+    docs/backward.md. Not where they have to be deterministic, as cuDNN's are not."""
+    if not causal or torch.are_deterministic_algorithms_enabled():
+        return False
+    if q.shape[-1] != v.shape[-1] or (q.shape[-1] > 128 and q.shape[2] > LONG_FOR_256):
+        return True
+    many_heads = q.shape[1] >= MANY_HEADS * k.shape[1] and q.shape[-1] > 64
+    return many_heads and (Device.of(q.device) if device is None else device).model == "H100"
 
 
 def flash_forward(

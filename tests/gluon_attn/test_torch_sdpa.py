@@ -1,6 +1,7 @@
 """The overrides of torch's operators for FlashAttention and cuDNN, on the CPU: stand-ins for them are overridden, ours
 run on gluon_cpu."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,8 +58,43 @@ def test_cudnns_forward_and_backward(causal, head_dim, of_v, calls):
     check(q.detach(), k.detach(), v.detach(), out.detach(), lse.detach().squeeze(-1), causal=causal, scale=0.1)
     dout = q_of(2, 1, 40, of_v).reshape(out.shape)
     grads = torch.autograd.grad(out, (q, k, v), dout)
-    check_gradients(q, k, v, dout, grads, causal=causal, scale=0.1)
-    assert calls == []
+    if causal and of_v != head_dim:  # those stay there
+        assert [name for name, *_ in calls] == ["_scaled_dot_product_cudnn_attention_backward"]
+        assert all(grad.eq(7).all() for grad in grads)
+    else:
+        check_gradients(q, k, v, dout, grads, causal=causal, scale=0.1)
+        assert calls == []
+
+
+H100 = replace(HOPPER, name="NVIDIA H100 80GB HBM3")
+FASTER = {
+    "V unlike Q": (2, 2, 40, (192, 128), HOPPER),
+    "long, D=256": (1, 1, 4097, (256, 256), HOPPER),
+    "long, D=136": (1, 1, 4097, (136, 136), HOPPER),
+    "8 heads to a KV head on an H100": (8, 1, 40, (128, 128), H100),
+    "16 of them, D=72": (32, 2, 40, (72, 72), H100),
+}
+NOT_FASTER = {
+    "D=256, not long": (1, 1, 4096, (256, 256), H100),
+    "D=128, long": (4, 4, 5000, (128, 128), H100),
+    "8 heads on an H200": (8, 1, 40, (128, 128), HOPPER),
+    "8 heads, D=64": (8, 1, 40, (64, 64), H100),
+    "4 heads": (8, 2, 40, (128, 128), H100),
+}
+
+
+@pytest.mark.parametrize("name", [*FASTER, *NOT_FASTER])
+def test_gradients_that_cudnn_computes_faster_stay_there(name):
+    """But for those without a mask, and deterministic ones."""
+    heads, kv_heads, length, (d, d_v), device = (FASTER | NOT_FASTER)[name]
+    q, k, v = (torch.empty(1, h, length, d, device="meta") for h, d in ((heads, d), (kv_heads, d), (kv_heads, d_v)))
+    assert torch_sdpa.cudnn_is_faster(q, k, v, True, device) == (name in FASTER)
+    assert not torch_sdpa.cudnn_is_faster(q, k, v, False, device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not torch_sdpa.cudnn_is_faster(q, k, v, True, device)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_cudnns_gradients_of_other_lses(calls):

@@ -234,9 +234,10 @@ KERNELS: dict[str, Kernel | Backward] = {
     },
     **{
         f"gradients, D={head_dim}, bias, {bias}": Backward(
-            head_dim=head_dim, lengths=BACKWARD_LENGTHS[head_dim], causal=True, bias=bias
+            head_dim=head_dim, lengths=BACKWARD_LENGTHS[like], causal=True, bias=bias
         )
-        for head_dim, bias in ((64, "a row each"), (64, "one row"), (256, "a row each"))
+        # With rows of a bias each, row blocks are of 64 rows at D=64 too.
+        for head_dim, bias, like in ((64, "a row each", 128), (64, "one row", 64), (256, "a row each", 256))
     },
     **{
         f"gradients, kernel {which}, D={head_dim}": Backward(

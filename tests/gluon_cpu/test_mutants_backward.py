@@ -17,9 +17,7 @@ CLAIM = {("always the first", "atomic_rmw")}  # which key block a program has
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("order", "first_asked"), [("", FIRST), (", in order", LOAD)], ids=["any order", "in order"]
-)
+@pytest.mark.parametrize(("order", "first_asked"), [("", FIRST), (", in order", LOAD)], ids=["any order", "in order"])
 def test_every_weakened_atomic_is_found(order, first_asked):
     kernel = f"gradients, D=64, full{order}"
     runs = KERNELS[kernel].runs()

@@ -49,7 +49,7 @@ def walk(
         assert place % 1000 == len(visited[place // 1000])
         visited[place // 1000].append(int(items[head, index]))
     assert all(mine == sorted(mine) for mine in visited)
-    assert all(len({item for item in mine}) == len(list(itertools.groupby(mine))) for mine in visited)
+    assert all(len(set(mine)) == len(list(itertools.groupby(mine))) for mine in visited)
     assert sum(len(set(mine)) for mine in visited) == count, "an item is of one program"
     return found
 
