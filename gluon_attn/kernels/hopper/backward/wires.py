@@ -21,8 +21,8 @@ class Wires:
     ds:      no channel but memory: [DS_SLOTS, KEYS, BLOCK_M], in which the gradient role's two warpgroups exchange dS,
              as dQ sums over the keys of both.
     p:       likewise of P, one tile, if CONFIG.exchanges_p.
-    claims:  load -> gradient, reduce; if programs claim their key blocks, one channel: one slot of an int32, which item
-             comes next, or one beyond the last; freed when both have read it.
+    claims:  load -> gradient, reduce; one channel, but none if programs share key blocks: one slot of an int32, which
+             item comes next, or one beyond the last; freed when both have read it.
     """
 
     keys_values: SharedMemoryChannel
