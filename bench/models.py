@@ -42,7 +42,7 @@ from bench.provenance import SEED, provenance
 from bench.report import markdown
 from bench.timing import Timing, time_interleaved
 from gluon_attn import hf, torch_sdpa
-from gluon_attn.training import WINDOW, Shape, averaged, disagreement, losses_of
+from gluon_attn.training import WINDOW, Shape, averaged, disagreement, farthest, losses_of
 
 Call = Callable[[], object]
 
@@ -341,11 +341,11 @@ def show_points(what: str, points: list[dict[str, Any]]) -> None:
 
 
 def show_losses(losses: dict[str, list[list[float]]]) -> None:
-    """Of the windows, medians of the runs' means; and the verdict."""
+    """Of the windows, medians of the runs' means, and how far one run is off them at most; and the verdict."""
     runs = {name: torch.tensor(of_one) for name, of_one in losses.items()}
-    rows = {name: [f"{loss:.4f}" for loss in averaged(run).tolist()] for name, run in runs.items()}
-    head = [f"to {WINDOW * (1 + i)}" for i in range(len(rows[PEERS[0]]))]
-    print(markdown(["mean loss of steps", *head], rows))
+    rows = {name: [f"{loss:.4f}" for loss in (*averaged(run).tolist(), farthest(run))] for name, run in runs.items()}
+    head = [f"to {WINDOW * (1 + i)}" for i in range(len(rows[PEERS[0]]) - 1)]
+    print(markdown(["mean loss of steps", *head, "one run is off by"], rows))
     wrong = disagreement({name: runs[name] for name in JUDGED}, {name: runs[name] for name in PEERS})
     print(wrong or "ours is within the noise of torch's kernels")
 

@@ -4,13 +4,14 @@ Importing this registers "GLUON" with torch and changes nothing; `enabled()`, or
 `activate_flash_attention_impl("GLUON")`, turns it on. It is on for the whole process, all threads included.
 
 Torch's operators for FlashAttention and for cuDNN are given other kernels. Each asks `supports`, and hands what that
-refuses to the kernel it replaces, so that no call fails, means another thing, or goes to another backend, for having
-this turned on. Which operator a call goes to is left to torch. One pass may run here and the other there: O and LSE,
-in natural logarithms, are the same function in all three.
+refuses to the kernel it replaces; so does cuDNN's with gradients that it computes faster. So no call fails, means
+another thing, or goes to another backend, for having this turned on. Which operator a call goes to is left to torch.
+One pass may run here and the other there: O and LSE, in natural logarithms, are the same function in all three.
 """
 
 import contextlib
 import functools
+import math
 import os
 import threading
 import warnings
@@ -33,7 +34,8 @@ from .varlen import attention_varlen, attention_varlen_backward
 
 NAME = "GLUON"
 DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
-LONG_FOR_256, MANY_HEADS = 4096, 8  # see `cudnn_is_faster`
+FASTER_THERE_FROM = {(192, 128): 2048, (256, 256): 8192, (128, 128): 2048}  # tokens, see `cudnn_is_faster`
+MANY_HEADS = 8
 WINDOW = ("window_size_left", "window_size_right")  # -1, or None: no limit
 
 Original = Callable[..., Any]
@@ -296,7 +298,9 @@ def cudnn_backward(
     if logsumexp is not None and attn_bias is None and not dropout_p and not packed and timed(query, value):
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
         tensors = (grad_out, query, key, value, out, lse)
-        if takes_gradients(*tensors, **options) and not cudnn_is_faster(query, key, value, is_causal, device):
+        if takes_gradients(*tensors, **options) and not cudnn_is_faster(
+            query, key, value, causal=is_causal, device=device
+        ):
             return gradients(*tensors, **options)
     return original(
         grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
@@ -310,15 +314,18 @@ def timed(q: Tensor, v: Tensor) -> bool:
     return q.shape[-1] == v.shape[-1] or ((q.shape[-1], v.shape[-1]) == (192, 128) and 0 not in q.stride())
 
 
-def cudnn_is_faster(q: Tensor, k: Tensor, v: Tensor, causal: bool, device: Device | None) -> bool:
-    """Whether its gradients were faster than ours beside each other, so that they stay there: causal ones of V unlike
-    Q; of many columns and rows; and on an H100, whose memory is slower than an H200's, of many heads to a KV head. See
-    docs/backward.md. Not where they have to be deterministic, as cuDNN's are not."""
+def cudnn_is_faster(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, device: Device | None) -> bool:
+    """Whether its gradients were measured to be faster than ours, so that they stay there (docs/backward.md): causal
+    ones of these head dims; at 128 on an H100, whose memory is slower than an H200's, and with many heads to a KV head.
+    Not where they have to be deterministic, as cuDNN's are not."""
     if not causal or torch.are_deterministic_algorithms_enabled():
         return False
-    if q.shape[-1] != v.shape[-1] or (q.shape[-1] > 128 and q.shape[2] > LONG_FOR_256):
+    head_dims = q.shape[-1], v.shape[-1]
+    if q.shape[2] < FASTER_THERE_FROM.get(head_dims, math.inf):
+        return False
+    if head_dims != (128, 128):
         return True
-    many_heads = q.shape[1] >= MANY_HEADS * k.shape[1] and q.shape[-1] > 64
+    many_heads = q.shape[1] >= MANY_HEADS * k.shape[1]
     return many_heads and (Device.of(q.device) if device is None else device).model == "H100"
 
 

@@ -8,7 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["WINDOW", "Attend", "Model", "Shape", "averaged", "disagreement", "losses_of", "table", "text", "train"]
+__all__ = [
+    "WINDOW",
+    "Attend",
+    "Model",
+    "Shape",
+    "averaged",
+    "disagreement",
+    "farthest",
+    "losses_of",
+    "table",
+    "text",
+    "train",
+]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal, of (B, H, S, D), fewer KV heads than query heads
 
@@ -111,10 +123,20 @@ def losses_of(model: nn.Module, logits_of: Callable[[Tensor], Tensor], shape: Sh
 
 
 def averaged(losses: Tensor) -> Tensor:
-    """By window, of runs from the same start, [runs, steps]: the median of the runs' means. Where losses fall fast, one
-    run in some fifteen leaves the others for a while, with torch's kernels too. What is left over belongs to no window.
-    """
-    return losses.unfold(1, WINDOW, WINDOW).mean(-1).median(0).values
+    """By window, of runs from the same start, [runs, steps]: the median of the runs' means. Where losses fall fast, a
+    run may leave the others for a while, with torch's kernels too (docs/lab_log.md, "Losses that stray"). What is left
+    over belongs to no window."""
+    return means(losses).median(0).values
+
+
+def means(losses: Tensor) -> Tensor:
+    """Of each run by window, [runs, windows]."""
+    return losses.unfold(1, WINDOW, WINDOW).mean(-1)
+
+
+def farthest(losses: Tensor) -> float:
+    """How far any run's mean is from the median of all."""
+    return float((means(losses) - averaged(losses)).abs().max())
 
 
 def disagreement(judged: dict[str, Tensor], peers: dict[str, Tensor], falls_to: float = 0.7) -> str | None:
@@ -134,8 +156,10 @@ def disagreement(judged: dict[str, Tensor], peers: dict[str, Tensor], falls_to: 
 
 
 def table(runs: dict[str, Tensor]) -> str:
-    """Losses of each window, `averaged`."""
+    """Losses of each window, `averaged`, and how far one run is off at most."""
     windows = range(WINDOW, WINDOW * (1 + len(averaged(next(iter(runs.values()))))), WINDOW)
-    lines = ["up to step".ljust(22) + "".join(f"{step:>8}" for step in windows)]
-    lines += [name.ljust(22) + "".join(f"{loss:8.4f}" for loss in averaged(run).tolist()) for name, run in runs.items()]
+    lines = ["up to step".ljust(22) + "".join(f"{step:>8}" for step in windows) + "  one run"]
+    for name, of_one in runs.items():
+        losses = "".join(f"{loss:8.4f}" for loss in averaged(of_one).tolist())
+        lines.append(f"{name.ljust(22)}{losses}{farthest(of_one):9.4f}")
     return "\n".join(lines)

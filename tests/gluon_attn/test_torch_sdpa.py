@@ -58,28 +58,26 @@ def test_cudnns_forward_and_backward(causal, head_dim, of_v, calls):
     check(q.detach(), k.detach(), v.detach(), out.detach(), lse.detach().squeeze(-1), causal=causal, scale=0.1)
     dout = q_of(2, 1, 40, of_v).reshape(out.shape)
     grads = torch.autograd.grad(out, (q, k, v), dout)
-    if causal and of_v != head_dim:  # those stay there
-        assert [name for name, *_ in calls] == ["_scaled_dot_product_cudnn_attention_backward"]
-        assert all(grad.eq(7).all() for grad in grads)
-    else:
-        check_gradients(q, k, v, dout, grads, causal=causal, scale=0.1)
-        assert calls == []
+    check_gradients(q, k, v, dout, grads, causal=causal, scale=0.1)
+    assert calls == []
 
 
 H100 = replace(HOPPER, name="NVIDIA H100 80GB HBM3")
 FASTER = {
-    "V unlike Q": (2, 2, 40, (192, 128), HOPPER),
-    "long, D=256": (1, 1, 4097, (256, 256), HOPPER),
-    "long, D=136": (1, 1, 4097, (136, 136), HOPPER),
-    "8 heads to a KV head on an H100": (8, 1, 40, (128, 128), H100),
-    "16 of them, D=72": (32, 2, 40, (72, 72), H100),
+    "V unlike Q": (2, 2, 2048, (192, 128), HOPPER),
+    "long, D=256": (1, 1, 8192, (256, 256), HOPPER),
+    "8 heads to a KV head on an H100": (8, 1, 2048, (128, 128), H100),
+    "16 of them": (32, 2, 16384, (128, 128), H100),
 }
 NOT_FASTER = {
-    "D=256, not long": (1, 1, 4096, (256, 256), H100),
-    "D=128, long": (4, 4, 5000, (128, 128), H100),
-    "8 heads on an H200": (8, 1, 40, (128, 128), HOPPER),
-    "8 heads, D=64": (8, 1, 40, (64, 64), H100),
-    "4 heads": (8, 2, 40, (128, 128), H100),
+    "V unlike Q, not long": (2, 2, 2047, (192, 128), H100),
+    "D=256, not long": (1, 1, 8191, (256, 256), H100),
+    "D=248, long": (1, 1, 8192, (248, 248), H100),
+    "D=128, long": (4, 4, 8192, (128, 128), H100),
+    "8 heads on an H200": (8, 1, 2048, (128, 128), HOPPER),
+    "8 heads, not long": (8, 1, 2047, (128, 128), H100),
+    "8 heads, D=64": (8, 1, 2048, (64, 64), H100),
+    "4 heads": (8, 2, 2048, (128, 128), H100),
 }
 
 
@@ -88,13 +86,26 @@ def test_gradients_that_cudnn_computes_faster_stay_there(name):
     """But for those without a mask, and deterministic ones."""
     heads, kv_heads, length, (d, d_v), device = (FASTER | NOT_FASTER)[name]
     q, k, v = (torch.empty(1, h, length, d, device="meta") for h, d in ((heads, d), (kv_heads, d), (kv_heads, d_v)))
-    assert torch_sdpa.cudnn_is_faster(q, k, v, True, device) == (name in FASTER)
-    assert not torch_sdpa.cudnn_is_faster(q, k, v, False, device)
+    assert torch_sdpa.cudnn_is_faster(q, k, v, causal=True, device=device) == (name in FASTER)
+    assert not torch_sdpa.cudnn_is_faster(q, k, v, causal=False, device=device)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not torch_sdpa.cudnn_is_faster(q, k, v, True, device)
+        assert not torch_sdpa.cudnn_is_faster(q, k, v, causal=True, device=device)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_backward_that_stays_is_called_with_what_ours_returned(calls, monkeypatch):
+    monkeypatch.setitem(torch_sdpa.FASTER_THERE_FROM, (192, 128), 40)
+    q, k, v = (q_of(1, 2, 40, d).requires_grad_() for d in (192, 192, 128))
+    out, lse, *_ = by_cudnn(q, k, v, is_causal=True)
+    dout = q_of(2, 1, 40, 128).reshape(out.shape)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    assert all(grad.eq(7).all() for grad in grads)
+    ((name, args, _),) = calls
+    assert name == "_scaled_dot_product_cudnn_attention_backward"
+    assert torch.equal(args[4], out)
+    assert torch.equal(args[5], lse)
 
 
 def test_cudnns_gradients_of_other_lses(calls):

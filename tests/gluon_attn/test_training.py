@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gluon_attn import attention
 from gluon_attn.device import Device
-from gluon_attn.training import WINDOW, Attend, Model, Shape, disagreement, table, text, train
+from gluon_attn.training import WINDOW, Attend, Model, Shape, disagreement, farthest, table, text, train
 
 TINY = Shape(layers=1, heads=2, kv_heads=1, vocabulary=32, batch=1, length=80)
 STEPS = 2 * WINDOW
@@ -95,11 +95,18 @@ def test_one_run_in_three_may_leave_the_others(peers):
         runs = like.repeat(3, 1)
         runs[:strays, WINDOW:] += 1
         assert (disagreement({"ours": runs}, peers, falls_to=9) is None) == (strays < 2)
+        assert farthest(runs) == pytest.approx(1.0 if strays in (1, 2) else 0.0, abs=1e-5)
+
+
+def test_one_run_without_numbers_is_told(peers):
+    runs = peers["bf16"].repeat(3, 1)
+    runs[1, -1] = float("nan")
+    assert disagreement({"ours": runs}, peers, falls_to=9) is not None
 
 
 def test_the_table_has_a_column_for_each_window(peers):
     head, *rows = table(peers).splitlines()
-    assert head.split()[3:] == ["20", "40"]
+    assert head.split()[3:] == ["20", "40", "one", "run"]
     assert [row.split()[0] for row in rows] == ["bf16", "fp32"]
 
 

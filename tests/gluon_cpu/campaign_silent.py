@@ -93,8 +93,8 @@ def columns_of(head_dim: int) -> dict[str, Any]:
 
 def of_gradients(head_dim: int, causal: bool, deterministic: bool) -> Twin:
     """The backward's kernels, with several row blocks and three key blocks, and two heads to a KV head. Two programs
-    add to each row block, one of them twice; if it is deterministic, they claim key blocks. Then the bits of dQ too are
-    the same under every schedule."""
+    claim key blocks and add to each row block, one of them twice. If it is deterministic, the bits of dQ too are the
+    same under every schedule."""
     q_len, kv_len = LENGTHS[head_dim]
     dtype = torch.float16 if causal else torch.bfloat16
     qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, dtype=dtype, **columns_of(head_dim))

@@ -113,7 +113,7 @@ CLAIMED = r"(?![^|]*shared)gradients, D=[^|]*"
 STATISTICS_WAITED_FOR = line_of(
     BACKWARD,
     "load.py",
-    "gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after",
+    "gdc_wait()  # for the statistics, which the kernel before computes; passes at once after the first wait",
 )
 CLAIM_ACQUIRED = line_of(BACKWARD, "work.py", "slot, end = end.acquire()")
 CLAIM_TOLD = line_of(BACKWARD, "work.py", "slot.publish()")
@@ -177,7 +177,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "the slot of K has been acquired before, which is freed after the last dO of the key block before",
     ),
     Explanation(
-        rf"gradients, D=192/128, dv[^|]* \| delete: grid_dependency_wait .* {GRIDS_WAITED_FOR}",
+        rf"gradients, D=192/128, dv[^|]*, shared \| delete: grid_dependency_wait .* {GRIDS_WAITED_FOR}",
         "the loads have waited for the kernel before; only where no program has row blocks nobody else waits for it",
     ),
     Explanation(

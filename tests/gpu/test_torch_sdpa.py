@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gluon_attn import attention, torch_sdpa
 from gluon_attn.apart import Apart, Skipped
+from gluon_attn.device import Device
 from gluon_attn.testing import check, check_gradients
 from tests.gluon_attn.sdpa import check_varlen_attn
 from tests.gpu.checks import outcomes_of, settle
@@ -167,6 +168,21 @@ def check_one_pass_each(backend: SDPBackend, forward_is_ours: bool) -> None:
         with passes[forward_is_ours]:
             grads = torch.autograd.grad(out, inputs, dout)
     check(q.detach(), k.detach(), v.detach(), out.detach(), None, causal=True)
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, grads, causal=True)
+
+
+def check_left_to_cudnn(heads: int, kv_heads: int, length: int, head_dim: int, of_v: int) -> None:
+    """Gradients that it computes faster, of our forward pass: one call is ours. Or two, where ours are faster."""
+    q, k, v = inputs = tensors(
+        (1, heads, length, head_dim), (1, kv_heads, length, head_dim), (1, kv_heads, length, of_v)
+    )
+    stays = torch_sdpa.cudnn_is_faster(q, k, v, causal=True, device=None)
+    assert stays or (head_dim == 128 and Device.of(q.device).model != "H100")
+    grouped = heads > kv_heads
+    with only(CUDNN, q, k, v, is_causal=True, enable_gqa=grouped), ours(1 if stays else 2):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        dout = torch.randn_like(out)
+        grads = torch.autograd.grad(out, inputs, dout)
     check_gradients(q.detach(), k.detach(), v.detach(), dout, grads, causal=True)
 
 
@@ -321,6 +337,9 @@ CASES: dict[str, Callable[[], None]] = {
         for name, backend in (("FlashAttention-2", FLASH), ("cuDNN", CUDNN))
         for whose, forward_is_ours in (("our forward pass", True), ("our backward", False))
     },
+    "left to cuDNN, D=192 and 128": lambda: check_left_to_cudnn(2, 2, 2048, 192, 128),
+    "left to cuDNN, D=256": lambda: check_left_to_cudnn(1, 1, 8192, 256, 256),
+    "left to cuDNN, 8 heads to a KV head": lambda: check_left_to_cudnn(8, 1, 2048, 128, 128),
     "threads": check_threads,
     "deterministic": check_deterministic,
     "MultiheadAttention": lambda: check_module(SelfAttention(), 2),

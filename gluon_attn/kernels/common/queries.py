@@ -27,8 +27,8 @@ class QueryRange:
     would get ahead of the others by whole heads, and L2 would have to hold the rows of them all. So there the steps
     without a mask go through all heads with AT_ONCE blocks of each, and then with the next ones; and the first
     `rotation` steps come after the others. And of several heads, keys in the later half walk those blocks `upwards`,
-    from the first one to the last. A program has them after the keys that are as far from the other end, and so those
-    that have such keys at a time walk the same rows, and end together.
+    from the first one to the last. Where they are paired, a program has them after keys as far from the other end. So
+    programs that have such keys at a time walk the same rows, and end together.
 
     If a mask hides early keys, late queries see later keys only. Then the steps begin with the blocks that have a mask
     for that, and each head's blocks are walked from the last to the first. Later keys end later, so that programs with

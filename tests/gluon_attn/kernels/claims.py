@@ -20,7 +20,10 @@ def note(claims, order, visits, items, places, STRIDES: gl.constexpr):
         keys = work.keys()
         at = keys.batch * STRIDES[0] + keys.kv_head * STRIDES[1] + keys.first // keys.KEYS
         knows_head = keys.head(1) == order.group * keys.kv_head + 1
-        gl.atomic_add(visits + at, gl.where(knows_head & (keys.first % order.KEYS == 0), 1, -1))
+        right = knows_head & (keys.first % order.KEYS == 0)
+        if order.records[0] is None:
+            right = right & (keys.sequence.k_len == order.k_len) & (keys.sequence.q_len == order.q_len)
+        gl.atomic_add(visits + at, gl.where(right, 1, -1))
         gl.store(items + at, work.item)
         if places is not None:
             gl.store(places + at, 1000 * gl.program_id(0) + step)
@@ -43,8 +46,8 @@ def note_claims(
     ROTATED: gl.constexpr,
     STRIDES: gl.constexpr,
 ):
-    """At STRIDES[0] * batch + STRIDES[1] * KV head + key block: how often it was visited, by one that knows its query
-    heads; as which item; and, if places is not None, 1000 * the program + how many it has visited before."""
+    """At STRIDES[0] * batch + STRIDES[1] * KV head + key block: how often it was visited, by one that knows its lengths
+    and query heads; as which item; and, if places is not None, 1000 * the program + how many it has visited before."""
     none = gl.to_tensor(0)
     aux = (none,) * 4
     order = order_of(

@@ -30,7 +30,7 @@ def load(wires, order, operands):
         kv, keys_values = keys_values.acquire()
         of_keys = in_pieces(coords, operands.k, operands.PIECES)
         tma.load(kv, operands.of_keys_values(), of_keys + (coords,) * operands.HAS_DK)
-        gdc_wait()  # for the statistics, which the kernel before computes; passes at once ever after
+        gdc_wait()  # for the statistics, which the kernel before computes; passes at once after the first wait
         if not operands.HAS_DK:  # rows of zeros, past the last: what the role multiplies with P before there is one
             past = RowBlock(keys.batch, keys.head(0), keys.row_blocks() * keys.BLOCK_M, keys.sequence)
             zeros, douts = douts.acquire()

@@ -121,10 +121,10 @@ def order_of(
 
 @aggregate
 class Work:
-    """A key block: of an item the first one, or the other one."""
+    """A key block, of an item the first one or the second."""
 
     item: gl.tensor
-    at_second: gl.tensor
+    at_second: gl.tensor  # whether it is the second one
     order: Order
 
     @jit
@@ -216,7 +216,7 @@ class ClaimedWork:
 
     @jit
     def alone(self):
-        """Without the channel."""
+        """The same key block, as a Work or a PackedWork: without the channel."""
         if self.order.records[0] is None:
             return Work(self.item, self.at_second, self.order)
         else:
@@ -234,7 +234,8 @@ class ClaimedWork:
     def next(self):
         if self.order.records[0] is None:
             if self.alone().other_is_left():
-                following = ClaimedWork(self.item, self.item >= 0, self.order, self.end, self.CLAIMS)
+                at_second = self.item >= 0  # true, as a tensor
+                following = ClaimedWork(self.item, at_second, self.order, self.end, self.CLAIMS)
             else:
                 following = claim(self.order, self.end[0], self.CLAIMS)
             return following
@@ -259,8 +260,8 @@ def claim(order, end, CLAIMS: gl.constexpr):
 
 @aggregate
 class SharedWork:
-    """The key block at hand, or the program's shares of it, if programs share the last ones: one to an item. Immutable:
-    `next()` returns the one that is as many on as there are programs."""
+    """The key block at hand, or the program's shares of it, if programs share the last ones. An item is one key block.
+    Immutable: `next()` returns the one that is as many on as there are programs."""
 
     item: gl.tensor
     order: Order
