@@ -15,7 +15,7 @@ from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
 from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import Problem
-from tests.gluon_attn.test_varlen import Pack, pack, same_bits, starts
+from tests.gluon_attn.packs import Pack, pack, same_bits, starts
 from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)

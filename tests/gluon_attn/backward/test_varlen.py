@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import gluon_cpu
 from gluon_attn import reference_attention
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
@@ -228,6 +227,8 @@ def test_no_schedule_finds_a_race(deterministic):
 
     def run() -> None:
         runs.append(attention_varlen_backward(dout, None, out=out, lse=lse, **given, **options))
+
+    import gluon_cpu  # here, as the card's tests have the others under Triton 3.8, where it does not run
 
     gluon_cpu.check(run, schedules=8, quiet=True)
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0][1:], other[1:], strict=True))
