@@ -325,6 +325,8 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
         for own, found in zip(rows_like(row, table), of_rows, strict=True):
             if own is row and found is not None:
                 gain = f"{found.gain:+.1%} ±{found.spread:.1%} over {found.in_use}"
+                if found.chosen == found.in_use:
+                    gain = "it was in use already, and nothing that was timed was faster"
                 yield f"measured for {table.source}, {table.provenance['date']}: {gain}"
                 yield f"  at {', '.join(f'{name} {value}' for name, value in found.shape.items())}"
                 yield from times(found.ms, found.chosen)

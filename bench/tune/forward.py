@@ -21,7 +21,7 @@ from gluon_attn.forward.configs import (
 )
 from gluon_attn.forward.fits import require_fits
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import Row, pick_config
+from gluon_attn.forward.table import PACKAGED, Row, pick_config
 from gluon_attn.problem import Problem
 
 OVERHEAD_REGISTERS = 32  # of a softmax thread, at least, beside O, S and P
@@ -75,6 +75,11 @@ class Forward:
     @property
     def in_use(self) -> ForwardConfig:
         return pick_config(self.problem, self.device, None, self.rows)
+
+    @property
+    def in_code(self) -> ForwardConfig:
+        """What would be in use without any table file."""
+        return pick_config(self.problem, self.device, None, PACKAGED)
 
     def name(self, config: ForwardConfig) -> str:
         """One for each config: `label` leaves registers out."""

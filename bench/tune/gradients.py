@@ -9,7 +9,7 @@ from bench.gradients import MOST_SPILLS, configs
 from bench.tune.forward import around
 from gluon_attn.backward.configs import HopperBackward, label
 from gluon_attn.backward.plan import BackwardPlan
-from gluon_attn.backward.table import BackwardRow, padded_head_dims, pick_config, require_fits
+from gluon_attn.backward.table import PACKAGED, BackwardRow, padded_head_dims, pick_config, require_fits
 from gluon_attn.device import Device
 from gluon_attn.explain import described
 from gluon_attn.forward.configs import REGISTERS_PER_SM, WARPGROUP
@@ -51,6 +51,11 @@ class Gradients:
     @property
     def in_use(self) -> HopperBackward:
         return pick_config(self.problem, self.rows)
+
+    @property
+    def in_code(self) -> HopperBackward:
+        """What would be in use without any table file."""
+        return pick_config(self.problem, PACKAGED)
 
     def name(self, config: HopperBackward) -> str:
         return label(config)

@@ -173,7 +173,6 @@ def run(name: str) -> None:
 APART = Apart(
     function="tests.gpu.test_consan:run",
     item_seconds=240,
-    processes=4,
     env=SANITIZER,
 )
 

@@ -92,6 +92,20 @@ def test_two_problems_that_no_condition_tells_apart_have_no_row():
     assert rows_for_all([found(ASKED, BEST), found(wide, dataclasses.replace(BEST, turns=False))], 1.25) == []
 
 
+def test_a_row_of_a_table_file_in_use_is_taken_over_where_it_stays():
+    """What is written can take that file's place. Where the rows in code have the config, there is no row."""
+    table = Forward(ASKED, H200, PACKAGED).row(BEST, 1.25)
+    choices = Forward(ASKED, H200, (table, *PACKAGED))
+    name = choices.name(BEST)
+    stays = Measured(shape={}, ms={name: 1.0}, chosen=name, in_use=name, gain=0.0, spread=0.01)
+    [taken] = rows_for_all([(choices, BEST, stays)], 1.25)
+    assert taken.row == table
+    in_code = Forward(ASKED, H200, PACKAGED)
+    assert rows_for_all([(in_code, IN_USE, stays)], 1.25) == []
+    [back] = rows_for_all([(choices, IN_USE, stays)], 1.25)  # the file's row was slower: one in front of it
+    assert back.row.config == IN_USE
+
+
 def test_the_rows_of_a_sweep_do_not_overlap():
     """Each point has a config of its own, and is served by that; every length between is by one of its neighbours'."""
     problems = [problem_of(point) for dtype in ("bf16", "e4m3") for point in sweep(dtype, HEAD_DIMS)]
