@@ -98,6 +98,21 @@ def add_problem_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--head-dim-v", type=int, metavar="D", help="of V; default: Q's")
     command.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k and v (default: bf16)")
     command.add_argument("--causal", action="store_true")
+    command.add_argument(
+        "--window", type=window, default=(None, None), metavar="L,R", help="keys before a query and after it, as 1024,0"
+    )
+    command.add_argument("--chunk", type=int, metavar="N", help="keys of a chunk, of which a query sees its own")
+
+
+def window(text: str) -> tuple[int | None, int | None]:
+    """(left, right) as L,R, where a side without a limit is left empty."""
+    sides = [side.strip() for side in text.split(",")]
+    if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
+        raise argparse.ArgumentTypeError(
+            f"expected two numbers from 0 on, as 1024,0, or 1024, without a limit to the right, got {text!r}"
+        )
+    left, right = (int(side) if side else None for side in sides)
+    return left, right
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -129,7 +144,7 @@ def problem_of(of_q: Sequence[int], options: argparse.Namespace) -> Problem:
             (batch, kv_heads, kv_len, head_dim_v),
         )
     )
-    return Problem.of(q, k, v, causal=options.causal)
+    return Problem.of(q, k, v, causal=options.causal, window=options.window, chunk=options.chunk)
 
 
 def explained(problem: Problem, device: Device, num_ctas: int | None, results: Path) -> Iterator[str]:
@@ -189,7 +204,17 @@ def described(problem: Problem) -> str:
     kv = f"k ({problem.batch}, {problem.kv_heads}, {problem.kv_len}, {problem.head_dim})"
     v = f", v's head dim {problem.head_dim_v}" * (problem.head_dim_v != problem.head_dim)
     dtype = next(name for name, of in DTYPES.items() if of == problem.dtype)
-    return f"{q}, {kv}{v}, {dtype}, {'causal' if problem.causal else 'no mask'}"
+    return f"{q}, {kv}{v}, {dtype}, {masked(problem)}"
+
+
+def masked(problem: Problem) -> str:
+    limits = {
+        "causal": problem.causal,
+        f"{problem.left} keys before": problem.left is not None,
+        f"{problem.right} keys after": problem.right is not None,
+        f"chunks of {problem.chunk}": problem.chunk is not None,
+    }
+    return ", ".join(limit for limit, is_there in limits.items() if is_there) or "no mask"
 
 
 def named(row: Row | BackwardRow, device: Device) -> str:

@@ -16,6 +16,7 @@ from .api import attention
 from .backward.configs import HopperBackward
 from .backward.launch import NOT_THERE, allocated_apart, backward_on_card
 from .backward.plan import BackwardPlan
+from .checks import Window
 from .device import Device
 from .forward.configs import ForwardConfig
 from .forward.table import pick_config
@@ -145,6 +146,8 @@ def backward_call(
     lse: Tensor,
     *,
     causal: bool,
+    window: Window = (None, None),
+    chunk: int | None = None,
     deterministic: bool = False,
     device: Device | None = None,
     output: Callable[[Tensor], Tensor] = torch.empty_like,
@@ -154,7 +157,7 @@ def backward_call(
 
     device: what to plan for, with fewer processors say; default: the tensors' own card. output: makes each gradient,
     from the tensor that it is of. workspaces: given each workspace's name and new memory, says what is to be used."""
-    problem = Problem.of(q, k, v, causal=causal, scale=None, layout="bhsd")
+    problem = Problem.of(q, k, v, causal=causal, window=window, chunk=chunk, scale=None, layout="bhsd")
     chosen = Device.of(q.device) if device is None else device
     plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
     shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": q, "dk": k, "dv": v}

@@ -23,6 +23,7 @@ from gluon_attn.backward.launch import main_kernels
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled_for
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import Resources, resources
 from gluon_attn.tensors import empty_output
@@ -108,16 +109,16 @@ class RealCard:
             if config not in self.calls:
                 self.calls[config] = self.backward(problem, config)
             return self.calls[config]
-        return lambda: attention(q, k, v, causal=problem.causal, config=config)
+        return lambda: attention(q, k, v, **mask_of(problem), config=config)
 
     def backward(self, problem: Problem, config: HopperBackward, **options: Any) -> Callable[[], Any]:
         """options: of `backward_call`."""
         q, k, v = self.inputs(problem)
         if not self.gradients:
-            out, lse = attention(q, k, v, causal=problem.causal, return_lse=True)
+            out, lse = attention(q, k, v, **mask_of(problem), return_lse=True)
             self.gradients = [torch.randn_like(out), out, lse]
         dout, out, lse = self.gradients
-        return backward_call(config, dout, q, k, v, out, lse, causal=problem.causal, **options)
+        return backward_call(config, dout, q, k, v, out, lse, **mask_of(problem), **options)
 
     def outputs(self, problem: Problem, config: Config) -> dict[str, Tensor]:
         """All that a call computes, into memory of NaN: what it leaves out might lie there from the call before."""
@@ -128,7 +129,7 @@ class RealCard:
         out = of_nan(empty_output(q, v))
         if self.where == "cuda":
             poison_free_memory(((problem.batch, problem.heads, problem.q_len), torch.float32))
-        out, lse = attention(q, k, v, causal=problem.causal, config=config, out=out, return_lse=True)
+        out, lse = attention(q, k, v, **mask_of(problem), config=config, out=out, return_lse=True)
         # -inf is of a row that sees no key
         return {"O": out.float(), "LSE": torch.where(lse == float("-inf"), 0.0, lse)}
 
@@ -170,6 +171,8 @@ class RealCard:
 
     def peer(self, problem: Problem, of_gradients: bool) -> Callable[[], Any] | None:
         """cuDNN's attention, through torch; in bf16 where the problem is in fp8. None if it computes no such thing."""
+        if problem.mask != Mask(causal=problem.causal):
+            return None
         q, k, v = (t.to(torch.bfloat16) if problem.dtype.itemsize == 1 else t for t in self.inputs(problem))
         call: Callable[[], Any] = partial(sdpa, PEER, q, k, v, problem.causal)
         try:
@@ -204,6 +207,11 @@ class RealCard:
         while time.monotonic() < until:
             call()
             self.wait()
+
+
+def mask_of(problem: Problem) -> dict[str, Any]:
+    """As arguments of attention()."""
+    return {"causal": problem.causal, "window": (problem.left, problem.right), "chunk": problem.chunk}
 
 
 def of_nan(like: Tensor) -> Tensor:

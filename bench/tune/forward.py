@@ -160,7 +160,7 @@ class Forward:
     def row(self, config: ForwardConfig, reach: float) -> Row:
         """For what is like the problem: lengths and heads that are at most so many times as large or as small."""
         problem = self.problem
-        keys = around(problem.kv_len, reach)
+        keys = around(problem.mask.most_keys(problem.kv_len), reach)
         return Row(
             problem.padded_head_dim,
             problem.causal,

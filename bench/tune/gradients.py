@@ -113,7 +113,7 @@ class Gradients:
     def row(self, config: HopperBackward, reach: float) -> BackwardRow:
         """For what is like the problem: lengths and heads that are at most so many times as large or as small."""
         problem = self.problem
-        keys = around(problem.kv_len, reach)
+        keys = around(problem.mask.most_keys(problem.kv_len), reach)
         return BackwardRow(
             self.head_dims,
             config,

@@ -451,4 +451,9 @@ def first_line(error: BaseException) -> str:
 
 def shape_of(problem: Problem) -> dict[str, Any]:
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "head_dim_v", "causal")
-    return {name: getattr(problem, name) for name in names} | {"dtype": str(problem.dtype).removeprefix("torch.")}
+    limits = {name: getattr(problem, name) for name in ("left", "right", "chunk")}
+    return (
+        {name: getattr(problem, name) for name in names}
+        | {"dtype": str(problem.dtype).removeprefix("torch.")}
+        | {name: limit for name, limit in limits.items() if limit is not None}
+    )

@@ -87,6 +87,17 @@ def test_the_launch_is_that_of_the_plan():
     assert "registers: 232 a thread of 2 softmax warpgroups, 32 that loads; 63488 of 65536" in text
 
 
+def test_a_window_is_asked_for_by_the_keys_that_a_query_sees():
+    shape = ("--shape", "2,32,8192,64", "--kv-heads", "4")
+    text = said(*shape, "--window", "1023,0")
+    assert text.startswith("q (2, 32, 8192, 64), k (2, 4, 8192, 64), bf16, causal, 1023 keys before, on NVIDIA H200")
+    assert "a query sees 1024" in text
+    assert "causal, on" in said(*shape, "--window", ",0")
+    assert "no mask" in said(*shape)
+    assert "causal, chunks of 2048, on" in said(*shape, "--chunk", "2048", "--causal")
+    assert "5 keys after" in said(*shape, "--window", ",5")
+
+
 def test_what_transposes_v_is_said():
     assert "before it, 128 programs transpose V" in said("--shape", "1,16,1024,128", "--dtype", "e4m3")
 

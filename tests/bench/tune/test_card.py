@@ -125,6 +125,29 @@ def test_the_peer_computes_the_same(monkeypatch, of_gradients):
             torch.testing.assert_close(found, reference_attention(q, k, v, causal=True)[0], rtol=0.02, atol=0.02)
 
 
+def test_limits_of_the_mask_are_what_is_timed(monkeypatch):
+    """Forward and backward, on the CPU; the peer has no such mask."""
+    card, given = RealCard(H200, 1, 1.0, where="cpu"), []
+
+    def attend(*_: Any, **options: Any) -> Any:
+        given.append({name: options[name] for name in ("causal", "window", "chunk")})
+        q = card.tensors[0]
+        return (q, q[..., 0]) if options.get("return_lse") else q
+
+    monkeypatch.setattr(on_card, "attention", attend)
+    plain = problem(batch=1, heads=4, kv_heads=2, q_len=64, kv_len=64, head_dim=64, causal=True)
+    for limits in ({"left": 20}, {"right": 5, "causal": False}, {"chunk": 16}):
+        asked = dataclasses.replace(plain, **limits)
+        card.call(asked, BEST)()
+        window = asked.left, asked.right
+        assert given.pop() == {"causal": asked.causal, "window": window, "chunk": asked.chunk}
+        assert card.peer(asked, of_gradients=False) is None
+        launched: list[Any] = []
+        monkeypatch.setattr(on_card, "backward_call", lambda *_, to=launched, **options: to.append(options))
+        card.call(asked, backward_table.HOPPER[64])
+        assert launched == [given.pop()]
+
+
 def test_what_the_peer_does_not_compute_has_no_times(monkeypatch):
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no available kernel")
@@ -183,7 +206,7 @@ def test_gradients_on_the_cards_path(stand_in, monkeypatch):
     off = {"dQ": 0.0, "dK": 0.0, "dV": 0.0}
 
     def call_of(config: HopperBackward, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> Any:
-        assert options.pop("causal") is True
+        assert [options.pop(name) for name in ("causal", "window", "chunk")] == [True, (None, None), None]
         assert (dout.shape, out.shape, lse.shape) == (q.shape, q.shape, q.shape[:3])
         calls.append((config, bool(options)))
         if options:

@@ -187,6 +187,9 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--show", "none.json"], "No such file or directory: 'none.json'"),
         (["--sweep", "bf16", "--causal"], "--causal: expected none with --sweep, which says what is tuned"),
         (["--sweep", "bf16", "--kv-heads", "2"], "--kv-heads: expected none with --sweep, which says what is tuned"),
+        (["--sweep", "bf16", "--window", "9,"], "--window: expected none with --sweep, which says what is tuned"),
+        (["--shape", "1,2,3,64", "--window", "9"], "expected two numbers from 0 on, as 1024,0, or 1024, without"),
+        (["--shape", "1,2,3,64", "--chunk", "0"], "chunk: expected at least 1 key, got 0"),
     ],
 )
 def test_nonsense_is_refused(monkeypatch, capsys, arguments, says):

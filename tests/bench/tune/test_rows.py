@@ -9,8 +9,10 @@ from bench.points import sweep
 from bench.predict import problem_of
 from bench.tune.command import HEAD_DIMS, REACH_OF_SWEEP
 from bench.tune.forward import Forward
+from bench.tune.gradients import Gradients
 from bench.tune.rows import rows_for_all
 from gluon_attn import tuning
+from gluon_attn.backward import table as backward_table
 from gluon_attn.backward.table import HOPPER, BackwardRow
 from gluon_attn.device import Device
 from gluon_attn.forward.table import PACKAGED, pick_config
@@ -58,6 +60,18 @@ def test_what_is_written_serves_what_is_like_the_shape(tmp_path):
     of_others = [dataclasses.replace(ASKED, **unlike) for unlike in others]
     configs = [pick_config(asked, H200, None, tuning.rows_for(H200)) for asked in of_others]
     assert [config == BEST for config in configs] == [True, True, False, False, False]
+
+
+def test_a_row_for_a_window_serves_what_sees_as_many_keys():
+    """Of gradients too. Not the same call without a window, or with another one."""
+    asked = dataclasses.replace(ASKED, causal=True, left=511)
+    row = Forward(asked, H200, PACKAGED).row(BEST, 1.25)
+    of_gradients = Gradients(asked, H200, backward_table.PACKAGED).row(HOPPER[64], 1.25)
+    others = {511: True, 600: True, 1023: False, None: False}
+    for left, is_served in others.items():
+        other = dataclasses.replace(asked, left=left)
+        assert row.fits(other, H200, None) == is_served
+        assert (of_gradients.unmet_size(other) is None) == is_served
 
 
 def test_a_reach_of_one_is_the_shape_alone():
