@@ -266,7 +266,7 @@ def batches_of(args: argparse.Namespace) -> list[Batch]:
         if args.backward and problems[0].dtype in FP8_DTYPES:
             raise ValueError("--backward: expected --dtype fp16 or bf16, as fp8 has no gradients")
         return [Batch(problems, args.backward)]
-    given = {"kv_heads": None, "kv_length": None, "head_dim_v": None, "dtype": "bf16", "causal": False}
+    given: dict[str, Any] = {"kv_heads": None, "kv_length": None, "head_dim_v": None, "dtype": "bf16", "causal": False}
     given |= {"window": (None, None), "chunk": None, "backward": False}
     for name, default in given.items():
         if getattr(args, name) != default:

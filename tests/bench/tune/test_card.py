@@ -136,7 +136,8 @@ def test_limits_of_the_mask_are_what_is_timed(monkeypatch):
 
     monkeypatch.setattr(on_card, "attention", attend)
     plain = problem(batch=1, heads=4, kv_heads=2, q_len=64, kv_len=64, head_dim=64, causal=True)
-    for limits in ({"left": 20}, {"right": 5, "causal": False}, {"chunk": 16}):
+    every: list[dict[str, Any]] = [{"left": 20}, {"right": 5, "causal": False}, {"chunk": 16}]
+    for limits in every:
         asked = dataclasses.replace(plain, **limits)
         card.call(asked, BEST)()
         window = asked.left, asked.right
