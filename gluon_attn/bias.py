@@ -36,7 +36,7 @@ class Bias:
     def zero_gradient(self, shape: torch.Size, device: torch.device | str) -> Tensor:
         """Memory for its gradient, of zeros: of blocks that no query sees nobody stores it. Rows may be parts of longer
         ones, as TMA asks for; one that queries have in common is written without it."""
-        rounded = -(-shape[-1] // STRIDE_MULTIPLE) * STRIDE_MULTIPLE if self.each_row else shape[-1]
+        rounded = row_stride(shape[-1]) if self.each_row else shape[-1]
         return torch.zeros((*shape[:-1], rounded), dtype=self.gradient_dtype, device=device)[..., : shape[-1]]
 
     def block(self, rows: int, keys: int) -> Block:
@@ -48,9 +48,14 @@ class Bias:
         return (rows if self.each_row else 1) * keys * self.dtype.itemsize
 
 
+def row_stride(keys: int) -> int:
+    """Elements from one row to the next, as TMA takes them whatever the dtype, if a row has so many."""
+    return -(-keys // STRIDE_MULTIPLE) * STRIDE_MULTIPLE
+
+
 def view_of_bias(t: Tensor) -> View:
     """As TMA sees it. A dimension of size 1 may come with any stride, which is never used."""
-    rounded = -(-t.shape[-1] // STRIDE_MULTIPLE) * STRIDE_MULTIPLE
+    rounded = row_stride(t.shape[-1])
     strides = (stride if size > 1 else rounded for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
     return View(tuple(t.shape), (*strides, 1))
 

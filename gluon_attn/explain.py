@@ -15,15 +15,17 @@ from .backward.configs import label as backward_label
 from .backward.launch import main_kernels
 from .backward.plan import BackwardPlan
 from .backward.table import BackwardRow
+from .bias import row_stride
 from .demo import card, say
 from .device import Device
 from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, HopperConfig, label
 from .forward.launch import compiled_for
 from .forward.plan import Plan
-from .forward.table import Row, for_scores, pick_row
+from .forward.table import Row, pick_config, pick_row
 from .problem import Problem
 from .resources import resources
 from .runtime.compat import CompiledKernel
+from .score_mod import alibi, softcap
 from .tensors import FP8_DTYPES
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -102,6 +104,10 @@ def add_problem_options(command: argparse.ArgumentParser) -> None:
         "--window", type=window, default=(None, None), metavar="L,R", help="keys before a query and after it, as 1024,0"
     )
     command.add_argument("--chunk", type=int, metavar="N", help="keys of a chunk, of which a query sees its own")
+    scores = command.add_mutually_exclusive_group()
+    scores.add_argument("--softcap", type=float, metavar="CAP", help="scores are capped softly")
+    scores.add_argument("--alibi", action="store_true", help="scores fall with distance, by a slope of each head")
+    scores.add_argument("--bias", action="store_true", help="a bias (1, 1, Sq, Sk) is added to scores")
 
 
 def window(text: str) -> tuple[int | None, int | None]:
@@ -144,17 +150,28 @@ def problem_of(of_q: Sequence[int], options: argparse.Namespace) -> Problem:
             (batch, kv_heads, kv_len, head_dim_v),
         )
     )
-    return Problem.of(q, k, v, causal=options.causal, window=options.window, chunk=options.chunk)
+    bias = None
+    if options.bias:
+        bias = torch.empty((1, 1, q_len, row_stride(kv_len)), dtype=dtype, device="meta")[..., :kv_len]
+    score_mod = None
+    if options.softcap is not None:
+        score_mod = softcap(options.softcap)
+    elif options.alibi:
+        score_mod = alibi(torch.empty(heads, device="meta"))
+    return Problem.of(
+        q, k, v, causal=options.causal, window=options.window, chunk=options.chunk, score_mod=score_mod, bias=bias
+    )
 
 
 def explained(problem: Problem, device: Device, num_ctas: int | None, results: Path) -> Iterator[str]:
     """Raises what `pick_config` raises. results: the folder of result files, which need not be there."""
     rows = tuning.rows_for(device)
     row = pick_row(problem, device, num_ctas, rows)
-    config = for_scores(row.config, problem.score_mod, row.head_dims, problem.dtype)
+    config = pick_config(problem, device, num_ctas, rows)
     yield heading(problem, device)
     yield ""
-    yield f"served by {named(row, device)}: {label(config)}"
+    of_row = f", made of the row's {label(row.config)}" * (label(row.config) != label(config))
+    yield f"served by {named(row, device)}: {label(config)}{of_row}"
     yield from (f"  {line}" for line in conditions(row, problem))
     earlier = [r for r in rows[: rows.index(row)] if r.is_of_kind(problem, device)]
     if earlier:
@@ -204,7 +221,8 @@ def described(problem: Problem) -> str:
     kv = f"k ({problem.batch}, {problem.kv_heads}, {problem.kv_len}, {problem.head_dim})"
     v = f", v's head dim {problem.head_dim_v}" * (problem.head_dim_v != problem.head_dim)
     dtype = next(name for name, of in DTYPES.items() if of == problem.dtype)
-    return f"{q}, {kv}{v}, {dtype}, {masked(problem)}"
+    scores = f", {problem.scores}" * (problem.scores is not None)
+    return f"{q}, {kv}{v}, {dtype}, {masked(problem)}{scores}"
 
 
 def masked(problem: Problem) -> str:
@@ -266,6 +284,8 @@ def limits(row: Row | BackwardRow, problem: Problem) -> Iterator[tuple[str, str]
         yield f"{row.sequence_heads[0]} to {row.sequence_heads[1]} heads times batch", f"{heads}"
     if row.heads_per_kv_head is not None:
         yield f"{row.heads_per_kv_head} query heads to a KV head", f"{group}"
+    if row.scores is not None:
+        yield f"scores with {row.scores}", row.scores
     if isinstance(row, Row) and row.one_round:
         yield "no program with more than one item", "none"
 
@@ -295,6 +315,7 @@ def why_not_of_sizes(row: Row | BackwardRow, problem: Problem) -> str:
         "q_lens": f"for {row.q_lens} queries, there are {problem.q_len}",
         "sequence_heads": f"for {row.sequence_heads} heads times batch, there are {heads}",
         "heads_per_kv_head": f"for {row.heads_per_kv_head} query heads to a KV head, there are {group}",
+        "scores": f"for scores with {row.scores}, here is {problem.scores or 'none of these'}",
         None: "for a batch of equal lengths",
     }[row.unmet_size(problem)]
 
@@ -416,8 +437,8 @@ def compiled_here(
         config = backward.pick_config(problem, tuning.backward_rows_for(device))
         found = main_kernels(BackwardPlan.of(problem, config, device))
         return {f"compiled for {grads}" if len(found) > 1 else "compiled": kernel for grads, kernel in found.items()}
-    row = pick_row(problem, device, num_ctas, tuning.rows_for(device))
-    return {"compiled": compiled_for(problem, row.config, device.arch)}
+    of_forward = pick_config(problem, device, num_ctas, tuning.rows_for(device))
+    return {"compiled": compiled_for(problem, of_forward, device.arch)}
 
 
 def machine_code(name: str, kernel: CompiledKernel) -> Iterator[str]:

@@ -24,7 +24,7 @@ from .checks import (
 )
 from .kernels.common.mask import Mask
 from .mask_mod import MaskFunction
-from .score_mod import ScoreFunction
+from .score_mod import ScoreFunction, kind_of
 from .tensors import LAYOUTS, PACKED, PADDED_HEAD_DIMS, SCALES, in_bhsd
 
 # Of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and seqused_k, as they are given.
@@ -171,6 +171,14 @@ class Problem:
             chunk=None if one_chunk else mask.chunk,
             function=mask.function,
         )
+
+    @property
+    def scores(self) -> str | None:
+        """How scores are changed, of the ways that a row of a tuning table may be for: `SCORES` in sizes.py. None: not
+        at all, or by a bias that all queries have in common, or by a caller's own function."""
+        if self.bias is not None:
+            return "bias" if self.bias.each_row else None
+        return kind_of(self.score_mod)
 
     @property
     def has_documents(self) -> bool:

@@ -158,6 +158,13 @@ def capped(limit: float) -> ScoreFunction:
     )
 
 
+def kind_of(function: ScoreFunction | None) -> str | None:
+    """ "softcap" or "alibi"; None for none, and for a caller's own."""
+    if function is None:
+        return None
+    return {cap: "softcap", slope: "alibi"}.get(function.forward)
+
+
 capped_once = functools.lru_cache(maxsize=64, typed=True)(capped)  # typed: True is no 1.0 that was asked for before
 
 

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from .problem import Problem
 
+SCORES = ("softcap", "alibi", "bias")
+SCORES_OF_GRADIENTS = ("softcap", "alibi")  # with a bias their config is chosen in code
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -13,6 +16,9 @@ class Sizes:
     Of rows of a table file, which serve what is like the shape that they were timed at: max_kv_len, the most keys that
     a query sees; q_lens, the fewest and the most queries; sequence_heads, likewise heads times the batch;
     heads_per_kv_head, exactly so many query heads. None: any.
+
+    scores: for calls whose scores are changed in this way alone, one of SCORES; a bias is then one with a row for each
+    query. None: however they are, if no earlier row serves the call.
     """
 
     min_kv_len: int = 1
@@ -21,11 +27,13 @@ class Sizes:
     q_lens: tuple[int, int] | None = None
     sequence_heads: tuple[int, int] | None = None
     heads_per_kv_head: int | None = None
+    scores: str | None = None
 
     @property
     def is_limited(self) -> bool:
-        """Whether it is for sizes around one that was timed."""
-        return (self.max_kv_len, self.q_lens, self.sequence_heads, self.heads_per_kv_head) != (None,) * 4
+        """Whether it is for what is like a problem that was timed."""
+        limits = self.max_kv_len, self.q_lens, self.sequence_heads, self.heads_per_kv_head, self.scores
+        return any(limit is not None for limit in limits)
 
     @property
     def are_any(self) -> bool:
@@ -48,4 +56,6 @@ class Sizes:
             return "sequence_heads"
         if self.heads_per_kv_head is not None and self.heads_per_kv_head * problem.kv_heads != problem.heads:
             return "heads_per_kv_head"
+        if self.scores is not None and self.scores != problem.scores:
+            return "scores"
         return None

@@ -13,11 +13,14 @@ import torch
 from .backward import table as backward
 from .backward.configs import HopperBackward
 from .backward.table import BackwardRow
+from .bias import Bias
 from .device import Device
 from .forward.configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .forward.fits import require_fits
 from .forward.table import Row
 from .problem import Problem
+from .score_mod import alibi, softcap
+from .sizes import SCORES, SCORES_OF_GRADIENTS
 from .tensors import PADDED_HEAD_DIMS
 
 SCHEMA = 1
@@ -26,7 +29,7 @@ OF_GRADIENTS = {"hopper": HopperBackward}
 # Of a row, what it is for: required, then as a row has them by default.
 KIND_OF_GRADIENTS = ("padded_head_dim", "padded_head_dim_v", "causal")
 KIND = (*KIND_OF_GRADIENTS, "element_bytes")
-SIZES = ("min_kv_len", "max_kv_len", "min_reuse", "q_lens", "sequence_heads", "heads_per_kv_head")
+SIZES = ("min_kv_len", "max_kv_len", "min_reuse", "q_lens", "sequence_heads", "heads_per_kv_head", "scores")
 LIMITS = (*SIZES, "one_round")
 PROVENANCE = ("date", "commit", "card", "torch", "triton")
 LARGEST = 2**31
@@ -209,6 +212,8 @@ def problem_like(row: Row) -> Problem:
         causal=row.causal,
         scale=1.0,
         layout="bhsd",
+        score_mod={"softcap": softcap(1.0), "alibi": alibi(torch.empty(1))}.get(row.scores or ""),
+        bias=Bias(dtype=torch.bfloat16, each_row=True, shared=True) if row.scores == "bias" else None,
     )
 
 
@@ -231,6 +236,9 @@ def conditions_at(
     for name in ("min_kv_len", "min_reuse", "max_kv_len", "heads_per_kv_head"):
         if name in given and (at / name).typed(given[name], int, "a whole number") < 1:
             raise (at / name).error(f"expected at least 1, got {given[name]}")
+    possible_scores = SCORES_OF_GRADIENTS if of_any_mask else SCORES
+    if "scores" in given and given["scores"] not in possible_scores:
+        raise (at / "scores").error(f"expected one of {', '.join(possible_scores)}, got {given['scores']!r}")
     for name in ("q_lens", "sequence_heads"):
         if name in given:
             given[name] = pair_at(at / name, given[name])

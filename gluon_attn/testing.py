@@ -19,9 +19,11 @@ from .backward.plan import BackwardPlan
 from .checks import Window
 from .device import Device
 from .forward.configs import ForwardConfig
+from .forward.launch import AUX
 from .forward.table import pick_config
 from .problem import Problem
 from .reference import masked, reference_attention
+from .score_mod import ScoreFunction
 
 __all__ = [
     "FP8",
@@ -148,6 +150,8 @@ def backward_call(
     causal: bool,
     window: Window = (None, None),
     chunk: int | None = None,
+    score_mod: ScoreFunction | None = None,
+    read: Sequence[Tensor] = (),
     deterministic: bool = False,
     device: Device | None = None,
     output: Callable[[Tensor], Tensor] = torch.empty_like,
@@ -155,9 +159,10 @@ def backward_call(
 ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
     """A call of the backward's kernels, (B, H, S, D), with this config instead of the table's: (dQ, dK, dV).
 
-    device: what to plan for, with fewer processors say; default: the tensors' own card. output: makes each gradient,
+    read: the tensors that score_mod reads. device: what to plan for, with fewer processors say; default: the tensors'
+    own card. output: makes each gradient,
     from the tensor that it is of. workspaces: given each workspace's name and new memory, says what is to be used."""
-    problem = Problem.of(q, k, v, causal=causal, window=window, chunk=chunk, scale=None, layout="bhsd")
+    problem = Problem.of(q, k, v, causal=causal, window=window, chunk=chunk, score_mod=score_mod)
     chosen = Device.of(q.device) if device is None else device
     plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
     shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": q, "dk": k, "dv": v}
@@ -167,13 +172,14 @@ def backward_call(
         launches = backward_on_cpu(plan, shapes)
     else:
         launches = backward_on_card(plan, shapes)
+    of_scores = {pointer.tensor: t for pointer, t in zip(AUX, read, strict=False)}
     if workspaces is not None:
         make, replace = allocated_apart(plan), workspaces
         launches.workspaces = lambda given: {name: replace(name, memory) for name, memory in make(given).items()}
 
     def call() -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (output(t) for t in (q, k, v))
-        launches({**shapes, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": None, **NOT_THERE})
+        launches({**shapes, "dq": dq, "dk": dk, "dv": dv, "lse": lse, "dlse": None, **NOT_THERE, **of_scores})
         return dq, dk, dv
 
     return call

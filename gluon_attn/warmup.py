@@ -34,7 +34,7 @@ from .problem import Problem
 from .runtime.compat import knobs
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Build
-from .score_mod import ScoreFunction, softcap
+from .score_mod import ScoreFunction, kind_of, softcap
 from .sizes import Sizes
 from .tensors import FP8_DTYPES
 
@@ -62,8 +62,16 @@ class Features:
         """Cannot be sent to another process."""
         return None if self.cap is None else softcap(self.cap)
 
-    def take(self, config: ForwardConfig) -> bool:
-        """Whether `pick_config` looks at rows with it."""
+    @property
+    def scores(self) -> str | None:
+        """As `Problem` has it."""
+        return "bias" if self.bias is not None and self.bias.each_row else kind_of(self.score_mod)
+
+    def take(self, row: Row) -> bool:
+        """Whether `pick_config` may choose it."""
+        config = row.config
+        if row.scores not in (None, self.scores):
+            return False
         if self.bias is not None and config.num_ctas > 1:
             return False
         return not (self.packed and isinstance(config, BlackwellConfig) and config.dynamic)
@@ -262,14 +270,14 @@ def forward_jobs(
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    taken = [row for row in table if features.take(row.config)]
+    taken = [row for row in table if features.take(row)]
     rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, taken)
     if features.packed:
         sizes = {row.config.block_m: None for row in reached(rows, mask)}
         for block_m, used in itertools.product(sizes, (False, True)):
             yield Job(f"list of blocks of {block_m} rows{of_used(used)}", partial(list_build, block_m, used))
     for row in reached(rows, mask):
-        config = for_scores(row.config, features.score_mod, row.head_dims, dtype)
+        config = for_scores(row, features.score_mod, dtype)
         if features.bias is not None:
             asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
             config = for_bias(row.config, asked, Device.hopper())
@@ -305,7 +313,8 @@ def backward_jobs(
     if features.sinks is not None:
         yield Job("backward, sinks", partial(sinks_build, features.sinks))
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, table)
+    taken = [row for row in table if row.scores in (None, features.scores)]
+    rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, taken)
     configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in reached(rows, mask)]
     biases = [features.bias]
     if features.bias is not None:

@@ -23,7 +23,7 @@ def fa3_over_cudnn(shape: Mapping[str, Any], path: Path = PEERS) -> float | None
     alike = (shape["kv_heads"], shape["kv_len"], shape["head_dim_v"]) == (
         shape["heads"], shape["q_len"], shape["head_dim"]
     )  # fmt: skip
-    alike = alike and not shape.keys() & {"left", "right", "chunk"}
+    alike = alike and not shape.keys() & {"left", "right", "chunk", "scores"}
     if not alike or (shape["batch"] * shape["q_len"], shape["heads"] * shape["head_dim"]) != sizes:
         return None
     for point in json.loads(path.read_text(encoding="utf-8"))["fa3"]["points"]:

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -21,11 +22,13 @@ from gluon_attn import attention
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.launch import main_kernels
 from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.bias import row_stride
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled_for
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import Resources, resources
+from gluon_attn.score_mod import alibi, softcap
 from gluon_attn.tensors import empty_output
 from gluon_attn.testing import backward_call, poison_free_memory
 
@@ -38,8 +41,9 @@ LOADING_S = 0.5  # a kernel that another process has tried
 LARGEST_ERROR = {2: 0.02, 1: 0.1}
 IDLE_S = 1.0  # after which a card has lowered its clocks
 WAKING_S = 0.3
+Sent = tuple[str, float]  # of a function that changes scores: of which kind, and its number
 PEER = SDPBackend.CUDNN_ATTENTION
-Job = tuple[Problem, Config, Device]
+Job = tuple[Problem, Sent | None, Config, Device]
 
 
 class RealCard:
@@ -56,6 +60,7 @@ class RealCard:
         self.of: Problem | None = None
         self.tensors: list[Tensor] = []
         self.gradients: list[Tensor] = []  # dO, O and LSE, which they are computed from
+        self.options: dict[str, Any] = {}  # of attention(), besides
         self.calls: dict[HopperBackward, Callable[[], Any]] = {}  # of that problem
         self.slowest_s = 0.0  # of the calls that were tried, with what the host does around one
         self.expected: dict[str, Tensor] = {}
@@ -81,7 +86,7 @@ class RealCard:
                 yield from ((i, self.known[kernel]) for i in of_kernel)
             else:
                 new.append(kernel)
-        work: list[Job] = [(*jobs[numbers[kernel][0]], self.device) for kernel in new]
+        work = [job_of(*jobs[numbers[kernel][0]], self.device) for kernel in new]
         for number, answer in self.workers.run(work, within_s):
             self.known[new[number]] = answer
             yield from ((i, answer) for i in numbers[new[number]])
@@ -100,6 +105,7 @@ class RealCard:
                 torch.randn(problem.batch, *size, dtype=torch.bfloat16, device=self.where).to(problem.dtype)
                 for size in sizes
             ]
+            self.options = options_of(problem, self.where)
         return self.tensors
 
     def call(self, problem: Problem, config: Config) -> Callable[[], Any]:
@@ -109,16 +115,19 @@ class RealCard:
             if config not in self.calls:
                 self.calls[config] = self.backward(problem, config)
             return self.calls[config]
-        return lambda: attention(q, k, v, **mask_of(problem), config=config)
+        options = self.options
+        return lambda: attention(q, k, v, **options, config=config)
 
     def backward(self, problem: Problem, config: HopperBackward, **options: Any) -> Callable[[], Any]:
         """options: of `backward_call`."""
         q, k, v = self.inputs(problem)
         if not self.gradients:
-            out, lse = attention(q, k, v, **mask_of(problem), return_lse=True)
+            out, lse = attention(q, k, v, **self.options, return_lse=True)
             self.gradients = [torch.randn_like(out), out, lse]
         dout, out, lse = self.gradients
-        return backward_call(config, dout, q, k, v, out, lse, **mask_of(problem), **options)
+        read = [self.options["alibi_slopes"]] if problem.scores == "alibi" else []
+        of_problem = mask_of(problem) | {"score_mod": problem.score_mod, "read": read}
+        return backward_call(config, dout, q, k, v, out, lse, **of_problem, **options)
 
     def outputs(self, problem: Problem, config: Config) -> dict[str, Tensor]:
         """All that a call computes, into memory of NaN: what it leaves out might lie there from the call before."""
@@ -129,7 +138,7 @@ class RealCard:
         out = of_nan(empty_output(q, v))
         if self.where == "cuda":
             poison_free_memory(((problem.batch, problem.heads, problem.q_len), torch.float32))
-        out, lse = attention(q, k, v, **mask_of(problem), config=config, out=out, return_lse=True)
+        out, lse = attention(q, k, v, **self.options, config=config, out=out, return_lse=True)
         # -inf is of a row that sees no key
         return {"O": out.float(), "LSE": torch.where(lse == float("-inf"), 0.0, lse)}
 
@@ -171,7 +180,7 @@ class RealCard:
 
     def peer(self, problem: Problem, of_gradients: bool) -> Callable[[], Any] | None:
         """cuDNN's attention, through torch; in bf16 where the problem is in fp8. None if it computes no such thing."""
-        if problem.mask != Mask(causal=problem.causal):
+        if problem.mask != Mask(causal=problem.causal) or problem.scores is not None:
             return None
         q, k, v = (t.to(torch.bfloat16) if problem.dtype.itemsize == 1 else t for t in self.inputs(problem))
         call: Callable[[], Any] = partial(sdpa, PEER, q, k, v, problem.causal)
@@ -214,6 +223,37 @@ def mask_of(problem: Problem) -> dict[str, Any]:
     return {"causal": problem.causal, "window": (problem.left, problem.right), "chunk": problem.chunk}
 
 
+def options_of(problem: Problem, where: str) -> dict[str, Any]:
+    """Likewise, with what changes scores, in memory there."""
+    options = mask_of(problem)
+    if problem.scores == "softcap":
+        assert problem.score_mod is not None
+        options["softcap"] = problem.score_mod.after
+    elif problem.scores == "alibi":  # the slopes of ALiBi's paper: a geometric sequence over the heads
+        options["alibi_slopes"] = 2.0 ** (-8 * torch.arange(1, problem.heads + 1, device=where) / problem.heads)
+    elif problem.scores == "bias":
+        size = 1, 1, problem.q_len, row_stride(problem.kv_len)
+        options["bias"] = torch.randn(size, dtype=problem.dtype, device=where)[..., : problem.kv_len]
+    return options
+
+
+def job_of(problem: Problem, config: Config, device: Device) -> Job:
+    """What another process is sent: a jitted function cannot be."""
+    sent = None
+    if problem.score_mod is not None:
+        kind = problem.scores
+        assert kind in ("softcap", "alibi")
+        sent = (kind, problem.score_mod.after)
+    return replace(problem, score_mod=None), sent, config, device
+
+
+def problem_of_job(problem: Problem, sent: Sent | None) -> Problem:
+    if sent is None:
+        return problem
+    kind, number = sent
+    return replace(problem, score_mod=softcap(number) if kind == "softcap" else alibi(torch.empty(problem.heads)))
+
+
 def of_nan(like: Tensor) -> Tensor:
     """Memory of that shape, of NaN; if it has whole numbers, as it is."""
     return torch.full_like(like, float("nan")) if like.is_floating_point() else like
@@ -222,7 +262,8 @@ def of_nan(like: Tensor) -> Tensor:
 def kernel_of(problem: Problem, config: Config, device: Device) -> tuple[Any, ...]:
     """What the kernel depends on, which several problems may share."""
     shared = isinstance(config, HopperBackward) and BackwardPlan.of(problem, config, device).shared > 0
-    return problem.dtype, problem.padded_head_dim, problem.padded_head_dim_v, problem.mask, config, shared
+    head_dims = problem.padded_head_dim, problem.padded_head_dim_v
+    return problem.dtype, head_dims, problem.mask, problem.score_mod, problem.bias, config, shared
 
 
 def difference(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], largest: float) -> str | None:
@@ -236,7 +277,8 @@ def difference(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], larges
 
 def compile_one(job: Job) -> Resources:
     """Into Triton's cache; in a child process. Of several kernels, what the one takes whose loops spill most."""
-    problem, config, device = job
+    without, sent, config, device = job
+    problem = problem_of_job(without, sent)
     warnings.simplefilter("ignore")  # products that the assembler has serialised: then it is slow, which is timed
     torch.set_num_threads(1)
     if isinstance(config, HopperBackward):

@@ -248,7 +248,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit("bench tune: needs a Hopper or Blackwell card, found no CUDA device; nothing was timed")
     if not args.list:
         until = began + 60 * args.minutes
-        sys.exit(last_of(lambda resume: process(batches, args, resume, until), args.resume, until))
+        sys.exit(last_of(lambda resume: process(args, resume, until), args.resume, until))
     try:
         device = DEVICES[args.device] if args.device else here()
         require(device, batches)
@@ -265,9 +265,11 @@ def batches_of(args: argparse.Namespace) -> list[Batch]:
         problems = tuple(dict.fromkeys(problem_of(of_q, args) for of_q in args.shape))
         if args.backward and problems[0].dtype in FP8_DTYPES:
             raise ValueError("--backward: expected --dtype fp16 or bf16, as fp8 has no gradients")
+        if args.backward and args.bias:
+            raise ValueError("--backward: expected none with --bias, as its gradients' configs are in code, got it")
         return [Batch(problems, args.backward)]
     given: dict[str, Any] = {"kv_heads": None, "kv_length": None, "head_dim_v": None, "dtype": "bf16", "causal": False}
-    given |= {"window": (None, None), "chunk": None, "backward": False}
+    given |= {"window": (None, None), "chunk": None, "softcap": None, "alibi": False, "bias": False, "backward": False}
     for name, default in given.items():
         if getattr(args, name) != default:
             option = "--" + name.replace("_", "-")
@@ -318,14 +320,15 @@ def last_of(start: Callable[[bool], int | None], resume: bool, until: float = ma
     return f"bench tune: {MOST_PROCESSES} processes ended by what they ran; the same command with --resume goes on"
 
 
-def process(batches: Sequence[Batch], args: argparse.Namespace, resume: bool, until: float) -> int | None:
+def process(args: argparse.Namespace, resume: bool, until: float) -> int | None:
     watch = Watch()
-    return run_watched(run_here, (batches, args, resume, until, watch), watch, until + GRACE_S)
+    return run_watched(run_here, (args, resume, until, watch), watch, until + GRACE_S)
 
 
-def run_here(batches: Sequence[Batch], args: argparse.Namespace, resume: bool, until: float, watch: Watch) -> None:
+def run_here(args: argparse.Namespace, resume: bool, until: float, watch: Watch) -> None:
     """`run`, in a process that this is all for."""
     try:
+        batches = batches_of(args)
         if args.table:
             tuning.load(args.table)
         device = here()

@@ -35,6 +35,7 @@ HOPPER: dict[str, tuple[Any, ...]] = {
     "turns": (False, True),
     "early_exp": (0, 1, 2),
     "integer_max": (False, True),
+    "half_by_polynomial": (False, True),
     "stage_in_queries": (False, True),
     "last_heads_longest_first": (False, True),
     "transpose_registers": (0, 56),
@@ -172,6 +173,7 @@ class Forward:
             q_lens=around(problem.q_len, reach),
             sequence_heads=around(problem.batch * problem.heads, reach),
             heads_per_kv_head=problem.heads // problem.kv_heads,
+            scores=problem.scores,
         )
 
 

@@ -123,4 +123,5 @@ class Gradients:
             q_lens=around(problem.q_len, reach),
             sequence_heads=around(problem.batch * problem.heads, reach),
             heads_per_kv_head=problem.heads // problem.kv_heads,
+            scores=problem.scores,
         )

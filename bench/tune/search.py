@@ -437,7 +437,8 @@ class Search(Generic[C]):
 
 
 def kind_of(problem: Problem) -> str:
-    return f"{problem.dtype} {problem.padded_head_dim} {problem.padded_head_dim_v} {problem.mask}"
+    head_dims = f"{problem.padded_head_dim} {problem.padded_head_dim_v}"
+    return f"{problem.dtype} {head_dims} {problem.mask} {problem.score_mod} {problem.bias}"
 
 
 def rounded(value: float) -> float:
@@ -451,7 +452,7 @@ def first_line(error: BaseException) -> str:
 
 def shape_of(problem: Problem) -> dict[str, Any]:
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "head_dim_v", "causal")
-    limits = {name: getattr(problem, name) for name in ("left", "right", "chunk")}
+    limits = {name: getattr(problem, name) for name in ("left", "right", "chunk", "scores")}
     return (
         {name: getattr(problem, name) for name in names}
         | {"dtype": str(problem.dtype).removeprefix("torch.")}

@@ -295,11 +295,13 @@ class BlackwellConfig(ForwardConfig):
 
 def label(config: ForwardConfig) -> str:
     """Short name in tables. Hopper: roles x keys, slots of Q / K and V, T for turns, e and the quarters of early
-    exponentials, i for maxima as integers, s for O staged in Q, v for a role that transposes V. Blackwell: keys, slots,
-    and a letter for each lever that is on. Then l for longest first, and the CTAs."""
+    exponentials, i for maxima as integers, p for half of the exponentials by polynomial, s for O staged in Q, v for a
+    role that transposes V. Blackwell: keys, slots, and a letter for each lever that is on. Then l for longest first,
+    and the CTAs."""
     if isinstance(config, HopperConfig):
         slots = f"q{config.query_slots}kv{config.kv_slots}"
         early = f"e{config.early_exp}" * (config.early_exp > 0) + "i" * config.integer_max
+        early += "p" * config.half_by_polynomial
         staged = "s" * config.stage_in_queries
         transpose = " v" * (config.transpose_registers > 0)
         name = f"{config.softmax_roles}x{config.block_n} {slots}{'T' * config.turns}{early}{staged}{transpose}"

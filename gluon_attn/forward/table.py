@@ -289,11 +289,10 @@ def pick_config(
     `tuning.rows_for` has the one in use.
     Raises NotImplementedError if there is no kernel for such a problem on the device, ValueError if no row fits it.
     """
-    if problem.bias is not None:
-        row = pick_row(problem, device, num_ctas, [row for row in rows if row.config.num_ctas == 1])
-        return for_bias(row.config, problem, device)
     row = pick_row(problem, device, num_ctas, rows)
-    return for_scores(row.config, problem.score_mod, row.head_dims, problem.dtype)
+    if problem.bias is not None:
+        return for_bias(row.config, problem, device)
+    return for_scores(row, problem.score_mod, problem.dtype)
 
 
 def pick_row(problem: Problem, device: Device, num_ctas: int | None, rows: Sequence[Row]) -> Row:
@@ -306,6 +305,8 @@ def pick_row(problem: Problem, device: Device, num_ctas: int | None, rows: Seque
     for row in rows:
         if problem.sequences is not None and isinstance(row.config, BlackwellConfig) and row.config.dynamic:
             continue  # programs take packed sequences from a list
+        if problem.bias is not None and row.config.num_ctas > 1:
+            continue
         if row.fits(typical, device, num_ctas):
             return row
     raise ValueError(
@@ -338,16 +339,16 @@ def rows_by_default(
     return rows
 
 
-def for_scores(
-    config: ForwardConfig, score_mod: ScoreFunction | None, head_dims: tuple[int, int], dtype: torch.dtype
-) -> ForwardConfig:
-    """The config for scores that a function changes, or None: without the lever that looks at raw scores; on Hopper
+def for_scores(row: Row, score_mod: ScoreFunction | None, dtype: torch.dtype) -> ForwardConfig:
+    """A row's config for scores that a function changes, or None: without the lever that looks at raw scores; on Hopper
     with one for soft caps, whose tanh asks the exponential unit too. On an H100 that is 10 % faster at D=64 and 5 %
-    slower at D=128: bench/results/h100_scores.json. head_dims: padded."""
+    slower at D=128: bench/results/h100_scores.json. A row for soft caps says itself whether it has that one."""
+    config = row.config
     if score_mod is None:
         return config
     if isinstance(config, HopperConfig):
-        return replace(config, half_by_polynomial=head_dims == (64, 64) and needs_no_maximum(score_mod, dtype))
+        polynomial = config.half_by_polynomial if row.scores == "softcap" else row.head_dims == (64, 64)
+        return replace(config, half_by_polynomial=polynomial and needs_no_maximum(score_mod, dtype))
     assert isinstance(config, BlackwellConfig)
     return replace(config, max_in_load=False)
 

@@ -15,6 +15,7 @@ from gluon_attn.backward.table import HOPPER, BackwardRow
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import label
 from gluon_attn.forward.table import PACKAGED, Row, hopper_config, pick_config
+from gluon_attn.score_mod import softcap
 from tests.gluon_attn.problems import problem
 
 pytestmark = pytest.mark.usefixtures("packaged_alone")
@@ -96,6 +97,25 @@ def test_a_window_is_asked_for_by_the_keys_that_a_query_sees():
     assert "no mask" in said(*shape)
     assert "causal, chunks of 2048, on" in said(*shape, "--chunk", "2048", "--causal")
     assert "5 keys after" in said(*shape, "--window", ",5")
+
+
+def test_changed_scores_are_asked_for(tmp_path):
+    """What is launched is what a call has; a row for them serves them alone."""
+    shape = ("--shape", "2,16,1024,64")
+    text = said(*shape, "--softcap", "30")
+    assert text.startswith("q (2, 16, 1024, 64), k (2, 16, 1024, 64), bf16, no mask, softcap, on NVIDIA H200")
+    config = pick_config(dataclasses.replace(problem(), head_dim=64, head_dim_v=64, score_mod=softcap(30.0)), H200)
+    assert label(config) in text
+    assert ", made of the row's " in text
+    path = tmp_path / "mine.json"
+    row = Row(64, False, CONFIG, scores="softcap")
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [row], [None])))
+    assert "scores with softcap: it has softcap" in said(*shape, "--softcap", "30", "--table", str(path))
+    tuning.reset()
+    for option, has in {"--alibi": "alibi", "--bias": "bias", "--causal": "none of these"}.items():
+        text = said(*shape, option, "--table", str(path))
+        assert (f"for scores with softcap, here is {has}" in text) == (option != "--causal")
+        tuning.reset()
 
 
 def test_what_transposes_v_is_said():

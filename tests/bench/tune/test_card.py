@@ -1,7 +1,9 @@
 """What is done on the card: its own path, with other kernels on the CPU."""
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,17 +13,20 @@ from bench.timing import Timing
 from bench.tune import card as on_card
 from bench.tune.card import RealCard
 from bench.tune.watch import Watch
-from gluon_attn import ForwardConfig
+from gluon_attn import ForwardConfig, api, attention
 from gluon_attn.backward import table as backward_table
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.bias import Bias
 from gluon_attn.forward import launch
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import Problem
 from gluon_attn.reference import reference_attention
 from gluon_attn.runtime.kernel import Build
+from gluon_attn.score_mod import alibi, softcap
 from gluon_attn.tensors import empty_output
+from gluon_attn.testing import backward_call
 from tests.bench.tune.fakes import ASKED, BEST, H200, IN_USE, taken
 from tests.gluon_attn.problems import problem
 
@@ -103,7 +108,7 @@ def test_a_kernel_that_two_shapes_share_is_compiled_once(monkeypatch):
     jobs = [(ASKED, IN_USE), (ASKED, BEST), (other, IN_USE), (causal, IN_USE)]
     assert dict(card.compile(jobs, 9)) == dict.fromkeys(range(4), taken())
     assert dict(card.compile([(other, BEST), (causal, BEST)], 9)) == dict.fromkeys(range(2), taken())
-    assert [(asked.causal, config) for asked, config, _ in given] == [
+    assert [(asked.causal, config) for asked, _, config, _ in given] == [
         (False, IN_USE), (False, BEST), (True, IN_USE), (True, BEST),
     ]  # fmt: skip
 
@@ -146,7 +151,64 @@ def test_limits_of_the_mask_are_what_is_timed(monkeypatch):
         launched: list[Any] = []
         monkeypatch.setattr(on_card, "backward_call", lambda *_, to=launched, **options: to.append(options))
         card.call(asked, backward_table.HOPPER[64])
-        assert launched == [given.pop()]
+        assert launched == [given.pop() | {"score_mod": None, "read": []}]
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "softcap": {"score_mod": softcap(30.0)},
+    "alibi": {"score_mod": alibi(torch.empty(4))},
+    "bias": {"bias": Bias(dtype=torch.bfloat16, each_row=True, shared=True)},
+}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """What runs on the card, executed on the CPU."""
+    monkeypatch.setattr(on_card, "attention", partial(attention, device=H200))
+    monkeypatch.setattr(on_card, "backward_call", partial(backward_call, device=H200))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("kind", SCORES)
+def test_changed_scores_are_what_is_timed(kind):
+    """By the kernels on the CPU: the problem that attention() poses is the one that was asked for."""
+    asked = dataclasses.replace(problem(batch=1, heads=4, kv_heads=2, q_len=24, kv_len=37, head_dim=64), **SCORES[kind])
+    assert asked.scores == kind
+    card = RealCard(H200, 1, 1.0, where="cpu")
+    posed: list[Problem] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "require_fits", lambda config, problem, device: posed.append(problem))
+        config = pick_config(asked, H200)
+        assert card.try_out(asked, config, config) is None
+    assert {dataclasses.replace(p, scale=asked.scale) for p in posed} == {asked}
+    assert card.peer(asked, of_gradients=False) is None
+    without = dataclasses.replace(asked, score_mod=None, bias=None)
+    plain, *_ = card.outputs(without, pick_config(without, H200)).values()
+    changed, *_ = card.outputs(asked, config).values()
+    assert not torch.equal(plain, changed)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("kind", ["softcap", "alibi"])
+def test_gradients_of_changed_scores_are_what_is_timed(kind):
+    """By the kernels on the CPU, as attention's own."""
+    asked = dataclasses.replace(problem(batch=1, heads=4, kv_heads=2, q_len=24, kv_len=40, head_dim=64), **SCORES[kind])
+    card = RealCard(H200, 1, 1.0, where="cpu")
+    config = backward_table.pick_config(asked)
+    got = card.outputs(asked, config)
+    q, k, v = (t.detach().requires_grad_() for t in card.inputs(asked))
+    out = attention(q, k, v, **card.options, device=H200)
+    assert isinstance(out, torch.Tensor)
+    want = torch.autograd.grad(out, [q, k, v], card.gradients[0])
+    for name, grad in zip(("dQ", "dK", "dV"), want, strict=True):
+        assert torch.equal(got[name], grad.float()), name
+
+
+@pytest.mark.parametrize("kind", [None, *SCORES])
+def test_a_job_is_sent_to_another_process(kind):
+    asked = problem() if kind is None else dataclasses.replace(problem(heads=4), **SCORES[kind])
+    without, sent, config, device = pickle.loads(pickle.dumps(on_card.job_of(asked, BEST, H200)))
+    assert (on_card.problem_of_job(without, sent), config, device) == (asked, BEST, H200)
 
 
 def test_what_the_peer_does_not_compute_has_no_times(monkeypatch):
@@ -187,7 +249,7 @@ def test_what_is_compiled_ahead_is_what_a_call_compiles(monkeypatch):
     monkeypatch.setattr(Build, "compile", lambda build, arch: builds.append((build, arch)))
     monkeypatch.setattr(on_card, "resources", lambda kernel: taken())
     launch.compiled.cache_clear()
-    on_card.compile_one((asked, config, H200))
+    on_card.compile_one(on_card.job_of(asked, config, H200))
     launch.compiled.cache_clear()
     monkeypatch.setattr(launch, "CardLaunch", lambda *_: None)
     q, k, v = (torch.empty(1, n, s, 64, dtype=torch.bfloat16, device="meta") for n, s in ((4, 32), (2, 64), (2, 64)))
@@ -207,7 +269,8 @@ def test_gradients_on_the_cards_path(stand_in, monkeypatch):
     off = {"dQ": 0.0, "dK": 0.0, "dV": 0.0}
 
     def call_of(config: HopperBackward, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> Any:
-        assert [options.pop(name) for name in ("causal", "window", "chunk")] == [True, (None, None), None]
+        of_problem = [options.pop(name) for name in ("causal", "window", "chunk", "score_mod", "read")]
+        assert of_problem == [True, (None, None), None, None, []]
         assert (dout.shape, out.shape, lse.shape) == (q.shape, q.shape, q.shape[:3])
         calls.append((config, bool(options)))
         if options:

@@ -74,7 +74,7 @@ def test_without_time_there_is_no_other_process():
 
 def test_a_process_of_its_own_gets_what_was_asked_and_says_what_it_lacks(capfd):
     args = command.parser().parse_args(["--shape", "1,2,3,64", "--table", "none.json"])
-    assert command.process([Batch((ASKED,))], args, False, math.inf) == 1
+    assert command.process(args, False, math.inf) == 1
     assert "bench tune: [Errno 2] No such file or directory: 'none.json'" in capfd.readouterr().err
 
 
@@ -187,6 +187,10 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--show", "none.json"], "No such file or directory: 'none.json'"),
         (["--sweep", "bf16", "--causal"], "--causal: expected none with --sweep, which says what is tuned"),
         (["--sweep", "bf16", "--kv-heads", "2"], "--kv-heads: expected none with --sweep, which says what is tuned"),
+        (["--sweep", "bf16", "--softcap", "9"], "--softcap: expected none with --sweep, which says what is tuned"),
+        (["--shape", "1,2,3,64", "--softcap", "9", "--bias"], "argument --bias: not allowed with argument --softcap"),
+        (["--shape", "1,2,3,64", "--softcap", "0"], "softcap: expected a positive number"),
+        (["--shape", "1,2,3,64", "--bias", "--backward"], "--backward: expected none with --bias"),
         (["--sweep", "bf16", "--window", "9,"], "--window: expected none with --sweep, which says what is tuned"),
         (["--shape", "1,2,3,64", "--window", "9"], "expected two numbers from 0 on, as 1024,0, or 1024, without"),
         (["--shape", "1,2,3,64", "--chunk", "0"], "chunk: expected at least 1 key, got 0"),

@@ -5,6 +5,9 @@ import itertools
 import json
 from typing import Any
 
+import pytest
+import torch
+
 from bench.points import sweep
 from bench.predict import problem_of
 from bench.tune.command import HEAD_DIMS, REACH_OF_SWEEP
@@ -15,8 +18,11 @@ from gluon_attn import tuning
 from gluon_attn.backward import table as backward_table
 from gluon_attn.backward.table import HOPPER, BackwardRow
 from gluon_attn.device import Device
-from gluon_attn.forward.table import PACKAGED, pick_config
+from gluon_attn.forward.configs import HopperConfig
+from gluon_attn.forward.fits import require_fits
+from gluon_attn.forward.table import PACKAGED, hopper_config, pick_config
 from gluon_attn.problem import Problem
+from gluon_attn.score_mod import softcap
 from gluon_attn.tuning import Measured
 from tests.bench.tune.fakes import (
     ASKED,
@@ -30,6 +36,7 @@ from tests.bench.tune.fakes import (
     PROVENANCE,
     name_of,
 )
+from tests.bench.tune.test_card import SCORES
 from tests.gluon_attn.problems import problem
 
 
@@ -72,6 +79,45 @@ def test_a_row_for_a_window_serves_what_sees_as_many_keys():
         other = dataclasses.replace(asked, left=left)
         assert row.fits(other, H200, None) == is_served
         assert (of_gradients.unmet_size(other) is None) == is_served
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_a_row_for_changed_scores_serves_those_alone(kind, tmp_path):
+    """With its config as it was chosen, read from the file too. Without such a row others serve them, as before."""
+    asked = dataclasses.replace(ASKED, **SCORES[kind])
+    config = hopper_config(2, 64, 1, 2, 232, half_by_polynomial=kind == "softcap")
+    row = Forward(asked, H200, PACKAGED).row(config, 1.25)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [row], [None])))
+    [of_file] = tuning.read(path).rows
+    assert dataclasses.replace(of_file, card=None, date=None) == row
+    rows = (of_file, *PACKAGED)
+    assert pick_config(asked, H200, None, rows) == config
+    others: dict[str | None, dict[str, Any]] = {None: {}} | {**SCORES}
+    for other, fields in others.items():
+        if other != kind:
+            unlike = dataclasses.replace(ASKED, **fields)
+            assert pick_config(unlike, H200, None, rows) == pick_config(unlike, H200)
+    if kind == "bias":
+        return
+    of_gradients = Gradients(asked, H200, backward_table.PACKAGED).row(HOPPER[128], 1.25)
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [], [], [of_gradients], [None])))
+    [read] = tuning.read(path).backward_rows
+    assert read.unmet_size(asked) is None
+    assert read.unmet_size(ASKED) == "scores"
+
+
+def test_a_row_for_a_soft_cap_has_its_lever_only_where_it_is_right():
+    """In fp16 it is for no soft cap, nor beyond the largest that it is exact for."""
+    row = Forward(dataclasses.replace(ASKED, **SCORES["softcap"]), H200, PACKAGED).row(
+        hopper_config(2, 64, 1, 2, 232, half_by_polynomial=True), 1.25
+    )
+    for fields in ({"score_mod": softcap(100.0)}, {"score_mod": softcap(30.0), "dtype": torch.float16}):
+        asked = dataclasses.replace(ASKED, **fields)
+        config = pick_config(asked, H200, None, (row, *PACKAGED))
+        assert isinstance(config, HopperConfig)
+        assert (config.block_n, config.half_by_polynomial) == (64, False)
+        require_fits(config, asked, H200)
 
 
 def test_a_reach_of_one_is_the_shape_alone():
