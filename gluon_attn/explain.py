@@ -3,6 +3,8 @@
 import argparse
 import json
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, H
 from .forward.launch import compiled_for
 from .forward.plan import Plan
 from .forward.table import Row, pick_config, pick_row
+from .kernels.common.mask import Mask
 from .problem import Problem
 from .resources import resources
 from .runtime.compat import CompiledKernel
@@ -70,6 +73,8 @@ def main(arguments: Sequence[str]) -> None:
             for name, kernel in compiled_here(problem, device, options.num_ctas, options.backward).items():
                 for line in machine_code(name, kernel):
                     say(line)
+    except BrokenPipeError:  # who reads it has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, NotImplementedError) as error:
         command.error(str(error))
 
@@ -101,7 +106,11 @@ def add_problem_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k and v (default: bf16)")
     command.add_argument("--causal", action="store_true")
     command.add_argument(
-        "--window", type=window, default=(None, None), metavar="L,R", help="keys before a query and after it, as 1024,0"
+        "--window",
+        type=window,
+        default=(None, None),
+        metavar="LEFT,RIGHT",
+        help="keys before a query's own and after it, a side without a limit left empty; 1023,0: 1024 keys, causal",
     )
     command.add_argument("--chunk", type=int, metavar="N", help="keys of a chunk, of which a query sees its own")
     scores = command.add_mutually_exclusive_group()
@@ -115,7 +124,7 @@ def window(text: str) -> tuple[int | None, int | None]:
     sides = [side.strip() for side in text.split(",")]
     if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
         raise argparse.ArgumentTypeError(
-            f"expected two numbers from 0 on, as 1024,0, or 1024, without a limit to the right, got {text!r}"
+            f"expected LEFT,RIGHT, as '1024,0', or '1024,' for no limit after a query, got {text!r}"
         )
     left, right = (int(side) if side else None for side in sides)
     return left, right
@@ -226,11 +235,13 @@ def described(problem: Problem) -> str:
 
 
 def masked(problem: Problem) -> str:
+    """Its limits, but for those that hide nothing at its lengths."""
+    mask = problem.mask
     limits = {
-        "causal": problem.causal,
-        f"{problem.left} keys before": problem.left is not None,
-        f"{problem.right} keys after": problem.right is not None,
-        f"chunks of {problem.chunk}": problem.chunk is not None,
+        "causal": mask.causal,
+        f"{mask.left} keys before": mask.left is not None,
+        f"{mask.right} keys after": mask.right is not None,
+        f"chunks of {mask.chunk}": mask.chunk is not None,
     }
     return ", ".join(limit for limit, is_there in limits.items() if is_there) or "no mask"
 
@@ -389,7 +400,9 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
         yield f"measured: no point of bench/results/{row.result_file} is of that kind"
         return
     yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
-    yield f"  at the nearest point, {point['name']}, batch {point['point']['batch']}, {point['point']['heads']} heads"
+    plain = ", plain" * (problem.scores is not None or problem.mask != Mask(causal=problem.causal))
+    heads = f"batch {point['point']['batch']}, {point['point']['heads']} heads"
+    yield f"  at the nearest point, {point['name']}, {heads}{plain}"
     ms = {name: found["ms"] for name, found in point["results"].items() if name != ANCHOR}
     yield from times(ms, name_in_results(row))
 
@@ -424,7 +437,8 @@ def nearest(points: Sequence[Mapping[str, Any]], row: Row | BackwardRow, problem
     def distance(point: Mapping[str, Any]) -> float:
         given = point["point"]
         heads = given["batch"] * given["heads"] / (problem.batch * problem.heads)
-        return abs(math.log2(given["length"] / problem.kv_len)) + abs(math.log2(heads)) / 2
+        keys = problem.mask.most_keys(problem.kv_len)
+        return abs(math.log2(given["length"] / keys)) + abs(math.log2(heads)) / 2
 
     return min(filter(of_kind, points), key=distance, default=None)
 

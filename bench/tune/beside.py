@@ -14,6 +14,9 @@ PAIRS = {
 }
 
 
+LIMITS = ("left", "right", "chunk", "scores")  # of a problem's mask and scores, where it has them
+
+
 def fa3_over_cudnn(shape: Mapping[str, Any], path: Path = PEERS) -> float | None:
     """The ratio of its speed to cuDNN's where both were timed beside each other, on an H200; None where they were not.
     In fp8 its fp8 to cuDNN's bf16."""
@@ -23,7 +26,7 @@ def fa3_over_cudnn(shape: Mapping[str, Any], path: Path = PEERS) -> float | None
     alike = (shape["kv_heads"], shape["kv_len"], shape["head_dim_v"]) == (
         shape["heads"], shape["q_len"], shape["head_dim"]
     )  # fmt: skip
-    alike = alike and not shape.keys() & {"left", "right", "chunk", "scores"}
+    alike = alike and not shape.keys() & {*LIMITS}
     if not alike or (shape["batch"] * shape["q_len"], shape["heads"] * shape["head_dim"]) != sizes:
         return None
     for point in json.loads(path.read_text(encoding="utf-8"))["fa3"]["points"]:
@@ -68,6 +71,7 @@ def table(provenance: Mapping[str, Any]) -> Iterator[str]:
     for found in provenance["shapes"]:
         shape = found["shape"]
         name = f"{set_of(found)} D={shape['head_dim']} {'causal' if shape['causal'] else 'full'} {shape['q_len']}"
+        name += "".join(f", {limit} {shape[limit]}" for limit in LIMITS if limit in shape)
         stays = found["chosen"] == found["in_use"]
         gain = "–" if stays else f"{found['gain']:+.1%} ±{found['spread']:.1%}"
         beside, cells = found.get("beside"), ["–"] * 3

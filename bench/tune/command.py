@@ -32,8 +32,10 @@ from bench.tune.search import Again, Card, Progress, Search, Stop, shape_of
 from bench.tune.together import GENERATIONS, LEAST_OF_A_GENERATION_S, Together
 from bench.tune.watch import Watch, run_watched
 from gluon_attn import tuning
+from gluon_attn.backward import table as backward_table
 from gluon_attn.device import Device
 from gluon_attn.explain import DEVICES, add_problem_options, problem_of, shape
+from gluon_attn.forward.table import PACKAGED
 from gluon_attn.gradients import ARCHS
 from gluon_attn.problem import Problem
 from gluon_attn.tensors import FP8_DTYPES
@@ -54,16 +56,20 @@ GRACE_S = 20.0  # beyond the limit, after which the process is ended
 
 @dataclass(frozen=True)
 class Batch:
-    """Problems that are searched together, or their gradients."""
+    """Problems that are searched together, or their gradients. for_package: the file that is written will take the
+    place of one of the package; otherwise that of one that was loaded."""
 
     problems: tuple[Problem, ...]
     of_gradients: bool = False
+    for_package: bool = False
 
     def choices(self, problem: Problem, device: Device) -> Any:
         """`Forward` or `Gradients`."""
         if self.of_gradients:
-            return Gradients(problem, device, tuning.backward_rows_for(device))
-        return Forward(problem, device, tuning.rows_for(device))
+            of_gradients = backward_table.PACKAGED if self.for_package else tuning.backward_rows_for(device, ())
+            return Gradients(problem, device, tuning.backward_rows_for(device), of_gradients)
+        beneath = PACKAGED if self.for_package else tuning.rows_for(device, ())
+        return Forward(problem, device, tuning.rows_for(device), beneath)
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,9 @@ def batches_of(args: argparse.Namespace) -> list[Batch]:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option}: expected none with --sweep, which says what is tuned, got it; leave it out")
     return [
-        Batch(tuple(problem_at(p) for p in points.sweep("bf16" if of_gradients else kind, HEAD_DIMS)), of_gradients)
+        Batch(
+            tuple(problem_at(p) for p in points.sweep("bf16" if of_gradients else kind, HEAD_DIMS)), of_gradients, True
+        )
         for kind, of_gradients in ((kind, kind == "backward") for kind in dict.fromkeys(args.sweep))
     ]
 

@@ -66,6 +66,7 @@ class Forward:
     problem: Problem
     device: Device
     rows: Sequence[Row]
+    beneath: Sequence[Row] = PACKAGED  # those that a table file with what is found will be put in front of
 
     MOST_SPILLS: ClassVar[int] = 0  # in a loop over key blocks
 
@@ -78,9 +79,9 @@ class Forward:
         return pick_config(self.problem, self.device, None, self.rows)
 
     @property
-    def in_code(self) -> ForwardConfig:
-        """What would be in use without any table file."""
-        return pick_config(self.problem, self.device, None, PACKAGED)
+    def without(self) -> ForwardConfig:
+        """What serves if what is found is not loaded, nor what it replaces."""
+        return pick_config(self.problem, self.device, None, self.beneath)
 
     def name(self, config: ForwardConfig) -> str:
         """One for each config: `label` leaves registers out."""

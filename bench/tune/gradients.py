@@ -37,6 +37,7 @@ class Gradients:
     problem: Problem
     device: Device
     rows: Sequence[BackwardRow]
+    beneath: Sequence[BackwardRow] = PACKAGED  # as in forward.py
 
     MOST_SPILLS: ClassVar[int] = MOST_SPILLS
 
@@ -53,9 +54,9 @@ class Gradients:
         return pick_config(self.problem, self.rows)
 
     @property
-    def in_code(self) -> HopperBackward:
-        """What would be in use without any table file."""
-        return pick_config(self.problem, PACKAGED)
+    def without(self) -> HopperBackward:
+        """What serves if what is found is not loaded, nor what it replaces."""
+        return pick_config(self.problem, self.beneath)
 
     def name(self, config: HopperBackward) -> str:
         return label(config)

@@ -452,7 +452,8 @@ def first_line(error: BaseException) -> str:
 
 def shape_of(problem: Problem) -> dict[str, Any]:
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "head_dim_v", "causal")
-    limits = {name: getattr(problem, name) for name in ("left", "right", "chunk", "scores")}
+    mask = problem.mask  # without limits that hide nothing
+    limits = {"left": mask.left, "right": mask.right, "chunk": mask.chunk, "scores": problem.scores}
     return (
         {name: getattr(problem, name) for name in names}
         | {"dtype": str(problem.dtype).removeprefix("torch.")}

@@ -95,6 +95,9 @@ def test_a_window_is_asked_for_by_the_keys_that_a_query_sees():
     assert "a query sees 1024" in text
     assert "causal, on" in said(*shape, "--window", ",0")
     assert "no mask" in said(*shape)
+    assert ", plain" in text
+    assert "causal, on" in said(*shape, "--window", "99999,0")
+    assert ", plain" not in said(*shape, "--window", "99999,0")
     assert "causal, chunks of 2048, on" in said(*shape, "--chunk", "2048", "--causal")
     assert "5 keys after" in said(*shape, "--window", ",5")
 
@@ -172,6 +175,11 @@ def test_a_row_of_a_table_file(tmp_path):
     assert f"served by row 0 of {path}: {label(CONFIG)}" in text
     assert "512 to 2048 queries: it has 1024" in text
     assert "2026-11-25: +50.0% ±1.0% over b" in text
+    tuning.reset()
+    stays = dataclasses.replace(found, chosen="b", gain=0.0)
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [row], [stays])))
+    text = said("--shape", "2,16,1024,128", "--table", str(path))
+    assert "2026-11-25: it was in use already, and nothing that was timed was faster" in text
     tuning.reset()
     text = said("--shape", "2,16,4096,128", "--table", str(path))
     assert f"{label(CONFIG)}: for (512, 2048) queries, there are 4096" in text

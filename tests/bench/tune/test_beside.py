@@ -1,14 +1,17 @@
 """How a table does beside others."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from bench.points import sweep
 from bench.predict import problem_of
-from bench.tune.beside import fa3_over_cudnn, geometric_means, ratios, table
+from bench.tune.beside import LIMITS, fa3_over_cudnn, geometric_means, ratios, table
 from bench.tune.command import HEAD_DIMS
 from bench.tune.search import shape_of
+from gluon_attn.score_mod import softcap
+from tests.gluon_attn.problems import problem
 
 
 def test_the_line_of_every_point_of_the_sweep():
@@ -28,6 +31,29 @@ def test_the_line_of_every_point_of_the_sweep():
 def test_what_was_not_timed_has_no_line(unlike):
     point = next(p for p in sweep("bf16", HEAD_DIMS) if p.name == "D=128 full 512")
     assert fa3_over_cudnn(shape_of(dataclasses.replace(problem_of(point), **unlike))) is None
+
+
+def test_limits_and_scores_have_no_line_and_are_named():
+    shape: dict[str, Any] = shape_of(problem_of(sweep("bf16", (64,))[0]))
+    assert fa3_over_cudnn(shape) is not None
+    found = {"shape": shape, "chosen": "a", "in_use": "a", "gain": 0.0, "spread": 0.0}
+    plain = list(table({"shapes": [found]}))[2]
+    for limit in ({"left": 20}, {"right": 5}, {"chunk": 64}, {"scores": "softcap"}):
+        assert fa3_over_cudnn(shape | limit) is None
+        [(name, value)] = limit.items()
+        of_limit = list(table({"shapes": [found | {"shape": shape | limit}]}))[2]
+        assert of_limit.split(" | ")[0] == f"{plain.split(' | ')[0]}, {name} {value}"
+
+
+def test_limits_are_part_of_the_shape_where_they_hide_something():
+    asked = dataclasses.replace(problem(), causal=True, score_mod=softcap(9.0))
+    every: list[dict[str, Any]] = [{"left": 20}, {"left": 20, "causal": False, "right": 30}, {"chunk": 64}]
+    for fields in every:
+        shape = shape_of(dataclasses.replace(asked, **fields))
+        of_limits = {name: shape[name] for name in LIMITS if name in shape}
+        assert of_limits == {name: n for name, n in fields.items() if name != "causal"} | {"scores": "softcap"}
+    shape = shape_of(dataclasses.replace(asked, left=asked.kv_len, score_mod=None))
+    assert not {*LIMITS} & shape.keys()
 
 
 def test_means_are_of_speeds():

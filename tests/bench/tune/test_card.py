@@ -133,6 +133,7 @@ def test_the_peer_computes_the_same(monkeypatch, of_gradients):
 def test_limits_of_the_mask_are_what_is_timed(monkeypatch):
     """Forward and backward, on the CPU; the peer has no such mask."""
     card, given = RealCard(H200, 1, 1.0, where="cpu"), []
+    monkeypatch.setattr(on_card, "PEER", torch.nn.attention.SDPBackend.MATH)  # which computes on the CPU
 
     def attend(*_: Any, **options: Any) -> Any:
         given.append({name: options[name] for name in ("causal", "window", "chunk")})
@@ -147,6 +148,8 @@ def test_limits_of_the_mask_are_what_is_timed(monkeypatch):
         card.call(asked, BEST)()
         window = asked.left, asked.right
         assert given.pop() == {"causal": asked.causal, "window": window, "chunk": asked.chunk}
+        assert card.peer(plain, of_gradients=False) is not None
+        card.inputs(asked)
         assert card.peer(asked, of_gradients=False) is None
         launched: list[Any] = []
         monkeypatch.setattr(on_card, "backward_call", lambda *_, to=launched, **options: to.append(options))
@@ -188,11 +191,15 @@ def test_changed_scores_are_what_is_timed(kind):
     assert not torch.equal(plain, changed)
 
 
+LIMITS: dict[str, dict[str, Any]] = {"window": {"left": 5, "causal": True}, "chunk": {"chunk": 16}}
+
+
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("kind", ["softcap", "alibi"])
-def test_gradients_of_changed_scores_are_what_is_timed(kind):
+@pytest.mark.parametrize("kind", ["softcap", "alibi", *LIMITS])
+def test_gradients_are_those_of_what_is_timed(kind):
     """By the kernels on the CPU, as attention's own."""
-    asked = dataclasses.replace(problem(batch=1, heads=4, kv_heads=2, q_len=24, kv_len=40, head_dim=64), **SCORES[kind])
+    plain = problem(batch=1, heads=4, kv_heads=2, q_len=24, kv_len=40, head_dim=64)
+    asked = dataclasses.replace(plain, **(SCORES | LIMITS)[kind])
     card = RealCard(H200, 1, 1.0, where="cpu")
     config = backward_table.pick_config(asked)
     got = card.outputs(asked, config)

@@ -192,7 +192,10 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--shape", "1,2,3,64", "--softcap", "0"], "softcap: expected a positive number"),
         (["--shape", "1,2,3,64", "--bias", "--backward"], "--backward: expected none with --bias"),
         (["--sweep", "bf16", "--window", "9,"], "--window: expected none with --sweep, which says what is tuned"),
-        (["--shape", "1,2,3,64", "--window", "9"], "expected two numbers from 0 on, as 1024,0, or 1024, without"),
+        (
+            ["--shape", "1,2,3,64", "--window", "9"],
+            "expected LEFT,RIGHT, as '1024,0', or '1024,' for no limit after",
+        ),
         (["--shape", "1,2,3,64", "--chunk", "0"], "chunk: expected at least 1 key, got 0"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from bench.points import sweep
 from bench.predict import problem_of
-from bench.tune.command import HEAD_DIMS, REACH_OF_SWEEP
+from bench.tune.command import HEAD_DIMS, REACH_OF_SWEEP, Batch
 from bench.tune.forward import Forward
 from bench.tune.gradients import Gradients
 from bench.tune.rows import rows_for_all
@@ -153,17 +153,37 @@ def test_two_problems_that_no_condition_tells_apart_have_no_row():
 
 
 def test_a_row_of_a_table_file_in_use_is_taken_over_where_it_stays():
-    """What is written can take that file's place. Where the rows in code have the config, there is no row."""
+    """What is written can take that file's place. Where the config would serve without it, there is no row."""
     table = Forward(ASKED, H200, PACKAGED).row(BEST, 1.25)
     choices = Forward(ASKED, H200, (table, *PACKAGED))
-    name = choices.name(BEST)
-    stays = Measured(shape={}, ms={name: 1.0}, chosen=name, in_use=name, gain=0.0, spread=0.01)
-    [taken] = rows_for_all([(choices, BEST, stays)], 1.25)
-    assert taken.row == table
-    in_code = Forward(ASKED, H200, PACKAGED)
-    assert rows_for_all([(in_code, IN_USE, stays)], 1.25) == []
-    [back] = rows_for_all([(choices, IN_USE, stays)], 1.25)  # the file's row was slower: one in front of it
-    assert back.row.config == IN_USE
+    of_gradients = Gradients(GRADIENTS, H200, backward_table.PACKAGED).row(BEST_OF_GRADIENTS, 1.25)
+    backward = Gradients(GRADIENTS, H200, (of_gradients, *backward_table.PACKAGED))
+    for of_pass, best, row, other in (
+        (choices, BEST, table, IN_USE), (backward, BEST_OF_GRADIENTS, of_gradients, HOPPER[128])
+    ):  # fmt: skip
+        given: Any = of_pass
+        name = given.name(best)
+        stays = Measured(shape={}, ms={name: 1.0}, chosen=name, in_use=name, gain=0.0, spread=0.01)
+        [taken] = rows_for_all([(given, best, stays)], 1.25)
+        assert taken.row == row
+        assert rows_for_all([(dataclasses.replace(given, beneath=given.rows), best, stays)], 1.25) == []
+        assert rows_for_all([(dataclasses.replace(given, rows=given.beneath), other, stays)], 1.25) == []
+        [back] = rows_for_all([(given, other, stays)], 1.25)  # the file's row was slower: one in front of it
+        assert back.row.config == other
+
+
+def test_whose_place_a_file_takes(tmp_path):
+    """With shapes that of a file that was loaded, and the package's stay beneath; with a sweep that of one of these."""
+    path = tmp_path / "table.json"
+    row = Forward(ASKED, H200, PACKAGED).row(BEST, 1.25)
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [row], [None])))
+    with tuning.load(path):
+        rows = tuning.rows_for(H200)
+        for for_package, beneath in ((False, tuning.rows_for(H200, ())), (True, PACKAGED)):
+            choices = Batch((ASKED,), for_package=for_package).choices(ASKED, H200)
+            assert (choices.rows, choices.beneath, choices.in_use) == (rows, beneath, BEST)
+            of_gradients = Batch((GRADIENTS,), True, for_package).choices(GRADIENTS, H200)
+            assert of_gradients.beneath == tuning.backward_rows_for(H200, ())
 
 
 def test_the_rows_of_a_sweep_do_not_overlap():
