@@ -1,15 +1,15 @@
 """What our attention does for a model: a Llama of random weights, with the layers of one of 8B, in transformers.
 
     python -m bench.models --out FILE             # on a Hopper card, some minutes; needs transformers
-    python -m bench.models --only train           # or prefill, batches or losses, or some of them
+    python -m bench.models --only train           # or prefill, batches, losses or wide_losses, or some of them
     python -m bench.models --only prefill --rounds 30    # with more rounds, what a gain of 1 % is told from noise by
     python -m bench.models --show FILE            # anywhere
 
 Training steps (forward, loss, backward, AdamW) and prefills (forward, logits of the last position) of 16384 tokens in
 bf16, by one attention after the other on the same weights. Then transformers' continuous batching, which needs 5.24:
 prompts of unlike lengths are there at once, and each gets some new tokens. Then the losses of a smaller model of that
-shape that learns text from the same start by each: are ours as near to torch's as those of torch's kernels are to each
-other?
+shape that learns text from the same start by each, and those of layers of 8B: are ours as near to torch's as those of
+torch's kernels are to each other?
 """
 
 import argparse
@@ -72,7 +72,9 @@ REQUESTS = Requests(count=64, shortest=100, longest=2000, new_tokens=32)
 PAGE = 256  # keys, transformers' default
 
 LEARNS = Shape(layers=4, heads=8, kv_heads=2, head_dim=128, vocabulary=256, batch=8, length=1024)
+LEARNS_WIDE = replace(SHAPE, batch=2, length=2048)
 STEPS, LEARNING_RUNS = 3 * WINDOW, 3
+LEARNING_RATE, LEARNING_RATE_WIDE = 1e-3, 1e-4  # at 1e-3 layers of 8B would not settle
 
 # What transformers is told to call, and what is on meanwhile.
 ATTENTION: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = {
@@ -279,12 +281,14 @@ def of_attention(events: Iterable[Any]) -> dict[str, float]:
     }
 
 
-def measure_losses(shape: Shape, steps: int, device: str, runs: int) -> dict[str, list[list[float]]]:
+def measure_losses(
+    shape: Shape, steps: int, device: str, runs: int, learning_rate: float = LEARNING_RATE
+) -> dict[str, list[list[float]]]:
     """Of each run at each step, by each attention, under bf16 autocast."""
     found: dict[str, list[list[float]]] = {name: [] for name in [*PEERS, *JUDGED]}
     for _, name in itertools.product(range(runs), found):
         model = model_of(shape, torch.float32, device)
-        train = partial(losses_of, model, partial(logits_of, model), shape, steps, device)
+        train = partial(losses_of, model, partial(logits_of, model), shape, steps, device, learning_rate)
         losses = by(name, model, train)()
         assert isinstance(losses, Tensor)
         found[name].append(losses.tolist())
@@ -354,8 +358,10 @@ def show(found: dict[str, Any]) -> None:
     for what, part in (("training step", "train"), ("prefill", "prefill"), ("continuous batching", "batches")):
         if part in found:
             show_points(what, found[part])
-    if "losses" in found:
-        show_losses(found["losses"])
+    for part, of in (("losses", "a smaller model"), ("wide_losses", "layers of 8B")):
+        if part in found:
+            print(f"losses of {of}")
+            show_losses(found[part])
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
@@ -363,6 +369,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "prefill": lambda args: measure_prefill(speed_model(args.layers), args.lengths, args.rounds),
     "batches": lambda args: measure_batches(speed_model(args.layers), REQUESTS, args.rounds),
     "losses": lambda args: measure_losses(LEARNS, STEPS, "cuda", LEARNING_RUNS),
+    "wide_losses": lambda args: measure_losses(LEARNS_WIDE, STEPS, "cuda", LEARNING_RUNS, LEARNING_RATE_WIDE),
 }
 
 

@@ -102,12 +102,19 @@ def train(attend: Attend, shape: Shape, steps: int, device: str, runs: int = 1) 
     return torch.stack(losses)
 
 
-def losses_of(model: nn.Module, logits_of: Callable[[Tensor], Tensor], shape: Shape, steps: int, device: str) -> Tensor:
+def losses_of(
+    model: nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
+    shape: Shape,
+    steps: int,
+    device: str,
+    learning_rate: float = 1e-3,
+) -> Tensor:
     """The loss at each step, under bf16 autocast. The same text each time; weights are changed in place.
 
     logits_of: what the model makes of tokens, (B, S), as (B, S, vocabulary).
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     losses = torch.zeros(steps)
     for step in range(steps):
         tokens = text(shape, step).to(device)

@@ -202,6 +202,18 @@ def test_losses(ran):
     assert ran == [(TINY.length, True, False)] * 4
 
 
+@pytest.mark.usefixtures("ran")
+def test_a_learning_rate_changes_the_losses():
+    """But not the first, which is of the weights that both start from."""
+    slow, fast = (models.measure_losses(TINY, 2, "cpu", 1, rate)["sdpa, plain torch"][0] for rate in (1e-4, 1e-2))
+    assert slow[0] == fast[0]
+    assert slow[1] != fast[1]
+
+
+def test_the_wide_model_has_the_layers_that_are_timed():
+    assert replace(models.LEARNS_WIDE, batch=models.SHAPE.batch, length=models.SHAPE.length) == models.SHAPE
+
+
 def result(rates: dict[str, float], refused: dict[str, str]) -> dict[str, Any]:
     of_each = {"ms": 1.0, "spread": 0.01, "peak_gib": 30.25, "attention_ms": {"attention_forward": 1.0, "other": 2.5}}
     return {"results": {n: {**of_each, "tokens_per_second": rate} for n, rate in rates.items()}, "refused": refused}
