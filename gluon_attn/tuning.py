@@ -140,5 +140,17 @@ def kernels_of_cards() -> dict[str, Row]:
     return found
 
 
+def gradient_kernels_of_cards() -> dict[str, BackwardRow]:
+    """Likewise, of gradients."""
+    known = {(row.head_dims, row.config) for row in backward.PACKAGED}
+    found: dict[str, BackwardRow] = {}
+    for table in OF_CARDS:
+        for i, row in enumerate(table.backward_rows):
+            if (row.head_dims, row.config) not in known:
+                known.add((row.head_dims, row.config))
+                found[f"{Path(table.source).stem} row {i}"] = row
+    return found
+
+
 if os.environ.get(VARIABLE):
     load(os.environ[VARIABLE])

@@ -112,6 +112,19 @@ def test_a_graph_asks_the_table_of_the_card(written, planned, monkeypatch):
     assert planned == [CONFIG]
 
 
+def test_kernels_of_gradients_that_only_files_have(of_cards, monkeypatch):
+    """Each once, by its first row; not those that rows in code have."""
+    few, many = (vars(table) for table in of_cards)
+    in_code = backward.PACKAGED[0]
+    tables = [
+        tuning.Table(**few | {"source": "a.json", "backward_rows": (in_code, *few["backward_rows"])}),
+        tuning.Table(**many | {"source": "b.json", "backward_rows": (*few["backward_rows"], *many["backward_rows"])}),
+    ]
+    monkeypatch.setattr(tuning, "OF_CARDS", tuple(tables))
+    found = tuning.gradient_kernels_of_cards()
+    assert found == {"a row 1": few["backward_rows"][0], "b row 1": many["backward_rows"][0]}
+
+
 WITHIN = 1.02  # of the fastest that was timed
 FILES = sorted(tuning.TABLES.glob("*.json"))
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}

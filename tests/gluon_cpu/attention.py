@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import gluon_cpu
+from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.launch import NOT_THERE, backward_launches_of, workspaces
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config
@@ -123,15 +124,17 @@ class BackwardRun:
         programs: int,
         which: str = "main",
         bias: Tensor | None = None,
+        config: HopperBackward | None = None,
     ) -> None:
         """programs: of the main kernel. If there are fewer key blocks, and queries enough, programs share them. which:
         the launch that `launch` is: "before", "main" or "after"; or, where dV has a launch of its own, "dv", and "main"
-        is the other one. bias: that is added to scores, whose gradient is computed too."""
+        is the other one. bias: that is added to scores, whose gradient is computed too. config: default: the table's
+        in code."""
         self.inputs = (q, k, v, normal_like(empty_output(q, v)))
         self.causal, self.bias = causal, bias
         device = dataclasses.replace(Device.hopper(), sm_count=programs)
         problem = Problem.of(q, k, v, causal=causal, bias=bias)
-        config = pick_config(problem, of_bias=bias is not None)
+        config = config or pick_config(problem, of_bias=bias is not None)
         plan = BackwardPlan.of(problem, config, device, deterministic=deterministic)
         self.sharers = plan.sharers
         self.target = f"sm_{plan.arch}a"

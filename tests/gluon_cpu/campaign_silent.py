@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 import gluon_cpu
+from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellConfig, HopperConfig
 from gluon_attn.forward.table import TABLE, Row
-from gluon_attn.tuning import kernels_of_cards
+from gluon_attn.tuning import gradient_kernels_of_cards, kernels_of_cards
 from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import BackwardRun, Run, bias_of, kv_scales, normal_qkv
 from tests.gluon_cpu.twins import TWINS, Twin
@@ -91,14 +92,14 @@ def columns_of(head_dim: int) -> dict[str, Any]:
     return {"head_dim": head_dim, "head_dim_v": 128 if head_dim == 192 else head_dim}
 
 
-def of_gradients(head_dim: int, causal: bool, deterministic: bool) -> Twin:
+def of_gradients(head_dim: int, causal: bool, deterministic: bool, config: HopperBackward | None = None) -> Twin:
     """The backward's kernels, with several row blocks and three key blocks, and two heads to a KV head. Two programs
     claim key blocks and add to each row block, one of them twice. If it is deterministic, the bits of dQ too are the
     same under every schedule."""
     q_len, kv_len = LENGTHS[head_dim]
     dtype = torch.float16 if causal else torch.bfloat16
     qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, dtype=dtype, **columns_of(head_dim))
-    run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=2)
+    run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=2, config=config)
     return checked_once(run, run.bits)
 
 
@@ -110,12 +111,12 @@ SHARED = {  # head dim: queries, keys, programs that share two key blocks, in a 
 }
 
 
-def of_shared(head_dim: int, causal: bool, deterministic: bool) -> Twin:
+def of_shared(head_dim: int, causal: bool, deterministic: bool, config: HopperBackward | None = None) -> Twin:
     """The same with two key blocks that three programs share, of which one ends the first and begins the second; or, in
     a fixed order, four."""
     q_len, kv_len, *programs = SHARED[head_dim]
     qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, **columns_of(head_dim))
-    run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=programs[deterministic])
+    run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=programs[deterministic], config=config)
     assert run.sharers == programs[deterministic]
     return checked_once(run, run.bits)
 
@@ -146,14 +147,17 @@ def with_bias() -> dict[str, Callable[[], Twin]]:
 
 
 def gradients() -> dict[str, Callable[[], Twin]]:
-    return {
-        f"gradients D={head_dim} {'causal' if causal else 'full'}{' in order' if deterministic else ''}{name}": (
-            functools.partial(of_kind, head_dim, causal, deterministic)
-        )
-        for (name, of_kind), head_dim, causal, deterministic in itertools.product(
-            (("", of_gradients), (", shared", of_shared)), LENGTHS, (False, True), (False, True)
-        )
-    }
+    """With the configs in code, and with those of files, each with and without a mask."""
+    configs: list[tuple[str, int, HopperBackward | None]] = [("", head_dim, None) for head_dim in LENGTHS]
+    for row_name, row in gradient_kernels_of_cards().items():
+        configs.append((f" {row_name}", row.head_dims[0], row.config))
+    found: dict[str, Callable[[], Twin]] = {}
+    for (name, of_kind), (of_row, head_dim, config), causal, deterministic in itertools.product(
+        (("", of_gradients), (", shared", of_shared)), configs, (False, True), (False, True)
+    ):
+        kind = f"{'causal' if causal else 'full'}{' in order' if deterministic else ''}{name}{of_row}"
+        found[f"gradients D={head_dim} {kind}"] = functools.partial(of_kind, head_dim, causal, deterministic, config)
+    return found
 
 
 def watch(

@@ -26,14 +26,16 @@ from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.runtime import kernel as runtime_kernel
 from gluon_attn.sanitizer import FINDING, HAND_OVERS, SANITIZER, run_hand_over
 from gluon_attn.testing import backward_call, check, check_gradients, normal, normal_qkv
-from gluon_attn.tuning import kernels_of_cards
+from gluon_attn.tuning import gradient_kernels_of_cards, kernels_of_cards
 from tests.gluon_attn.backward import test_features, test_varlen
 from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(900)
 
-# Of the backward's table: padded head dim, causal, dQ in a fixed order.
-GRADIENT_CASES = list(itertools.product(BACKWARD, (False, True), (False, True)))
+# Of the backward's table, in code and in files: padded head dim, causal, dQ in a fixed order.
+CONFIGS = {f"D={d}": (d, config) for d, config in BACKWARD.items()}
+CONFIGS |= {name: (row.head_dims[0], row.config) for name, row in gradient_kernels_of_cards().items()}
+GRADIENT_CASES = list(itertools.product(CONFIGS, (False, True), (False, True)))
 CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)} | kernels_of_cards()
 # (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
@@ -53,9 +55,9 @@ def run_attention(row: Row) -> None:
         check(q, k, v, out, lse, causal=row.causal, what=f"Sq={q_len}, Sk={kv_len}")
 
 
-def run_gradients(head_dim: int, causal: bool, deterministic: bool) -> None:
+def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
     """All three kernels, with a processor for each key block, and with two for all of them."""
-    config, mask = BACKWARD[head_dim], Mask(causal=causal)
+    (head_dim, config), mask = CONFIGS[name], Mask(causal=causal)
     kernels = compiled_backward(torch.bfloat16, head_dim, mask, config, deterministic=deterministic, device_index=0)
     assert all(kernel.metadata.profile_scratch_size > 0 for kernel in kernels)
     card = Device.of(torch.device("cuda", 0))
@@ -153,11 +155,11 @@ RUNS = {
     "a mask by a function": (run_mask_mod, ()),
     **{name: (run_attention, (row,)) for name, row in CASES.items()},
     **{
-        f"gradients, D={d}, {'causal' if causal else 'full'}{', in a fixed order' * fixed}": (
+        f"gradients, {name}, {'causal' if causal else 'full'}{', in a fixed order' * fixed}": (
             run_gradients,
-            (d, causal, fixed),
+            (name, causal, fixed),
         )
-        for d, causal, fixed in GRADIENT_CASES
+        for name, causal, fixed in GRADIENT_CASES
     },
     "more row blocks than programs, 2 CTAs": (run_persistent, (2,)),
     "more row blocks than programs, 1 CTA": (run_persistent, (1,)),

@@ -14,6 +14,7 @@ from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import HOPPER, IN_ONE_LAUNCH, UNLIKE, pick_config
 from gluon_attn.bias import Bias
 from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.tuning import gradient_kernels_of_cards
 from tests.gluon_attn.problems import problem
 from tests.slow import slow_if
 
@@ -191,6 +192,21 @@ def ptx_of(head_dim: int, causal: bool, deterministic: bool, packed: bool = Fals
 @pytest.mark.slow_but("64-False-any order")
 def test_the_warpgroups_meet_where_memory_goes_from_one_to_the_other(head_dim, causal, deterministic):
     assert wrong(ptx_of(head_dim, causal, deterministic), HOPPER[head_dim]) == []
+
+
+OF_CARDS = gradient_kernels_of_cards()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", OF_CARDS)
+def test_of_rows_in_files_likewise(name, causal):
+    row = OF_CARDS[name]
+    for deterministic in (False, True):
+        kernels = compiled_backward(
+            torch.bfloat16, row.head_dims[0], Mask(causal=causal), row.config, deterministic=deterministic
+        )
+        assert wrong(str(kernels[-2].asm["ptx"]), row.config) == []
 
 
 @functools.cache
