@@ -81,6 +81,22 @@ def test_a_row_for_a_window_serves_what_sees_as_many_keys():
         assert (of_gradients.unmet_size(other) is None) == is_served
 
 
+def test_a_row_for_a_window_reaches_to_longer_sequences_and_more_heads():
+    """As each row block costs the same there. Not without a window, nor where another config was chosen for these."""
+    windowed = dataclasses.replace(ASKED, causal=True, left=511)
+    longer = {"q_len": 30000, "kv_len": 30000, "batch": 7}
+    for asked, is_served in ((windowed, True), (ASKED, False)):
+        [alone] = rows_for_all([found(asked, BEST)], 1.25)
+        assert alone.row.fits(dataclasses.replace(asked, **longer), H200, None) == is_served
+        assert not alone.row.fits(dataclasses.replace(asked, q_len=2000), H200, None)
+    other = dataclasses.replace(windowed, **longer)
+    rows = rows_for_all([found(windowed, BEST), found(other, dataclasses.replace(BEST, turns=False))], 1.25)
+    assert served(rows, windowed) == BEST
+    assert served(rows, other) == dataclasses.replace(BEST, turns=False)
+    of_gradients = Gradients(windowed, H200, backward_table.PACKAGED).row(HOPPER[64], 1.25, of_more=True)
+    assert of_gradients.unmet_size(other) is None
+
+
 @pytest.mark.parametrize("kind", SCORES)
 def test_a_row_for_changed_scores_serves_those_alone(kind, tmp_path):
     """With its config as it was chosen, read from the file too. Without such a row others serve them, as before."""
