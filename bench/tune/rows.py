@@ -28,14 +28,8 @@ def rows_for_all(found: Sequence[tuple[Any, Any, Measured]], reach: float) -> li
         if config == choices.in_use == choices.without:
             continue
         others = [o.problem for o, of_other, _ in found if of_other != config]
-        for shorter, of_more in (
-            (reach, True),
-            (reach, False),
-            (reach**0.5, False),
-            (reach**0.25, False),
-            (1.0, False),
-        ):
-            row = choices.row(config, shorter, of_more=of_more)
+        for shorter in (None, reach, reach**0.5, reach**0.25, 1.0):
+            row = choices.row(config, shorter or reach, of_more=shorter is None)
             if not any(choices.serves(row, problem) for problem in others):
                 chosen.append(Chosen(row, measured))
                 break

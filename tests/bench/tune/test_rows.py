@@ -84,7 +84,7 @@ def test_a_row_for_a_window_serves_what_sees_as_many_keys():
 def test_a_row_for_a_window_reaches_to_longer_sequences_and_more_heads():
     """As each row block costs the same there. Not without a window, nor where another config was chosen for these."""
     windowed = dataclasses.replace(ASKED, causal=True, left=511)
-    longer = {"q_len": 30000, "kv_len": 30000, "batch": 7}
+    longer: dict[str, Any] = {"q_len": 30000, "kv_len": 30000, "batch": 7}
     for asked, is_served in ((windowed, True), (ASKED, False)):
         [alone] = rows_for_all([found(asked, BEST)], 1.25)
         assert alone.row.fits(dataclasses.replace(asked, **longer), H200, None) == is_served
