@@ -87,8 +87,8 @@ def test_a_row_for_a_window_reaches_to_longer_sequences_and_more_heads():
     longer: dict[str, Any] = {"q_len": 30000, "kv_len": 30000, "batch": 7}
     for asked, is_served in ((windowed, True), (ASKED, False)):
         [alone] = rows_for_all([found(asked, BEST)], 1.25)
-        assert alone.row.fits(dataclasses.replace(asked, **longer), H200, None) == is_served
-        assert not alone.row.fits(dataclasses.replace(asked, q_len=2000), H200, None)
+        assert (alone.row.unmet_size(dataclasses.replace(asked, **longer)) is None) == is_served
+        assert alone.row.unmet_size(dataclasses.replace(asked, q_len=2000)) == "q_lens"
     other = dataclasses.replace(windowed, **longer)
     rows = rows_for_all([found(windowed, BEST), found(other, dataclasses.replace(BEST, turns=False))], 1.25)
     assert served(rows, windowed) == BEST
