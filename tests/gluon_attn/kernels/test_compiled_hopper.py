@@ -106,7 +106,7 @@ def test_resources_of_16_bits(row):
     estimate = row.config.smem_bytes(row.padded_head_dim, 2)
     assert found(row).smem_bytes <= estimate <= found(row).smem_bytes + 2048
     registers = row.config.softmax_registers
-    assert found(row).first_role_registers >= registers
+    assert found(row).first_role_registers >= registers - short(row)
     rest = (row.config.softmax_roles - 1) * registers + row.config.load_registers
     assert 128 * (found(row).first_role_registers + rest) <= REGISTERS_PER_SM
     assert barrier_counts(kernel(row).asm["ptx"]) == expected_counts(row)
@@ -154,6 +154,15 @@ def expected_counts(row: Row) -> collections.Counter[int]:
     return expected
 
 
+def short(row: Row) -> int:
+    """Of the first role's registers, what it does not get. A launch of 384 threads begins with 168 each, 1024 in all
+    short of what there are: this role pays, if all are asked for."""
+    assert isinstance(row.config, HopperConfig)
+    asked = row.config.softmax_roles * row.config.softmax_registers + row.config.load_registers
+    asked += row.config.transpose_registers
+    return 8 if kernel(row).metadata.num_warps == 12 and 128 * asked > 384 * 168 else 0
+
+
 @rows_of_fp8
 def test_resources_of_fp8(row):
     compiled_row, ptx = kernel(row), kernel(row).asm["ptx"]
@@ -162,10 +171,7 @@ def test_resources_of_fp8(row):
     assert barrier_counts(ptx) == expected_counts(row)
     asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\S*\s+(\d+)", ptx)}
     assert {row.config.load_registers, row.config.transpose_registers} - {0} <= asked
-    # A launch of 384 threads begins with 168 registers each, 512 short of all there are: the first role pays, if all
-    # are asked for.
-    short = 8 if compiled_row.metadata.num_warps == 12 else 0
-    assert first_role_registers(ptx) >= row.config.softmax_registers - short
+    assert first_role_registers(ptx) >= row.config.softmax_registers - short(row)
     assert compiled_row.metadata.num_warps <= 32
     # It starts before the kernel that transposes values has ended, and waits for it.
     before = row.config.transposes_before(1)
