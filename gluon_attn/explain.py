@@ -231,6 +231,8 @@ def described(problem: Problem) -> str:
     v = f", v's head dim {problem.head_dim_v}" * (problem.head_dim_v != problem.head_dim)
     dtype = next(name for name, of in DTYPES.items() if of == problem.dtype)
     scores = f", {problem.scores}" * (problem.scores is not None)
+    if problem.scores == "softcap" and problem.score_mod is not None:
+        scores += f" {problem.score_mod.after:g}"
     return f"{q}, {kv}{v}, {dtype}, {masked(problem)}{scores}"
 
 

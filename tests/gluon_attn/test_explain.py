@@ -106,7 +106,7 @@ def test_changed_scores_are_asked_for(tmp_path):
     """What is launched is what a call has; a row for them serves them alone."""
     shape = ("--shape", "2,16,1024,64")
     text = said(*shape, "--softcap", "30")
-    assert text.startswith("q (2, 16, 1024, 64), k (2, 16, 1024, 64), bf16, no mask, softcap, on NVIDIA H200")
+    assert text.startswith("q (2, 16, 1024, 64), k (2, 16, 1024, 64), bf16, no mask, softcap 30, on NVIDIA H200")
     config = pick_config(dataclasses.replace(problem(), head_dim=64, head_dim_v=64, score_mod=softcap(30.0)), H200)
     assert label(config) in text
     assert ", made of the row's " in text
