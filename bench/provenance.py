@@ -26,14 +26,13 @@ def clocks() -> str:
 
 
 def provenance(commit: str | None) -> dict[str, Any]:
-    """For a result file. commit: of the tree that is measured, if git cannot tell. If git can, and there are changes
-    that are in no commit, it says so."""
-    dirty = "+changes" * bool(output_of("git", "status", "--porcelain", "--untracked-files=no"))
-    known = output_of("git", "rev-parse", "--short=12", "HEAD")
+    """For a result file. commit: of the tree that is measured, if git cannot tell. Where it can, `changed` names the
+    code that is in no commit."""
+    changed = output_of("git", "diff", "HEAD", "--name-only", "--", "*.py").split()
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "seed": SEED,
-        "commit": commit or (known and known + dirty) or "unknown",
+        "commit": commit or output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown",
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": output_of("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"),
         "clocks": clocks(),
@@ -41,4 +40,4 @@ def provenance(commit: str | None) -> dict[str, Any]:
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-    }
+    } | ({"changed": changed} if changed and not commit else {})

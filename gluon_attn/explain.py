@@ -28,7 +28,8 @@ from .kernels.common.mask import Mask
 from .problem import Problem
 from .resources import resources
 from .runtime.compat import CompiledKernel
-from .score_mod import alibi, softcap
+from .score_mod import alibi, kind_of, softcap
+from .sizes import as_asked
 from .tensors import FP8_DTYPES
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -124,7 +125,7 @@ def window(text: str) -> tuple[int | None, int | None]:
     sides = [side.strip() for side in text.split(",")]
     if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
         raise argparse.ArgumentTypeError(
-            f"expected LEFT,RIGHT, as '1024,0', or '1024,' for no limit after a query, got {text!r}"
+            f"expected LEFT,RIGHT, as '1023,0', or '1023,' for no limit after a query, got {text!r}"
         )
     left, right = (int(side) if side else None for side in sides)
     return left, right
@@ -160,6 +161,8 @@ def problem_of(of_q: Sequence[int], options: argparse.Namespace) -> Problem:
         )
     )
     bias = None
+    if options.bias and q_len == 1:
+        raise ValueError("--bias: expected several queries, as a bias that all share has no rows, got 1; leave it out")
     if options.bias:
         bias = torch.empty((1, 1, q_len, row_stride(kv_len)), dtype=dtype, device="meta")[..., :kv_len]
     score_mod = None
@@ -182,7 +185,8 @@ def explained(problem: Problem, device: Device, num_ctas: int | None, results: P
     of_row = f", made of the row's {label(row.config)}" * (label(row.config) != label(config))
     yield f"served by {named(row, device)}: {label(config)}{of_row}"
     yield from (f"  {line}" for line in conditions(row, problem))
-    earlier = [r for r in rows[: rows.index(row)] if r.is_of_kind(problem, device)]
+    asked = as_asked(rows, problem)
+    earlier = [r for r in asked[: asked.index(row)] if r.is_of_kind(problem, device)]
     if earlier:
         yield "asked before it, and passed over"
         yield from (f"  {label(r.config)}: {why_not(r, problem, device, num_ctas)}" for r in earlier)
@@ -202,17 +206,21 @@ def explained_backward(problem: Problem, device: Device, results: Path) -> Itera
     row = backward.pick_row(problem, rows)
     yield f"gradients of {heading(problem, device)}"
     yield ""
-    yield f"served by {named(row, device)}: {label_of(row)}"
+    config = backward.pick_config(problem, rows)
+    of_row = f", made of the row's {label_of(row)}" * (label_of(row) != backward_label(config))
+    yield f"served by {named(row, device)}: {backward_label(config)}{of_row}"
     yield f"  {dims(problem, row.head_dims)}"
     if row.causal is not None:
         yield "  causal" if row.causal else "  no mask"
     yield from (f"  {asks}: it has {has}" for asks, has in limits(row, problem))
-    earlier = [r for r in rows[: rows.index(row)] if r.is_of_kind(problem)]
+    asked = as_asked(rows, problem)
+    earlier = [r for r in asked[: asked.index(row)] if r.is_of_kind(problem)]
     if earlier:
         yield "asked before it, and passed over"
-        yield from (f"  {label_of(r)}: {why_not_of_sizes(r, problem)}" for r in earlier)
+        of_bias = "with a bias the rows in code serve" if problem.bias is not None else None
+        yield from (f"  {label_of(r)}: {of_bias or why_not_of_sizes(r, problem)}" for r in earlier)
     yield ""
-    yield from backward_launch_lines(BackwardPlan.of(problem, backward.pick_config(problem, rows), device))
+    yield from backward_launch_lines(BackwardPlan.of(problem, config, device))
     yield ""
     yield from measured_lines(row, problem, device, results)
 
@@ -231,7 +239,7 @@ def described(problem: Problem) -> str:
     v = f", v's head dim {problem.head_dim_v}" * (problem.head_dim_v != problem.head_dim)
     dtype = next(name for name, of in DTYPES.items() if of == problem.dtype)
     scores = f", {problem.scores}" * (problem.scores is not None)
-    if problem.scores == "softcap" and problem.score_mod is not None:
+    if problem.score_mod is not None and kind_of(problem.score_mod) == "softcap":
         scores += f" {problem.score_mod.after:g}"
     return f"{q}, {kv}{v}, {dtype}, {masked(problem)}{scores}"
 
@@ -306,6 +314,8 @@ def limits(row: Row | BackwardRow, problem: Problem) -> Iterator[tuple[str, str]
 def why_not(row: Row, problem: Problem, device: Device, num_ctas: int | None) -> str:
     """Why a row of the problem's kind does not serve it."""
     unmet = row.unmet(problem, device, num_ctas)
+    if problem.bias is not None and row.config.num_ctas > 1:
+        return "for more than one CTA to a cluster, which no bias has"
     if unmet == "num_ctas":
         return f"has {row.config.num_ctas} CTAs to a cluster, asked for are {num_ctas}"
     if unmet == "one_round":

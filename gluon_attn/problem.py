@@ -176,9 +176,7 @@ class Problem:
     def scores(self) -> str | None:
         """How scores are changed, of the ways that a row of a tuning table may be for: `SCORES` in sizes.py. None: not
         at all, or by a bias that all queries have in common, or by a caller's own function."""
-        if self.bias is not None:
-            return "bias" if self.bias.each_row else None
-        return kind_of(self.score_mod)
+        return scores_of(self.score_mod, self.bias, self.dtype)
 
     @property
     def has_documents(self) -> bool:
@@ -203,6 +201,14 @@ class Problem:
     @staticmethod
     def padded(head_dim: int) -> int:
         return next(padded for padded in PADDED_HEAD_DIMS if head_dim <= padded)
+
+
+def scores_of(score_mod: ScoreFunction | None, bias: Bias | None, dtype: torch.dtype) -> str | None:
+    """See `Problem.scores`."""
+    if bias is not None:
+        return "bias" if bias.each_row else None
+    kind = kind_of(score_mod)
+    return "softcap with maxima" if kind == "softcap" and not needs_no_maximum(score_mod, dtype) else kind
 
 
 def needs_no_maximum(score_mod: ScoreFunction | None, dtype: torch.dtype) -> bool:

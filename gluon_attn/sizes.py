@@ -1,11 +1,16 @@
 """What a row of a tuning table asks of the sizes of a problem."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .problem import Problem
 
-SCORES = ("softcap", "alibi", "bias")
-SCORES_OF_GRADIENTS = ("softcap", "alibi")  # with a bias their config is chosen in code
+AnyRow = TypeVar("AnyRow", bound="Sizes")
+
+# The second is of soft caps whose kernel needs row maxima: in fp16, and beyond NEAR_ZERO (score_mod.py).
+SCORES = ("softcap", "softcap with maxima", "alibi", "bias")
+SCORES_OF_GRADIENTS = SCORES[:3]  # with a bias their config is chosen in code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +23,7 @@ class Sizes:
     heads_per_kv_head, exactly so many query heads. None: any.
 
     scores: for calls whose scores are changed in this way alone, one of SCORES; a bias is then one with a row for each
-    query. None: however they are, if no earlier row serves the call.
+    query. Such rows are asked before all others, see `as_asked`. None: however scores are.
     """
 
     min_kv_len: int = 1
@@ -59,3 +64,11 @@ class Sizes:
         if self.scores is not None and self.scores != problem.scores:
             return "scores"
         return None
+
+
+def as_asked(rows: Sequence[AnyRow], problem: Problem) -> Sequence[AnyRow]:
+    """Rows in the order in which a problem asks them: first those for its changed scores, if it has such, so that none
+    of other calls, in a file that was loaded later, takes their place."""
+    if problem.scores is None:
+        return rows
+    return sorted(rows, key=lambda row: row.scores is None)

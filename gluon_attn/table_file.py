@@ -33,6 +33,8 @@ SIZES = ("min_kv_len", "max_kv_len", "min_reuse", "q_lens", "sequence_heads", "h
 LIMITS = (*SIZES, "one_round")
 PROVENANCE = ("date", "commit", "card", "torch", "triton")
 LARGEST = 2**31
+# Of a row for changed scores, a function that changes them so.
+LIKE = {"softcap": softcap(1.0), "softcap with maxima": softcap(100.0), "alibi": alibi(torch.empty(1))}
 T = TypeVar("T")
 Config = TypeVar("Config", ForwardConfig, HopperBackward)
 
@@ -212,7 +214,7 @@ def problem_like(row: Row) -> Problem:
         causal=row.causal,
         scale=1.0,
         layout="bhsd",
-        score_mod={"softcap": softcap(1.0), "alibi": alibi(torch.empty(1))}.get(row.scores or ""),
+        score_mod=LIKE.get(row.scores or ""),
         bias=Bias(dtype=torch.bfloat16, each_row=True, shared=True) if row.scores == "bias" else None,
     )
 

@@ -30,11 +30,11 @@ from .forward.plan import LARGEST_LENGTH
 from .forward.table import Row, for_bias, for_scores, rows_by_default
 from .gradients import ARCHS as BACKWARD_ARCHS
 from .kernels.common.mask import Mask
-from .problem import Problem
+from .problem import Problem, scores_of
 from .runtime.compat import knobs
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Build
-from .score_mod import ScoreFunction, kind_of, softcap
+from .score_mod import ScoreFunction, softcap
 from .sizes import Sizes
 from .tensors import FP8_DTYPES
 
@@ -62,15 +62,10 @@ class Features:
         """Cannot be sent to another process."""
         return None if self.cap is None else softcap(self.cap)
 
-    @property
-    def scores(self) -> str | None:
-        """As `Problem` has it."""
-        return "bias" if self.bias is not None and self.bias.each_row else kind_of(self.score_mod)
-
-    def take(self, row: Row) -> bool:
+    def take(self, row: Row, dtype: torch.dtype) -> bool:
         """Whether `pick_config` may choose it."""
         config = row.config
-        if row.scores not in (None, self.scores):
+        if row.scores not in (None, scores_of(self.score_mod, self.bias, dtype)):
             return False
         if self.bias is not None and config.num_ctas > 1:
             return False
@@ -270,7 +265,7 @@ def forward_jobs(
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    taken = [row for row in table if features.take(row)]
+    taken = [row for row in table if features.take(row, dtype)]
     rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, taken)
     if features.packed:
         sizes = {row.config.block_m: None for row in reached(rows, mask)}
@@ -313,7 +308,8 @@ def backward_jobs(
     if features.sinks is not None:
         yield Job("backward, sinks", partial(sinks_build, features.sinks))
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    taken = [row for row in table if row.scores in (None, features.scores)]
+    scores = scores_of(features.score_mod, features.bias, dtype)
+    taken = [row for row in table if row.scores in (None, scores)]
     rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, taken)
     configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in reached(rows, mask)]
     biases = [features.bias]

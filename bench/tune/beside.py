@@ -14,7 +14,7 @@ PAIRS = {
 }
 
 
-LIMITS = ("left", "right", "chunk", "scores")  # of a problem's mask and scores, where it has them
+LIMITS = ("left", "right", "chunk", "scores", "softcap")  # of a problem's mask and scores, where it has them
 
 
 def fa3_over_cudnn(shape: Mapping[str, Any], path: Path = PEERS) -> float | None:

@@ -28,7 +28,7 @@ from gluon_attn.forward.launch import compiled_for
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import Resources, resources
-from gluon_attn.score_mod import alibi, softcap
+from gluon_attn.score_mod import alibi, kind_of, softcap
 from gluon_attn.tensors import empty_output
 from gluon_attn.testing import backward_call, poison_free_memory
 
@@ -226,8 +226,7 @@ def mask_of(problem: Problem) -> dict[str, Any]:
 def options_of(problem: Problem, where: str) -> dict[str, Any]:
     """Likewise, with what changes scores, in memory there."""
     options = mask_of(problem)
-    if problem.scores == "softcap":
-        assert problem.score_mod is not None
+    if problem.score_mod is not None and kind_of(problem.score_mod) == "softcap":
         options["softcap"] = problem.score_mod.after
     elif problem.scores == "alibi":  # the slopes of ALiBi's paper: a geometric sequence over the heads
         options["alibi_slopes"] = 2.0 ** (-8 * torch.arange(1, problem.heads + 1, device=where) / problem.heads)
@@ -241,8 +240,8 @@ def job_of(problem: Problem, config: Config, device: Device) -> Job:
     """What another process is sent: a jitted function cannot be."""
     sent = None
     if problem.score_mod is not None:
-        kind = problem.scores
-        assert kind in ("softcap", "alibi")
+        kind = kind_of(problem.score_mod)
+        assert kind is not None  # a function that is asked for by an option
         sent = (kind, problem.score_mod.after)
     return replace(problem, score_mod=None), sent, config, device
 

@@ -272,7 +272,9 @@ def batches_of(args: argparse.Namespace) -> list[Batch]:
         if args.backward and problems[0].dtype in FP8_DTYPES:
             raise ValueError("--backward: expected --dtype fp16 or bf16, as fp8 has no gradients")
         if args.backward and args.bias:
-            raise ValueError("--backward: expected none with --bias, as its gradients' configs are in code, got it")
+            raise ValueError(
+                "--backward: expected none with --bias, of which gradients have no rows, got both; leave one out"
+            )
         return [Batch(problems, args.backward)]
     given: dict[str, Any] = {"kv_heads": None, "kv_length": None, "head_dim_v": None, "dtype": "bf16", "causal": False}
     given |= {"window": (None, None), "chunk": None, "softcap": None, "alibi": False, "bias": False, "backward": False}

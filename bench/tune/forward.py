@@ -24,7 +24,6 @@ from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import PACKAGED, Row, pick_config
 from gluon_attn.problem import Problem
 
-LARGEST = 2**31 - 1  # of int32, in which kernels count
 OVERHEAD_REGISTERS = 32  # of a softmax thread, at least, beside O, S and P
 
 # What can be chosen of a config, one field at a time; the registers follow.
@@ -160,12 +159,10 @@ class Forward:
     def serves(self, row: Row, problem: Problem) -> bool:
         return row.fits(problem.typical, self.device, None)
 
-    def row(self, config: ForwardConfig, reach: float, *, of_more: bool = False) -> Row:
-        """For what is like the problem: lengths and heads that are at most so many times as large or as small. of_more:
-        if a limit leaves each query a part of the keys, for any more queries and heads too, as each costs the same."""
+    def row(self, config: ForwardConfig, reach: float) -> Row:
+        """For what is like the problem: lengths and heads that are at most so many times as large or as small."""
         problem = self.problem
-        seen = problem.mask.most_keys(problem.kv_len)
-        keys, most = around(seen, reach), LARGEST if of_more and seen < problem.kv_len else None
+        keys = around(problem.mask.most_keys(problem.kv_len), reach)
         return Row(
             problem.padded_head_dim,
             problem.causal,
@@ -174,8 +171,8 @@ class Forward:
             min_kv_len=keys[0],
             max_kv_len=keys[1],
             padded_head_dim_v=problem.padded_head_dim_v,
-            q_lens=around(problem.q_len, reach, most),
-            sequence_heads=around(problem.batch * problem.heads, reach, most),
+            q_lens=around(problem.q_len, reach),
+            sequence_heads=around(problem.batch * problem.heads, reach),
             heads_per_kv_head=problem.heads // problem.kv_heads,
             scores=problem.scores,
         )
@@ -196,6 +193,5 @@ def changed(config: ForwardConfig, **fields: Any) -> ForwardConfig | None:
         return None
 
 
-def around(size: int, reach: float, most: int | None = None) -> tuple[int, int]:
-    """The least and the most. most: instead of so many times the size."""
-    return max(1, math.ceil(size / reach)), math.floor(size * reach) if most is None else most
+def around(size: int, reach: float) -> tuple[int, int]:
+    return max(1, math.ceil(size / reach)), math.floor(size * reach)

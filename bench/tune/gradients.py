@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bench.gradients import MOST_SPILLS, configs
-from bench.tune.forward import LARGEST, around
+from bench.tune.forward import around
 from gluon_attn.backward.configs import HopperBackward, label
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import PACKAGED, BackwardRow, padded_head_dims, pick_config, require_fits
@@ -111,20 +111,18 @@ class Gradients:
     def serves(self, row: BackwardRow, problem: Problem) -> bool:
         return row.unmet(problem.typical) is None
 
-    def row(self, config: HopperBackward, reach: float, *, of_more: bool = False) -> BackwardRow:
-        """For what is like the problem: lengths and heads that are at most so many times as large or as small. of_more:
-        if a limit leaves each query a part of the keys, for any more queries and heads too, as each costs the same."""
+    def row(self, config: HopperBackward, reach: float) -> BackwardRow:
+        """For what is like the problem: lengths and heads that are at most so many times as large or as small."""
         problem = self.problem
-        seen = problem.mask.most_keys(problem.kv_len)
-        keys, most = around(seen, reach), LARGEST if of_more and seen < problem.kv_len else None
+        keys = around(problem.mask.most_keys(problem.kv_len), reach)
         return BackwardRow(
             self.head_dims,
             config,
             problem.causal,
             min_kv_len=keys[0],
             max_kv_len=keys[1],
-            q_lens=around(problem.q_len, reach, most),
-            sequence_heads=around(problem.batch * problem.heads, reach, most),
+            q_lens=around(problem.q_len, reach),
+            sequence_heads=around(problem.batch * problem.heads, reach),
             heads_per_kv_head=problem.heads // problem.kv_heads,
             scores=problem.scores,
         )

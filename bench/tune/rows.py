@@ -21,15 +21,14 @@ def rows_for_all(found: Sequence[tuple[Any, Any, Measured]], reach: float) -> li
     """found: of each problem its choices, the config that is to serve it, and what was measured. There is a row if that
     config is not in use, or if it would not serve without the table file that the new one replaces: so nothing is lost
     for these problems. A row reaches less far than `reach` if it would serve a problem for which another config was
-    chosen; down to its own problem alone, and where even that is the other's too, there is no row. Where a window or a
-    chunk limits the keys, it reaches to any more queries and heads, likewise."""
+    chosen; down to its own problem alone, and where even that is the other's too, there is no row."""
     chosen = []
     for choices, config, measured in found:
         if config == choices.in_use == choices.without:
             continue
         others = [o.problem for o, of_other, _ in found if of_other != config]
-        for shorter in (None, reach, reach**0.5, reach**0.25, 1.0):
-            row = choices.row(config, shorter or reach, of_more=shorter is None)
+        for shorter in (reach, reach**0.5, reach**0.25, 1.0):
+            row = choices.row(config, shorter)
             if not any(choices.serves(row, problem) for problem in others):
                 chosen.append(Chosen(row, measured))
                 break

@@ -17,6 +17,7 @@ from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.problem import Problem
 from gluon_attn.resources import Resources
+from gluon_attn.score_mod import kind_of as scores_kind
 from gluon_attn.tuning import Measured
 
 STAGES = (3, 6, 12)  # rounds that a config has been timed in before half of them are dropped
@@ -458,4 +459,9 @@ def shape_of(problem: Problem) -> dict[str, Any]:
         {name: getattr(problem, name) for name in names}
         | {"dtype": str(problem.dtype).removeprefix("torch.")}
         | {name: limit for name, limit in limits.items() if limit is not None}
+        | (
+            {"softcap": problem.score_mod.after}
+            if problem.score_mod is not None and scores_kind(problem.score_mod) == "softcap"
+            else {}
+        )
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..bias import Bias
 from ..device import Device
 from ..problem import Problem
-from ..sizes import Sizes
+from ..sizes import Sizes, as_asked
 from ..tensors import PADDED_HEAD_DIMS
 from .configs import HopperBackward
 
@@ -92,7 +92,7 @@ def pick_row(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED) -> Backwa
     room."""
     typical = problem.typical
     asked = PACKAGED if problem.bias is not None else rows
-    return next(row for row in asked if row.unmet(typical) is None)  # one of the packaged ones does
+    return next(row for row in as_asked(asked, problem) if row.unmet(typical) is None)  # one of the packaged ones does
 
 
 def pick_config(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED, *, of_bias: bool = False) -> HopperBackward:

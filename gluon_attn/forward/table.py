@@ -12,7 +12,7 @@ from ..kernels.common.mask import Mask
 from ..problem import Problem, needs_no_maximum
 from ..runtime.descriptors import Bases
 from ..score_mod import ScoreFunction
-from ..sizes import Sizes
+from ..sizes import Sizes, as_asked
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .fits import head_dims_of, require_ctas, require_fits, require_supported
 from .plan import Plan
@@ -302,7 +302,7 @@ def pick_row(problem: Problem, device: Device, num_ctas: int | None, rows: Seque
     if problem.bias is not None and num_ctas not in (None, 1):
         raise ValueError(f"num_ctas: expected 1 or None with a bias, got {num_ctas}; leave it out")
     typical = problem.typical
-    for row in rows:
+    for row in as_asked(rows, problem):
         if problem.sequences is not None and isinstance(row.config, BlackwellConfig) and row.config.dynamic:
             continue  # programs take packed sequences from a list
         if problem.bias is not None and row.config.num_ctas > 1:
@@ -342,13 +342,12 @@ def rows_by_default(
 def for_scores(row: Row, score_mod: ScoreFunction | None, dtype: torch.dtype) -> ForwardConfig:
     """A row's config for scores that a function changes, or None: without the lever that looks at raw scores; on Hopper
     with one for soft caps, whose tanh asks the exponential unit too. On an H100 that is 10 % faster at D=64 and 5 %
-    slower at D=128: bench/results/h100_scores.json. A row for soft caps says itself whether it has that one."""
+    slower at D=128: bench/results/h100_scores.json. A row for such scores has been chosen with or without."""
     config = row.config
-    if score_mod is None:
+    if score_mod is None or row.scores is not None:
         return config
     if isinstance(config, HopperConfig):
-        polynomial = config.half_by_polynomial if row.scores == "softcap" else row.head_dims == (64, 64)
-        return replace(config, half_by_polynomial=polynomial and needs_no_maximum(score_mod, dtype))
+        return replace(config, half_by_polynomial=row.head_dims == (64, 64) and needs_no_maximum(score_mod, dtype))
     assert isinstance(config, BlackwellConfig)
     return replace(config, max_in_load=False)
 

@@ -11,8 +11,11 @@ import torch
 from bench import passes
 from gluon_attn import __main__ as command
 from gluon_attn import explain, tuning
+from gluon_attn.backward import table as backward
+from gluon_attn.backward.configs import label as backward_label
 from gluon_attn.backward.table import HOPPER, BackwardRow
 from gluon_attn.device import Device
+from gluon_attn.explain import problem_of
 from gluon_attn.forward.configs import label
 from gluon_attn.forward.table import PACKAGED, Row, hopper_config, pick_config
 from gluon_attn.score_mod import softcap
@@ -119,6 +122,18 @@ def test_changed_scores_are_asked_for(tmp_path):
         text = said(*shape, option, "--table", str(path))
         assert (f"for scores with softcap, here is {has}" in text) == (option != "--causal")
         tuning.reset()
+
+
+def test_what_a_bias_is_served_by():
+    """The configs that are launched, which have room for it, with the row that was asked."""
+    shape = ("--shape", "2,16,1024,64", "--bias")
+    text = said(*shape, "--backward")
+    config = backward.pick_config(problem_of((2, 16, 1024, 64), explain.parser().parse_args(shape)))
+    assert f": {backward_label(config)}, made of the row's {backward_label(HOPPER[64])}" in text
+    text = said(*shape, "--causal")
+    assert "no program with more than one item" not in text
+    with pytest.raises(SystemExit):
+        said("--shape", "2,16,1,64", "--bias")
 
 
 def test_what_transposes_v_is_said():

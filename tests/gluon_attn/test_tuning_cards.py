@@ -139,6 +139,8 @@ def faults(path: Path) -> Iterator[str]:
         yield f"its name does not begin with {table.devices[0].model.lower()}_"
     if not table.rows and not table.backward_rows:
         yield "it has no row"
+    if any(row.scores for row in (*table.rows, *table.backward_rows)):
+        yield "a row is for changed scores, which no test of these files computes"
     for found in (*table.measured, *table.backward_measured):
         if found is None:
             yield "a row has no measurement"
@@ -209,6 +211,7 @@ def of_all_sizes(row: dict[str, Any]) -> dict[str, Any]:
         (lambda given: given["forward"][0].pop("measured"), "a row has no measurement"),
         (lambda given: given["forward"][0]["measured"]["ms"].update(other=1e-3), "is not the fastest at"),
         (lambda given: given["forward"].pop(0), "is served by"),
+        (lambda given: given["forward"][0]["conditions"].update(scores="alibi"), "a row is for changed scores"),
         (lambda given: given["forward"].insert(0, of_all_sizes(given["forward"][0])), "is served by"),
         (lambda given: given.update(forward=[], backward=[]), "it has no row"),
     ],

@@ -24,7 +24,7 @@ from gluon_attn.bias import Bias
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import build_of, launches_of, transpose_build
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import pick_config
+from gluon_attn.forward.table import PACKAGED, Row, hopper_config, pick_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.runtime.kernel import Build
@@ -125,6 +125,25 @@ def test_rows_of_other_cards_are_left_out_on_a_card(written, monkeypatch):
     of_row = {device: [job.name for job in jobs if "from 512 keys" in job.name] for device, jobs in found.items()}
     assert [len(names) for names in of_row.values()] == [1, 1, 0]
     assert len(found[None]) == len(found[Device.hopper()]) + 1
+
+
+@pytest.mark.parametrize("scores", ["softcap", "softcap with maxima", "bias", "alibi"])
+def test_rows_for_changed_scores_are_compiled_for_those(monkeypatch, scores):
+    """Whatever else is asked for. Of gradients likewise, which have none for a bias."""
+    row = Row(64, True, hopper_config(1, 64, 1, 2, 232), scores=scores)
+    of_gradients = BackwardRow((64, 64), dataclasses.replace(HOPPER[64], query_slots=2, dout_slots=2), scores=scores)
+    monkeypatch.setattr(tuning, "rows_of_arch", lambda _: (row, *PACKAGED))
+    monkeypatch.setattr(tuning, "backward_rows_of_arch", lambda _: (of_gradients, *backward.PACKAGED))
+    asked = {
+        "softcap": ["--softcap", "30"],
+        "softcap with maxima": ["--softcap", "30", "--dtype", "fp16"],
+        "bias": ["--bias", "bf16"],
+        "plain": [],
+    }
+    for kind, arguments in asked.items():
+        names = [job.name for job in jobs("--head-dim", "64", "--causal", "--backward", *arguments)]
+        assert any(" 64 x 64" in name for name in names) == (kind == scores)
+        assert any(label(of_gradients.config) in name for name in names) == (kind == scores != "bias")
 
 
 @pytest.mark.parametrize(("left", "compiled"), [(98, False), (99, True)], ids=["fewer keys", "as many"])

@@ -51,7 +51,8 @@ def test_limits_are_part_of_the_shape_where_they_hide_something():
     for fields in every:
         shape = shape_of(dataclasses.replace(asked, **fields))
         of_limits = {name: shape[name] for name in LIMITS if name in shape}
-        assert of_limits == {name: n for name, n in fields.items() if name != "causal"} | {"scores": "softcap"}
+        of_fields = {name: n for name, n in fields.items() if name != "causal"}
+        assert of_limits == of_fields | {"scores": "softcap", "softcap": 9.0}
     shape = shape_of(dataclasses.replace(asked, left=asked.kv_len, score_mod=None))
     assert not {*LIMITS} & shape.keys()
 

@@ -194,7 +194,7 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--sweep", "bf16", "--window", "9,"], "--window: expected none with --sweep, which says what is tuned"),
         (
             ["--shape", "1,2,3,64", "--window", "9"],
-            "expected LEFT,RIGHT, as '1024,0', or '1024,' for no limit after",
+            "expected LEFT,RIGHT, as '1023,0', or '1023,' for no limit after",
         ),
         (["--shape", "1,2,3,64", "--chunk", "0"], "chunk: expected at least 1 key, got 0"),
     ],

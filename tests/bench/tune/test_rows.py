@@ -18,9 +18,7 @@ from gluon_attn import tuning
 from gluon_attn.backward import table as backward_table
 from gluon_attn.backward.table import HOPPER, BackwardRow
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import HopperConfig
-from gluon_attn.forward.fits import require_fits
-from gluon_attn.forward.table import PACKAGED, hopper_config, pick_config
+from gluon_attn.forward.table import PACKAGED, hopper_config, pick_config, pick_row
 from gluon_attn.problem import Problem
 from gluon_attn.score_mod import softcap
 from gluon_attn.tuning import Measured
@@ -81,22 +79,6 @@ def test_a_row_for_a_window_serves_what_sees_as_many_keys():
         assert (of_gradients.unmet_size(other) is None) == is_served
 
 
-def test_a_row_for_a_window_reaches_to_longer_sequences_and_more_heads():
-    """As each row block costs the same there. Not without a window, nor where another config was chosen for these."""
-    windowed = dataclasses.replace(ASKED, causal=True, left=511)
-    longer: dict[str, Any] = {"q_len": 30000, "kv_len": 30000, "batch": 7}
-    for asked, is_served in ((windowed, True), (ASKED, False)):
-        [alone] = rows_for_all([found(asked, BEST)], 1.25)
-        assert (alone.row.unmet_size(dataclasses.replace(asked, **longer)) is None) == is_served
-        assert alone.row.unmet_size(dataclasses.replace(asked, q_len=2000)) == "q_lens"
-    other = dataclasses.replace(windowed, **longer)
-    rows = rows_for_all([found(windowed, BEST), found(other, dataclasses.replace(BEST, turns=False))], 1.25)
-    assert served(rows, windowed) == BEST
-    assert served(rows, other) == dataclasses.replace(BEST, turns=False)
-    of_gradients = Gradients(windowed, H200, backward_table.PACKAGED).row(HOPPER[64], 1.25, of_more=True)
-    assert of_gradients.unmet_size(other) is None
-
-
 @pytest.mark.parametrize("kind", SCORES)
 def test_a_row_for_changed_scores_serves_those_alone(kind, tmp_path):
     """With its config as it was chosen, read from the file too. Without such a row others serve them, as before."""
@@ -123,17 +105,39 @@ def test_a_row_for_changed_scores_serves_those_alone(kind, tmp_path):
     assert read.unmet_size(ASKED) == "scores"
 
 
-def test_a_row_for_a_soft_cap_has_its_lever_only_where_it_is_right():
-    """In fp16 it is for no soft cap, nor beyond the largest that it is exact for."""
-    row = Forward(dataclasses.replace(ASKED, **SCORES["softcap"]), H200, PACKAGED).row(
-        hopper_config(2, 64, 1, 2, 232, half_by_polynomial=True), 1.25
-    )
-    for fields in ({"score_mod": softcap(100.0)}, {"score_mod": softcap(30.0), "dtype": torch.float16}):
-        asked = dataclasses.replace(ASKED, **fields)
-        config = pick_config(asked, H200, None, (row, *PACKAGED))
-        assert isinstance(config, HopperConfig)
-        assert (config.block_n, config.half_by_polynomial) == (64, False)
-        require_fits(config, asked, H200)
+@pytest.mark.parametrize(
+    "fields", [{"score_mod": softcap(100.0)}, {"score_mod": softcap(30.0), "dtype": torch.float16}], ids=str
+)
+def test_soft_caps_whose_kernel_needs_maxima_have_rows_of_their_own(fields, tmp_path):
+    """In fp16, and beyond the largest cap without: neither row serves what the other is for."""
+    with_maxima = dataclasses.replace(ASKED, **fields)
+    without = dataclasses.replace(ASKED, **SCORES["softcap"])
+    assert (with_maxima.scores, without.scores) == ("softcap with maxima", "softcap")
+    config = hopper_config(2, 64, 1, 2, 232)
+    levered = dataclasses.replace(config, half_by_polynomial=True)
+    rows = [
+        Forward(with_maxima, H200, PACKAGED).row(config, 1.25), Forward(without, H200, PACKAGED).row(levered, 1.25)
+    ]  # fmt: skip
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, rows, [None, None])))
+    for read in (tuning.read(path).rows, tuning.read(path).rows[::-1]):
+        assert pick_config(with_maxima, H200, None, (*read, *PACKAGED)) == config
+        assert pick_config(without, H200, None, (*read, *PACKAGED)) == levered
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_rows_of_other_calls_do_not_hide_those_for_changed_scores(kind):
+    """Whichever file was loaded last."""
+    asked = dataclasses.replace(ASKED, **SCORES[kind])
+    row, plain = Forward(asked, H200, PACKAGED).row(BEST, 1.25), Forward(ASKED, H200, PACKAGED).row(IN_USE, 1.25)
+    for rows in ((row, plain, *PACKAGED), (plain, row, *PACKAGED)):
+        assert pick_row(asked, H200, None, rows) is row
+        assert pick_row(ASKED, H200, None, rows) is plain
+    if kind != "bias":
+        config = dataclasses.replace(HOPPER[128], query_slots=1, rings_in_step=False)
+        of_pass = Gradients(asked, H200, backward_table.PACKAGED)
+        ours, theirs = of_pass.row(config, 1.25), Gradients(ASKED, H200, of_pass.rows).row(HOPPER[128], 1.25)
+        assert backward_table.pick_row(asked, (theirs, ours, *of_pass.rows)) is ours
 
 
 def test_a_reach_of_one_is_the_shape_alone():
