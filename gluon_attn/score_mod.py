@@ -162,7 +162,9 @@ def kind_of(function: ScoreFunction | None) -> str | None:
     """ "softcap" or "alibi"; None for none, and for a caller's own."""
     if function is None:
         return None
-    return {cap: "softcap", slope: "alibi"}.get(function.forward)
+    if function.by_distance:
+        return "alibi"
+    return "softcap" if function.forward is cap else None
 
 
 capped_once = functools.lru_cache(maxsize=64, typed=True)(capped)  # typed: True is no 1.0 that was asked for before

@@ -163,6 +163,16 @@ def test_alternatives_are_those_of_the_nearest_point(results):
     assert text.endswith("902.0000 ms 360.80 x")
 
 
+def test_a_window_is_near_what_sees_as_many_keys(results):
+    """And the point is said to be plain."""
+    text = "\n".join(explain.explained(problem(causal=False, left=899, right=0), H200, None, results))
+    assert "no point of bench/results/" in text  # these points have no mask
+    text = "\n".join(
+        explain.explained(dataclasses.replace(problem(), q_len=4096, kv_len=4096, chunk=900), H200, None, results)
+    )
+    assert "at the nearest point, at 900, batch 2, 16 heads, plain" in text
+
+
 def test_only_some_alternatives_are_listed_and_always_the_chosen_one():
     ms = {f"c{i}": 1.0 + i for i in range(20)}
     lines = list(explain.times(ms, "c15"))

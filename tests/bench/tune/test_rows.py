@@ -192,18 +192,25 @@ def test_a_row_of_a_table_file_in_use_is_taken_over_where_it_stays():
         assert back.row.config == other
 
 
-def test_whose_place_a_file_takes(tmp_path):
+def test_whose_place_a_file_takes(tmp_path, monkeypatch):
     """With shapes that of a file that was loaded, and the package's stay beneath; with a sweep that of one of these."""
     path = tmp_path / "table.json"
-    row = Forward(ASKED, H200, PACKAGED).row(BEST, 1.25)
-    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [row], [None])))
-    with tuning.load(path):
-        rows = tuning.rows_for(H200)
-        for for_package, beneath in ((False, tuning.rows_for(H200, ())), (True, PACKAGED)):
+
+    def file_of(config: Any, of_gradients: Any) -> Any:
+        row = Forward(ASKED, H200, PACKAGED).row(config, 1.25)
+        backward = Gradients(GRADIENTS, H200, backward_table.PACKAGED).row(of_gradients, 1.25)
+        path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [row], [None], [backward], [None])))
+        return path
+
+    of_package = dataclasses.replace(BEST, turns=False), dataclasses.replace(HOPPER[128], load_registers=32)
+    monkeypatch.setattr(tuning, "OF_CARDS", (tuning.Table(**vars(tuning.read(file_of(*of_package)))),))
+    without = {False: of_package, True: (IN_USE, HOPPER[128])}
+    with tuning.load(file_of(BEST, BEST_OF_GRADIENTS)):
+        for for_package, beneath in without.items():
             choices = Batch((ASKED,), for_package=for_package).choices(ASKED, H200)
-            assert (choices.rows, choices.beneath, choices.in_use) == (rows, beneath, BEST)
-            of_gradients = Batch((GRADIENTS,), True, for_package).choices(GRADIENTS, H200)
-            assert of_gradients.beneath == tuning.backward_rows_for(H200, ())
+            backward = Batch((GRADIENTS,), True, for_package).choices(GRADIENTS, H200)
+            assert (choices.in_use, backward.in_use) == (BEST, BEST_OF_GRADIENTS)
+            assert (choices.without, backward.without) == beneath
 
 
 def test_the_rows_of_a_sweep_do_not_overlap():
