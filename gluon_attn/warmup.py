@@ -24,43 +24,63 @@ from .backward.table import rows_by_default as backward_rows_by_default
 from .bias import Bias
 from .demo import card, prepare_process, quiet_exit, say
 from .device import Device
+from .documents import documents_build
+from .explain import DTYPES, window
+from .features import APART
 from .forward.configs import BlackwellConfig, ForwardConfig
 from .forward.launch import build_of, list_build, transpose_build
 from .forward.plan import LARGEST_LENGTH
 from .forward.table import Row, for_bias, for_scores, rows_by_default
 from .gradients import ARCHS as BACKWARD_ARCHS
 from .kernels.common.mask import Mask
+from .mask_mod import DOCUMENTS
 from .problem import Problem, scores_of
 from .runtime.compat import knobs
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Build
-from .score_mod import ScoreFunction, softcap
+from .score_mod import ScoreFunction, alibi, softcap
 from .sizes import Sizes
 from .tensors import FP8_DTYPES
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ARCHS = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
 SINKS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST_HEAD_DIM = {90: 256, 100: 128, 103: 128}
 HEAD_DIMS_APART = (90,)  # where V's may be another one than Q's
 BAR_WIDTH = 24
 AnyRow = TypeVar("AnyRow", bound=Sizes)
+# Of arguments of a call that exclude others: the option for it.
+OPTIONS = {
+    "softcap": "--softcap",
+    "alibi_slopes": "--alibi",
+    "bias": "--bias",
+    "segment_ids": "--documents",
+    "cu_seqlens_q": "--packed",
+}
 
 
 @dataclass(frozen=True)
 class Features:
-    """What calls have besides a mask: a cap on scores, the dtype of sinks, a bias, packed sequences."""
+    """What calls have besides limits: a cap on scores or slopes, the dtype of sinks, a bias, documents, packed
+    sequences."""
 
     cap: float | None = None
+    slopes: bool = False  # one for each head, in all of the batch
     sinks: torch.dtype | None = None
     bias: Bias | None = None
     of_bias: bool = False  # its gradient, too
+    documents: bool = False
     packed: bool = False
 
     @property
     def score_mod(self) -> ScoreFunction | None:
         """Cannot be sent to another process."""
+        if self.slopes:
+            return alibi(torch.empty(1, device="meta"))
         return None if self.cap is None else softcap(self.cap)
+
+    def mask(self, limits: Mask) -> Mask:
+        """With documents, if they have them. Cannot be sent to another process either."""
+        return replace(limits, function=DOCUMENTS) if self.documents else limits
 
     def take(self, row: Row, dtype: torch.dtype) -> bool:
         """Whether `pick_config` may choose it."""
@@ -108,11 +128,15 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
     masks.add_argument("--full", action="store_true", help="kernels without a mask only")
     command.add_argument(
         "--window",
-        type=int,
-        metavar="LEFT",
-        help="causal ones of that window too: of a model's sliding window one less",
+        type=window,
+        default=(None, None),
+        metavar="LEFT,RIGHT",
+        help="of that window too: keys before a query's own and after it; a sliding window of 1024 is 1023,0",
     )
+    command.add_argument("--chunk", type=int, metavar="N", help="of chunks of so many keys too")
+    command.add_argument("--documents", action="store_true", help="all of them for documents, by segment ids")
     command.add_argument("--softcap", type=float, metavar="CAP", help="all of them with that cap on scores")
+    command.add_argument("--alibi", action="store_true", help="all of them with slopes, one for each head")
     command.add_argument("--sinks", choices=SINKS, metavar="DTYPE", help="all of them with sinks: fp32, fp16 or bf16")
     command.add_argument(
         "--bias", choices=SINKS, metavar="DTYPE", help="all of them with a bias, of each query: fp32, or --dtype's"
@@ -133,10 +157,10 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
         command.error(f"--jobs: expected 1 or more, got {options.jobs}")
     if options.deterministic and not options.backward:
         command.error("--deterministic: expected with --backward only, as all else always is; add --backward")
-    if options.window is not None and options.window < 0:
-        command.error(f"--window: expected 0 or more keys to the left, got {options.window}")
-    if options.window is not None and options.full:
-        command.error("--window: expected causal kernels, as models have with it; leave out --full")
+    if options.window[1] == 0 and options.full:
+        command.error("--window: with no key after a query it is causal; leave out --full")
+    if options.chunk is not None and options.chunk < 1:
+        command.error(f"--chunk: expected 1 key or more, got {options.chunk}")
     for option, given in {"--bias-of-keys": options.bias_of_keys, "--bias-gradient": options.bias_gradient}.items():
         if given and options.bias is None:
             command.error(f"{option}: expected with --bias only; give its dtype, as in --bias bf16")
@@ -144,9 +168,10 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
         command.error("--bias-gradient: expected with --backward only; add --backward")
     if options.bias_gradient and options.bias_of_keys and options.deterministic:
         command.error("--deterministic: not supported with the gradient of a bias that queries have in common")
-    for option, given in {"--packed": options.packed, "--softcap": options.softcap is not None}.items():
-        if given and options.bias is not None:
-            command.error(f"{option}: not supported with --bias so far; leave one out")
+    for first, second in APART:
+        pair = [OPTIONS.get(first, ""), OPTIONS.get(second, "")]
+        if all(option and getattr(options, option.removeprefix("--")) not in (None, False) for option in pair):
+            command.error(f"{pair[1]}: not supported together with {pair[0]}, in calls too; leave one out")
     return command, options
 
 
@@ -159,11 +184,13 @@ def jobs_of(options: argparse.Namespace, arch: int, device: Device | None = None
     table = tuning.rows_of_arch(arch) if device is None else tuning.rows_for(device)
     backward_table = tuning.backward_rows_of_arch(arch) if device is None else tuning.backward_rows_for(device)
     dtypes = [DTYPES[name] for name in options.dtype]
-    masks = [Mask(causal=causal) for causal, other in ((False, options.causal), (True, options.full)) if not other]
-    if options.window is not None:
-        masks.append(Mask(causal=True, left=options.window))
     features = Features(
-        options.softcap, options.sinks and SINKS[options.sinks], packed=options.packed, of_bias=options.bias_gradient
+        cap=options.softcap,
+        slopes=options.alibi,
+        sinks=options.sinks and SINKS[options.sinks],
+        of_bias=options.bias_gradient,
+        documents=options.documents,
+        packed=options.packed,
     )
     if options.bias is not None:
         bias = Bias(dtype=SINKS[options.bias], each_row=not options.bias_of_keys, shared=options.bias_of_keys)
@@ -189,25 +216,45 @@ def jobs_of(options: argparse.Namespace, arch: int, device: Device | None = None
                 f"--head-dim-v: expected one padded as that of Q, {forward[0]}, for sm_{arch}, got {head_dim_v}"
             )
         for name, dtype in zip(options.dtype, dtypes, strict=True):
-            for mask in masks:
-                kind = " ".join(
-                    filter(
-                        None,
-                        (
-                            "causal" if mask.causal else "full",
-                            "" if mask.left is None else f"window {mask.left}",
-                            name,
-                            "packed" * features.packed,
-                            "bias" * (features.bias is not None),
-                        ),
-                    )
+            for mask, keys in masks_of(options).items():
+                parts = (
+                    "causal" if mask.causal else "full",
+                    f"{mask.left} before" * (mask.left is not None),
+                    f"{mask.right} after" * (mask.right is not None),
+                    f"chunks of {mask.chunk}" * (mask.chunk is not None),
+                    name,
+                    "packed" * features.packed,
+                    "bias" * (features.bias is not None),
                 )
+                kind = " ".join(filter(None, parts))
+                rows = reached(table, keys)
                 yield from forward_jobs(
-                    f"{named(*forward)} {kind}", dtype, forward[0], mask, features, arch, table, forward[1]
+                    f"{named(*forward)} {kind}", dtype, forward[0], mask, features, arch, rows, forward[1]
                 )
                 if options.backward and dtype not in FP8_DTYPES:
                     of_kind = f"{named(*backward)} {kind}", dtype, backward[0], mask, features, options.deterministic
-                    yield from backward_jobs(*of_kind, backward_table, backward[1])
+                    yield from backward_jobs(*of_kind, reached(backward_table, keys), backward[1])
+
+
+def masks_of(options: argparse.Namespace) -> dict[Mask, int]:
+    """Masks of kernels, and how many keys a query sees there at most. Causal ones, others, or both; each without limits
+    too, and without some of them: a limit that hides nothing at a call's lengths is left out of its kernel."""
+    left, right = options.window
+    found: dict[Mask, int] = {}
+    for causal, other in ((False, options.causal), (True, options.full)):
+        choices = ({None: 0, limit: 0} for limit in (left, right, options.chunk))
+        for before, after, chunk in itertools.product(*choices) if not other else ():
+            mask = Mask(causal=causal, left=before, right=after, chunk=chunk)
+            # More keys than these, or a limit would not be there; and at most so many, or another one would.
+            more_than = [before + 1] if before is not None else []
+            more_than += [chunk] if chunk is not None and mask.causal else []
+            at_most = [left + 1] if left is not None and before is None else []
+            at_most += [options.chunk] if options.chunk is not None and chunk is None else []
+            plain = (before, after, chunk) == (None, None, None)  # for calls without any limit, too
+            if plain or not more_than or not at_most or max(more_than) < min(at_most):
+                keys = LARGEST_LENGTH if plain else min(mask.most_keys(LARGEST_LENGTH), *at_most, LARGEST_LENGTH)
+                found[mask] = max(found.get(mask, 0), keys)
+    return found
 
 
 def named(head_dim: int, head_dim_v: int) -> str:
@@ -241,6 +288,8 @@ def problem_of(
         head_dim_v=padded_head_dim_v,
         causal=mask.causal,
         left=mask.left,
+        right=mask.right,
+        chunk=mask.chunk,
         scale=1.0,
         layout="bhsd",
         bias=bias,
@@ -267,11 +316,13 @@ def forward_jobs(
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     taken = [row for row in table if features.take(row, dtype)]
     rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, taken)
+    if features.documents:
+        yield Job("documents", partial(documents_build, of_keys=False))
     if features.packed:
-        sizes = {row.config.block_m: None for row in reached(rows, mask)}
+        sizes = {row.config.block_m: None for row in rows}
         for block_m, used in itertools.product(sizes, (False, True)):
             yield Job(f"list of blocks of {block_m} rows{of_used(used)}", partial(list_build, block_m, used))
-    for row in reached(rows, mask):
+    for row in rows:
         config = for_scores(row, features.score_mod, dtype)
         if features.bias is not None:
             asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
@@ -289,9 +340,9 @@ def forward_jobs(
                 yield Job(f"transpose {kind}{of_used(used)}", make)
 
 
-def reached(rows: Iterable[AnyRow], mask: Mask) -> list[AnyRow]:
-    """But for those of more keys than a query sees in a window, however long the sequence."""
-    return [row for row in rows if row.min_kv_len <= mask.most_keys(LARGEST_LENGTH)]
+def reached(rows: Iterable[AnyRow], keys: int) -> list[AnyRow]:
+    """But for those of more keys than a query sees."""
+    return [row for row in rows if row.min_kv_len <= keys]
 
 
 def backward_jobs(
@@ -307,11 +358,13 @@ def backward_jobs(
     """A kernel in which programs share key blocks is another one."""
     if features.sinks is not None:
         yield Job("backward, sinks", partial(sinks_build, features.sinks))
+    if features.documents:
+        yield Job("backward, documents", partial(documents_build, of_keys=True))
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     scores = scores_of(features.score_mod, features.bias, dtype)
     taken = [row for row in table if row.scores in (None, scores)]
     rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, taken)
-    configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in reached(rows, mask)]
+    configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in rows]
     biases = [features.bias]
     if features.bias is not None:
         asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
@@ -339,7 +392,7 @@ def forward_build(
     return build_of(
         dtype,
         head_dim,
-        mask,
+        features.mask(mask),
         config,
         features.score_mod,
         features.sinks,
@@ -361,7 +414,8 @@ def backward_build(
     shared: bool,
     bias: Bias | None,
 ) -> Build:
-    choices = (dtype, head_dim, mask, config, deterministic, shared, features.score_mod, features.packed)
+    of_mask = features.mask(mask)
+    choices = (dtype, head_dim, of_mask, config, deterministic, shared, features.score_mod, features.packed)
     return builds_of(*choices, padded_head_dim_v=head_dim_v, bias=bias, of_bias=features.of_bias)[step]
 
 

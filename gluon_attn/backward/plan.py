@@ -223,9 +223,14 @@ def row_blocks_of(problem: Problem, config: HopperBackward, index: int) -> int:
 
 def can_share(mask: Mask, config: HopperBackward) -> bool:
     """Whether programs ever share key blocks under that mask: not where too few rows see each."""
-    if mask.left is None or mask.reach is None:
+    in_chunk = None if mask.chunk is None else mask.chunk - 1
+    before, after = (
+        min((limit for limit in limits if limit is not None), default=None)
+        for limits in ((mask.reach, in_chunk), (mask.left, in_chunk))
+    )
+    if before is None or after is None:
         return True
-    rows = mask.left + mask.reach + config.keys
+    rows = before + config.keys + after
     return -(-(rows - 1) // config.block_m) + 1 >= 2 * ROW_BLOCKS_OF_A_SHARE
 
 
