@@ -1,11 +1,12 @@
 """What `python -m gluon_attn` does: run attention here, on a card or else on the CPU, and print what it saw."""
 
 import atexit
+import contextlib
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -265,6 +266,16 @@ def describe(kernel: Variant) -> str:
 def quiet_exit() -> None:
     """Triton 3.9's bindings leak a few objects, and say so on exit in thirty lines."""
     atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
+
+
+@contextlib.contextmanager
+def while_read() -> Iterator[None]:
+    """Ends quietly where who reads what is printed has enough, as `head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def prepare_process() -> None:

@@ -3,8 +3,6 @@
 import argparse
 import json
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from .backward.launch import main_kernels
 from .backward.plan import BackwardPlan
 from .backward.table import BackwardRow
 from .bias import row_stride
-from .demo import card, say
+from .demo import card, say, while_read
 from .device import Device
 from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, HopperConfig, label
 from .forward.launch import compiled_for
@@ -68,14 +66,13 @@ def main(arguments: Sequence[str]) -> None:
             lines = explained_backward(problem, device, RESULTS)
         else:
             lines = explained(problem, device, options.num_ctas, RESULTS)
-        for line in lines:
-            say(line)
-        if options.compile:
-            for name, kernel in compiled_here(problem, device, options.num_ctas, options.backward).items():
-                for line in machine_code(name, kernel):
-                    say(line)
-    except BrokenPipeError:  # who reads it has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with while_read():
+            for line in lines:
+                say(line)
+            if options.compile:
+                for name, kernel in compiled_here(problem, device, options.num_ctas, options.backward).items():
+                    for line in machine_code(name, kernel):
+                        say(line)
     except (OSError, ValueError, NotImplementedError) as error:
         command.error(str(error))
 

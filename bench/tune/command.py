@@ -33,6 +33,7 @@ from bench.tune.together import GENERATIONS, LEAST_OF_A_GENERATION_S, Together
 from bench.tune.watch import Watch, run_watched
 from gluon_attn import tuning
 from gluon_attn.backward import table as backward_table
+from gluon_attn.demo import while_read
 from gluon_attn.device import Device
 from gluon_attn.explain import DEVICES, add_problem_options, problem_of, shape
 from gluon_attn.forward.table import PACKAGED
@@ -219,9 +220,11 @@ def main(arguments: Sequence[str]) -> None:
     args = command.parse_args(arguments)
     if args.show:
         try:
-            print("\n".join(table(tuning.read(args.show).provenance)))
+            lines_of_table = table(tuning.read(args.show).provenance)
         except (OSError, ValueError) as error:
             command.error(str(error))
+        with while_read():
+            print("\n".join(lines_of_table))
         return
     if not (args.shape or args.sweep):
         command.error("the following arguments are required: --shape or --sweep")
@@ -258,9 +261,10 @@ def main(arguments: Sequence[str]) -> None:
     try:
         device = DEVICES[args.device] if args.device else here()
         require(device, batches)
-        for batch in batches:
-            for problem in batch.problems:
-                show(batch.choices(problem, device), args.first)
+        with while_read():
+            for batch in batches:
+                for problem in batch.problems:
+                    show(batch.choices(problem, device), args.first)
     except (NotImplementedError, RuntimeError) as error:
         sys.exit(f"bench tune: {error}")
 

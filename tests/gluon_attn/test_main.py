@@ -250,3 +250,18 @@ def test_the_command_executes_and_compiles():
     compiled_for = collections.Counter(row[0] for row in table if row not in executed)
     assert compiled_for == {"sm_90a": KERNELS, "sm_100a": 2}
     assert not done.stderr
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(monkeypatch):
+    """As `head` does; and what is printed at the end does not fail either."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        after = []
+        with demo.while_read():
+            for _ in range(1000):
+                print("a line of more than a few words", flush=True)
+            after.append("printed")
+        print("and one more", flush=True)
+    assert after == []
