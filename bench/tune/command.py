@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 
-from bench import points
 from bench.ahead import cores
-from bench.predict import problem_of as problem_at
 from bench.provenance import provenance
 from bench.tune.beside import fa3_over_cudnn, means_of_sets, ratios, table
 from bench.tune.card import RealCard
@@ -29,6 +27,7 @@ from bench.tune.forward import Forward
 from bench.tune.gradients import Gradients
 from bench.tune.rows import Chosen, rows_for_all
 from bench.tune.search import Again, Card, Progress, Search, Stop, shape_of
+from bench.tune.sweeps import SWEEPS
 from bench.tune.together import GENERATIONS, LEAST_OF_A_GENERATION_S, Together
 from bench.tune.watch import Watch, run_watched
 from gluon_attn import tuning
@@ -47,8 +46,6 @@ REACH = 1.25
 # Of the sweep's points, which are lengths that double: rows of neighbours meet and do not overlap.
 REACH_OF_SWEEP = 2**0.5
 FIRST_OF_SWEEP = 14
-SWEEPS = ("bf16", "e4m3", "backward")
-HEAD_DIMS = (64, 128)  # of a sweep
 AGAIN = 3  # what a process ends with, for another to go on
 MOST_PROCESSES = 12  # one after the other, each ended by what its successor passes over
 STARTING_S = 20.0  # with less time left, no other process is begun
@@ -179,8 +176,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=SWEEPS,
         default=[],
-        help="the 24 points that a packaged table is for, in these dtypes, or of gradients in bf16, beside cuDNN; "
-        "a later set has the time that an earlier one leaves",
+        help="sets of problems that a packaged table is for, beside cuDNN where it computes them; a later set has the "
+        "time that an earlier one leaves",
     )
     what.add_argument("--show", type=Path, metavar="FILE", help="what a table file was chosen from; time nothing")
     add_problem_options(command)
@@ -286,12 +283,8 @@ def batches_of(args: argparse.Namespace) -> list[Batch]:
         if getattr(args, name) != default:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option}: expected none with --sweep, which says what is tuned, got it; leave it out")
-    return [
-        Batch(
-            tuple(problem_at(p) for p in points.sweep("bf16" if of_gradients else kind, HEAD_DIMS)), of_gradients, True
-        )
-        for kind, of_gradients in ((kind, kind == "backward") for kind in dict.fromkeys(args.sweep))
-    ]
+    sweeps = [SWEEPS[name] for name in dict.fromkeys(args.sweep)]
+    return [Batch(sweep.problems(), sweep.of_gradients, for_package=True) for sweep in sweeps]
 
 
 def here() -> Device:

@@ -8,8 +8,8 @@ import pytest
 from bench.points import sweep
 from bench.predict import problem_of
 from bench.tune.beside import LIMITS, fa3_over_cudnn, geometric_means, ratios, table
-from bench.tune.command import HEAD_DIMS
 from bench.tune.search import shape_of
+from bench.tune.sweeps import HEAD_DIMS
 from gluon_attn.score_mod import softcap
 from tests.gluon_attn.problems import problem
 

@@ -15,6 +15,7 @@ from bench.points import sweep
 from bench.tune import command
 from bench.tune.command import AGAIN, Batch
 from bench.tune.search import Stop
+from bench.tune.sweeps import SWEEPS
 from gluon_attn import HopperConfig, tuning
 from gluon_attn.backward import table as backward_table
 from gluon_attn.forward.table import pick_config
@@ -87,6 +88,25 @@ def test_a_sweep_is_the_points_that_are_compared():
             (p.length, p.head_dim, p.causal, p.batch) for p in sweep(dtype, (64, 128))
         ]
         assert len(batch.problems) == 24
+
+
+def test_other_sweeps_are_what_the_tables_have_rows_for_besides():
+    """Each with kernels of its own, on which the package's rows and the candidates are tried."""
+    found = {name: SWEEPS[name].problems() for name in SWEEPS}
+    assert {name: len(problems) for name, problems in found.items()} == {
+        "bf16": 24, "e4m3": 24, "d256": 24, "d192": 12, "features": 10,
+        "backward": 24, "backward_d256": 12, "backward_d192": 12, "backward_features": 8,
+    }  # fmt: skip
+    assert {(p.head_dim, p.head_dim_v) for p in found["d256"] + found["d192"]} == {(256, 256), (192, 128)}
+    kinds = {(p.head_dim, p.left, p.scores, p.causal) for p in found["features"]}
+    of_features = [(128, None), (1024, None), (None, "softcap"), (None, "alibi"), (None, "bias")]
+    assert kinds == {(d, left, scores, True) for d in (64, 128) for left, scores in of_features}
+    assert set(found["backward_features"]) == {p for p in found["features"] if p.scores != "bias"}
+    for name, sweep_of in SWEEPS.items():
+        assert sweep_of.of_gradients == name.startswith("backward")
+        for problem in found[name]:
+            choices = Batch((problem,), sweep_of.of_gradients, for_package=True).choices(problem, H200)
+            assert [c for c in choices.first() if c != choices.in_use and choices.why_pruned(c) is None]
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ import torch
 
 from bench.points import sweep
 from bench.predict import problem_of
-from bench.tune.command import HEAD_DIMS, REACH_OF_SWEEP, Batch
+from bench.tune.command import REACH_OF_SWEEP, Batch
 from bench.tune.forward import Forward
 from bench.tune.gradients import Gradients
 from bench.tune.rows import rows_for_all
+from bench.tune.sweeps import HEAD_DIMS
 from gluon_attn import tuning
 from gluon_attn.backward import table as backward_table
 from gluon_attn.backward.table import HOPPER, BackwardRow
