@@ -57,6 +57,11 @@ class BackwardPlan:
     deterministic: bool
     arch: int
 
+    def __post_init__(self) -> None:
+        """Shared key blocks are nobody's if no program shares them: dK and dV would not be written."""
+        if self.shared and self.sharers <= self.shared:
+            raise ValueError(f"{self.sharers=} must be more than {self.shared=} key blocks that they share")
+
     @property
     def key_blocks(self) -> int:
         """Of all heads."""
@@ -244,12 +249,14 @@ def shares_of(
         shared = 0 if uneven or deterministic else key_blocks % device.sm_count
     row_blocks = -(-problem.q_len // config.block_m)
     if problem.mask.hides_early_keys:
-        of_head = -(-problem.kv_len // config.keys)
-        row_blocks = max(row_blocks_of(problem, config, index) for index in range(0, of_head, -(-of_head // 64)))
+        # Few queries see only some key blocks, up to the last.
+        seen = problem.mask.keys_seen(0, problem.q_len - 1, problem.q_len, problem.kv_len)
+        some = range((problem.kv_len - seen) // config.keys, -(-problem.kv_len // config.keys))
+        row_blocks = max(row_blocks_of(problem, config, index) for index in some[:: -(-len(some) // 64)])
     sharers = min(device.sm_count, MOST_SHARERS, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
     if deterministic and shared:  # each program has shares of one key block, or it could wait for itself
         sharers -= sharers % shared
     steps = row_blocks * (problem.heads // problem.kv_heads)
-    if steps * (sharers - shared) < LEAST_SAVED * sharers:
+    if sharers <= shared or steps * (sharers - shared) < LEAST_SAVED * sharers:
         return 0, 0
     return shared, sharers

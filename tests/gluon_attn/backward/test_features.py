@@ -267,3 +267,25 @@ def test_called_directly():
         out, lse = attention(q, k, v, return_lse=True, **options)
     grads = attention_backward(torch.ones_like(out), None, q, k, v, out, lse, **options)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape, SINKS.shape]
+
+
+@pytest.mark.parametrize(("limit", "q_len"), [({"window": (63, 0)}, 1), ({"chunk": 64}, 64)], ids=["window", "chunk"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+def test_few_queries_of_many_keys_in_a_limit(limit, q_len, deterministic):
+    """There are fewer key blocks than processors, which share them if enough row blocks see each; here all but the last
+    are seen by none."""
+    q, k, v = normal_qkv(batch=1, heads=1, kv_heads=1, q_len=q_len, kv_len=66 * 128, head_dim=64)
+    dout, dlse = normal(*q.shape, seed=7), torch.zeros(q.shape[:3])
+    options = {"causal": True} | limit
+
+    def ours(*inputs: Tensor) -> Any:
+        return attention(*inputs, return_lse=True, device=HOPPER, deterministic=deterministic, **options)
+
+    def reference(*inputs: Tensor) -> Any:
+        return reference_attention(*(t.double() for t in inputs), **options)
+
+    for name, got, right in zip(
+        ("dq", "dk", "dv"), gradients(ours, [q, k, v], dout, dlse), gradients(reference, [q, k, v], dout, dlse),
+        strict=True,
+    ):  # fmt: skip
+        assert (got - right).abs().max() <= 0.02 * right.abs().max(), name

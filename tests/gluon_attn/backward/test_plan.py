@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,35 @@ def test_shares_fill_the_card(fields, shared, sharers):
     if shared == plan.key_blocks:
         assert plan.programs == sharers
     assert shared == 0 or (plan.last_heads, plan.blocks_per_item) == (0, 1)
+
+
+def test_shared_key_blocks_are_somebodys():
+    """Whatever the limits and lengths: of few queries most of many key blocks are seen by none."""
+    rng, are_shared = random.Random(0), 0
+    limits: list[dict[str, Any]] = [{}] + [{name: 2**n} for name in ("left", "chunk") for n in (0, 6, 9, 12)]
+    for _ in range(2000):
+        kv_heads = rng.choice([1, 2, 8])
+        sizes = {name: round(2 ** rng.uniform(0, 16)) for name in ("q_len", "kv_len")}
+        heads = {"batch": rng.choice([1, 5]), "kv_heads": kv_heads, "heads": kv_heads * rng.choice([1, 4])}
+        fields = sizes | heads | rng.choice(limits) | {"causal": rng.random() < 0.7, "head_dim": rng.choice([64, 128])}
+        plan = plan_of(deterministic=rng.random() < 0.3, **fields)
+        assert plan.shared < plan.sharers or plan.shared == plan.sharers == 0, fields
+        are_shared += plan.shared > 0
+    assert are_shared > 200
+
+
+def test_how_many_row_blocks_see_the_last_of_many_key_blocks():
+    """All of the queries are in one chunk, with the last 32 of 4096 key blocks, of which 4 have no processor."""
+    fields: dict[str, Any] = {"batch": 1, "heads": 8, "kv_heads": 1, "causal": True, "chunk": 4096}
+    plan = plan_of(**fields, q_len=4096, kv_len=2**19)
+    assert (plan.key_blocks, plan.shared, plan.sharers) == (4096, 4, 64)
+
+
+def test_a_plan_in_which_nobody_shares_is_refused():
+    plan = plan_of(batch=1, kv_len=100)
+    for sharers in (0, 16):
+        with pytest.raises(ValueError, match=r"self.sharers=\d+ must be more than self.shared=16 key blocks"):
+            dataclasses.replace(plan, sharers=sharers)
 
 
 @pytest.mark.parametrize("sm_count", [132, 7])
