@@ -22,6 +22,7 @@ from .backward.table import BackwardRow, padded_head_dims
 from .backward.table import pick_config as pick_backward
 from .backward.table import rows_by_default as backward_rows_by_default
 from .bias import Bias
+from .checks import checked_window
 from .demo import card, prepare_process, quiet_exit, say
 from .device import Device
 from .documents import documents_build
@@ -131,9 +132,9 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
         type=window,
         default=(None, None),
         metavar="LEFT,RIGHT",
-        help="of that window too: keys before a query's own and after it; a sliding window of 1024 is 1023,0",
+        help="besides, of that window: keys before a query's own and after it; a sliding window of 1024 is 1023,0",
     )
-    command.add_argument("--chunk", type=int, metavar="N", help="of chunks of so many keys too")
+    command.add_argument("--chunk", type=int, metavar="N", help="besides, of chunks of so many keys")
     command.add_argument("--documents", action="store_true", help="all of them for documents, by segment ids")
     command.add_argument("--softcap", type=float, metavar="CAP", help="all of them with that cap on scores")
     command.add_argument("--alibi", action="store_true", help="all of them with slopes, one for each head")
@@ -159,8 +160,10 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
         command.error("--deterministic: expected with --backward only, as all else always is; add --backward")
     if options.window[1] == 0 and options.full:
         command.error("--window: with no key after a query it is causal; leave out --full")
-    if options.chunk is not None and options.chunk < 1:
-        command.error(f"--chunk: expected 1 key or more, got {options.chunk}")
+    try:
+        checked_window(options.window, options.chunk)
+    except ValueError as error:
+        command.error(f"--{error}")
     for option, given in {"--bias-of-keys": options.bias_of_keys, "--bias-gradient": options.bias_gradient}.items():
         if given and options.bias is None:
             command.error(f"{option}: expected with --bias only; give its dtype, as in --bias bf16")
@@ -170,8 +173,9 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
         command.error("--deterministic: not supported with the gradient of a bias that queries have in common")
     for first, second in APART:
         pair = [OPTIONS.get(first, ""), OPTIONS.get(second, "")]
-        if all(option and getattr(options, option.removeprefix("--")) not in (None, False) for option in pair):
-            command.error(f"{pair[1]}: not supported together with {pair[0]}, in calls too; leave one out")
+        given = [getattr(options, option.removeprefix("--")) if option else None for option in pair]
+        if all(value is not None and value is not False for value in given):
+            command.error(f"{pair[1]}: not supported together with {pair[0]}, as in calls; leave one out")
     return command, options
 
 
@@ -237,23 +241,33 @@ def jobs_of(options: argparse.Namespace, arch: int, device: Device | None = None
 
 
 def masks_of(options: argparse.Namespace) -> dict[Mask, int]:
-    """Masks of kernels, and how many keys a query sees there at most. Causal ones, others, or both; each without limits
-    too, and without some of them: a limit that hides nothing at a call's lengths is left out of its kernel."""
+    """Masks of kernels, and how many keys a query sees there at most, as far as that decides on a row. Causal ones,
+    others, or both; each without limits too. And without some of them: a limit that hides nothing at a call's lengths
+    is left out of its kernel, unless sequences are packed, whose lengths are not known."""
     left, right = options.window
     found: dict[Mask, int] = {}
-    for causal, other in ((False, options.causal), (True, options.full)):
-        choices = ({None: 0, limit: 0} for limit in (left, right, options.chunk))
-        for before, after, chunk in itertools.product(*choices) if not other else ():
-            mask = Mask(causal=causal, left=before, right=after, chunk=chunk)
-            # More keys than these, or a limit would not be there; and at most so many, or another one would.
-            more_than = [before + 1] if before is not None else []
-            more_than += [chunk] if chunk is not None and mask.causal else []
-            at_most = [left + 1] if left is not None and before is None else []
-            at_most += [options.chunk] if options.chunk is not None and chunk is None else []
-            plain = (before, after, chunk) == (None, None, None)  # for calls without any limit, too
-            if plain or not more_than or not at_most or max(more_than) < min(at_most):
-                keys = LARGEST_LENGTH if plain else min(mask.most_keys(LARGEST_LENGTH), *at_most, LARGEST_LENGTH)
-                found[mask] = max(found.get(mask, 0), keys)
+    kinds = [causal for causal, other in ((False, options.causal), (True, options.full)) if not other]
+    choices = ({None: 0, limit: 0} for limit in (left, right, options.chunk))
+    for (before, after, chunk), causal in itertools.product(itertools.product(*choices), kinds):
+        mask = Mask(causal=causal, left=before, right=after, chunk=chunk)
+        if (before, after, chunk) == (None, None, None):
+            found[mask] = LARGEST_LENGTH
+            continue
+        if right == 0 and not mask.causal:  # no call is that has such a window
+            continue
+        keys = mask.most_keys(LARGEST_LENGTH)
+        if options.packed:
+            if (before, after, chunk) == (left, right, options.chunk):
+                # A row is chosen as if there were no limit to the right where few queries are the rule.
+                found.setdefault(mask, keys if mask.causal else LARGEST_LENGTH)
+            continue
+        # More keys than these, or a limit would not be there; and at most so many, or another one would.
+        more_than = [before + 1] if before is not None else []
+        more_than += [chunk] if chunk is not None and mask.causal else []
+        at_most = [left + 1] if left is not None and before is None else []
+        at_most += [options.chunk] if options.chunk is not None and chunk is None else []
+        if not more_than or not at_most or max(more_than) < min(at_most):
+            found[mask] = max(found.get(mask, 0), min(keys, *at_most, LARGEST_LENGTH))
     return found
 
 
@@ -314,7 +328,7 @@ def forward_jobs(
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    taken = [row for row in table if features.take(row, dtype)]
+    taken = sorted((row for row in table if features.take(row, dtype)), key=lambda row: row.scores is None)  # as asked
     rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, taken)
     if features.documents:
         yield Job("documents", partial(documents_build, of_keys=False))
@@ -362,7 +376,7 @@ def backward_jobs(
         yield Job("backward, documents", partial(documents_build, of_keys=True))
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     scores = scores_of(features.score_mod, features.bias, dtype)
-    taken = [row for row in table if row.scores in (None, scores)]
+    taken = sorted((row for row in table if row.scores in (None, scores)), key=lambda row: row.scores is None)
     rows = backward_rows_by_default((padded_head_dim, head_dim_v), mask.causal, taken)
     configs = [(row.config, f", {label(row.config)}" * row.is_limited) for row in rows]
     biases = [features.bias]

@@ -50,7 +50,7 @@ def geometric_means(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def means_of_sets(shapes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By dtype, and gradients apart. shapes: as a table file has them."""
+    """By dtype; larger head dims and gradients apart. shapes: as a table file has them."""
     times: dict[str, list[Mapping[str, float]]] = {}
     for found in shapes:
         if "beside" in found:
@@ -59,8 +59,15 @@ def means_of_sets(shapes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, fl
 
 
 def set_of(found: Mapping[str, Any]) -> str:
-    dtype = str(found["shape"]["dtype"])
-    return f"gradients, {dtype}" if found.get("of_gradients") else dtype
+    shape = found["shape"]
+    name = str(shape["dtype"])
+    if not shape["head_dim"] == shape["head_dim_v"] <= 128:  # apart from the points that are compared everywhere
+        name += f" D={head_dims(shape)}"
+    return f"gradients, {name}" if found.get("of_gradients") else name
+
+
+def head_dims(shape: Mapping[str, Any]) -> str:
+    return f"{shape['head_dim']}" + f"/{shape['head_dim_v']}" * (shape["head_dim_v"] != shape["head_dim"])
 
 
 def table(provenance: Mapping[str, Any]) -> Iterator[str]:
@@ -70,7 +77,8 @@ def table(provenance: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for found in provenance["shapes"]:
         shape = found["shape"]
-        name = f"{set_of(found)} D={shape['head_dim']} {'causal' if shape['causal'] else 'full'} {shape['q_len']}"
+        kind = "gradients, " * bool(found.get("of_gradients")) + shape["dtype"]
+        name = f"{kind} D={head_dims(shape)} {'causal' if shape['causal'] else 'full'} {shape['q_len']}"
         name += "".join(f", {limit} {shape[limit]}" for limit in LIMITS if limit in shape)
         stays = found["chosen"] == found["in_use"]
         gain = "–" if stays else f"{found['gain']:+.1%} ±{found['spread']:.1%}"

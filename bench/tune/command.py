@@ -295,9 +295,13 @@ def here() -> Device:
 
 
 def require(device: Device, batches: Sequence[Batch]) -> None:
-    """NotImplementedError for gradients on a card that has none."""
+    """NotImplementedError for what a card has no kernel for, before anything is timed."""
     if any(batch.of_gradients for batch in batches) and device.arch not in ARCHS:
         raise NotImplementedError(f"--backward: expected a Hopper card, as no other has gradients, got {device.name}")
+    for batch in batches:
+        for problem in batch.problems:
+            choices = batch.choices(problem, device)
+            choices.name(choices.in_use)  # for which a config is looked up
 
 
 def show(choices: Any, first: int | None) -> None:

@@ -15,8 +15,8 @@ HEAD_DIMS = (64, 128)  # of the points that are compared everywhere
 
 # Causal calls with something more, as options of this command; with gradients if there are rows for them.
 FEATURES = {
-    ("--window", "128,0"): True,
-    ("--window", "1024,0"): True,
+    ("--window", "127,0"): True,
+    ("--window", "1023,0"): True,
     ("--softcap", "30"): True,
     ("--alibi",): True,
     ("--bias",): False,

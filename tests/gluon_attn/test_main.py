@@ -264,4 +264,6 @@ def test_a_reader_that_has_enough_ends_it_quietly(monkeypatch):
                 print("a line of more than a few words", flush=True)
             after.append("printed")
         print("and one more", flush=True)
+        with demo.while_read():
+            print("what is not written before the end")
     assert after == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from channels.compat import jit
-from gluon_attn.score_mod import MAX_TENSORS, ScoreMod, alibi, compiled_part, softcap
+from gluon_attn.score_mod import MAX_TENSORS, ScoreMod, alibi, compiled_part, kind_of, softcap
 
 
 @jit
@@ -92,3 +92,11 @@ def test_a_cap_that_is_no_number(cap):
     softcap(1.0)  # whose cached answer is not True's
     with pytest.raises(TypeError, match=rf"^softcap: expected a number or None, got {type(cap).__name__}"):
         softcap(cap)
+
+
+def test_kinds_of_functions():
+    """A caller's own is none of those for which tables have rows."""
+    assert kind_of(softcap(30.0)) == "softcap"
+    assert kind_of(alibi(torch.ones(2))) == "alibi"
+    assert kind_of(None) is None
+    assert kind_of(ScoreMod(halved).function) is None

@@ -97,12 +97,17 @@ def test_every_call_finds_its_kernels(dtype, head_dim, arch, causal):
 # What calls have then.
 FEATURES: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
     "a causal window": (["--window", "300,0", "--causal"], [{"left": 300}, {}]),
+    "a causal window, and no mask": (["--window", "300,0"], [{"left": 300}, {}, {"causal": False}]),
     "a window of two sides": (
         ["--window", "300,200", "--full"],
         [{"causal": False, "left": 300, "right": 200}, {"causal": False}],
     ),
     "chunks": (["--chunk", "2000", "--causal"], [{"chunk": 2000}, {}]),
     "chunks and a window": (["--chunk", "600", "--window", "300,0", "--causal"], [{"chunk": 600, "left": 300}, {}]),
+    "chunks and a window, and no mask": (
+        ["--chunk", "300", "--window", "600,200", "--full"],
+        [{"causal": False, "chunk": 300, "left": 600, "right": 200}, {"causal": False}],
+    ),
     "documents": (["--documents", "--causal"], [{"mask_function": DOCUMENTS}]),
     "documents of a window": (
         ["--documents", "--window", "300,", "--causal"],
@@ -120,8 +125,11 @@ def test_calls_with_masks_and_scores_find_theirs(name):
     listed = jobs("--head-dim", "64", "--backward", *arguments)
     compiled = [job.make() for job in listed]
     rng, used = random.Random(2), []
+    lengths = [near + by for near in (200, 300, 600, 2000) for by in (-1, 0, 1, 2)]  # where limits begin to hide
     for _ in range(500):
         problem = dataclasses.replace(random_problem(rng, torch.bfloat16, 64, causal=True), **rng.choice(changes))
+        at = [rng.choice([length, rng.choice(lengths)]) for length in (problem.q_len, problem.kv_len)]
+        problem = dataclasses.replace(problem, q_len=at[0], kv_len=at[1])
         plan = BackwardPlan.of(problem, pick_backward(problem), Device.hopper())
         shared = plan.shared > 0
         builds = [*builds_of(torch.bfloat16, 64, problem.mask, plan.config, False, shared, problem.score_mod)]
@@ -132,7 +140,7 @@ def test_calls_with_masks_and_scores_find_theirs(name):
     unused = [job.name for job, build in zip(listed, compiled, strict=True) if build not in used]
     # Of several limits some are left out at few lengths only, of which random ones may have none.
     assert all("before" in name or "after" in name or "chunks" in name for name in unused)
-    assert len(unused) <= len(listed) / 10
+    assert len(unused) <= len(listed) / 5
     pickle.dumps(listed)
 
 
@@ -166,6 +174,14 @@ def test_rows_for_changed_scores_are_compiled_for_those(monkeypatch, scores):
         assert any(label(of_gradients.config) in name for name in names) == (kind == scores != "bias")
 
 
+def test_rows_for_changed_scores_come_before_a_general_one(monkeypatch):
+    """As calls ask them, wherever they are in a file."""
+    general = Row(64, True, hopper_config(1, 128, 1, 2, 232))
+    row = Row(64, True, hopper_config(1, 64, 1, 2, 232), scores="alibi")
+    monkeypatch.setattr(tuning, "rows_of_arch", lambda _: (general, row, *PACKAGED))
+    assert any(" 64 x 64" in job.name for job in jobs("--head-dim", "64", "--causal", "--alibi"))
+
+
 @pytest.mark.parametrize(("left", "compiled"), [(98, False), (99, True)], ids=["fewer keys", "as many"])
 def test_rows_of_more_keys_than_a_window_has_are_not_compiled(monkeypatch, left, compiled):
     """But for the kernels without a window, which serve what is no longer than that."""
@@ -197,11 +213,24 @@ def test_key_blocks_are_shared_where_enough_row_blocks_see_them_only(head_dim, k
 PACKED_DTYPES = [("bf16", 128, 90), ("e4m3", 64, 90), ("bf16", 64, 100)]
 
 
+PACKED_LIMITS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
+    "no limit": ([], [{}]),
+    "window": (["--window", "300,0", "--causal"], [{"causal": True}, {"causal": True, "left": 300}]),
+    "window of two sides": (
+        ["--window", "300,200", "--full"],
+        [{"causal": False}, {"causal": False, "left": 300, "right": 200}],
+    ),
+    "chunk": (["--chunk", "600", "--causal"], [{"causal": True}, {"causal": True, "chunk": 600}]),
+}
+
+
+@pytest.mark.parametrize("limits", PACKED_LIMITS)
 @pytest.mark.parametrize("used", [False, True], ids=["all keys", "some keys"])
 @pytest.mark.parametrize(("dtype", "head_dim", "arch"), PACKED_DTYPES)
-def test_calls_with_packed_sequences_find_theirs(dtype, head_dim, arch, used):
+def test_calls_with_packed_sequences_find_theirs(dtype, head_dim, arch, used, limits):
     backward = arch == 90 and dtype == "bf16"
     arguments = ["--head-dim", str(head_dim), "--dtype", dtype, "--packed", *["--backward"] * backward]
+    arguments += PACKED_LIMITS[limits][0]
     listed = jobs(*arguments, arch=arch)
     compiled = [job.make() for job in listed]
     rng, seen, device = random.Random(3), [], DEVICES[arch]
@@ -209,7 +238,13 @@ def test_calls_with_packed_sequences_find_theirs(dtype, head_dim, arch, used):
         batch = random_problem(rng, DTYPES[dtype], head_dim, rng.choice([False, True]))
         count = rng.choice([1, 3, 40])
         problem = dataclasses.replace(
-            batch, batch=1, sequences=count, layout="thd", q_len=count * batch.q_len, kv_len=count * batch.kv_len
+            batch,
+            batch=1,
+            sequences=count,
+            layout="thd",
+            q_len=count * batch.q_len,
+            kv_len=count * batch.kv_len,
+            **rng.choice(PACKED_LIMITS[limits][1]),
         )
         plan = Plan.of(problem, pick_config(problem, device), device)
         q = torch.empty((problem.q_len, problem.heads, head_dim), dtype=problem.dtype, device="meta")
@@ -221,7 +256,8 @@ def test_calls_with_packed_sequences_find_theirs(dtype, head_dim, arch, used):
         seen += [build for build in builds if build not in seen]
     assert [build for build in seen if build not in compiled] == []
     unused = [job.name for job, build in zip(listed, compiled, strict=True) if build not in seen]
-    assert all(name.startswith(("list", "transpose", "backward, list")) for name in unused)  # of the other `used`
+    # Of the other `used`; and of a window of both sides rows of more keys, for few queries of each sequence.
+    assert all(name.startswith(("list", "transpose", "backward, list")) or "after" in name for name in unused)
     pickle.dumps(listed)
 
 
@@ -368,7 +404,8 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys, stand_ins):
         (["--causal", "--full"], "not allowed with"),
         (["--arch", "sm_90", "--full", "--window", "7,0"], "--window: with no key after a query it is causal; leave"),
         (["--arch", "sm_90", "--window", "7"], "argument --window: expected LEFT,RIGHT, as '1023,0'"),
-        (["--arch", "sm_90", "--chunk", "0"], "--chunk: expected 1 key or more, got 0"),
+        (["--arch", "sm_90", "--chunk", "0"], "--chunk: expected at least 1 key, got 0"),
+        (["--arch", "sm_90", "--softcap", "0", "--alibi"], "--alibi: not supported together with --softcap"),
         (["--arch", "sm_90", "--bias-of-keys"], "--bias-of-keys: expected with --bias only; give its dtype"),
         (["--arch", "sm_90", "--bias", "bf16", "--bias-gradient"], "--bias-gradient: expected with --backward only"),
         (["--arch", "sm_90", "--bias", "bf16", "--packed"], "--bias: not supported together with --packed"),

@@ -70,11 +70,25 @@ def test_means_are_of_speeds():
 
 
 def test_a_file_without_times_beside_the_peer_is_shown_too():
-    shape = {"dtype": "bfloat16", "head_dim": 64, "causal": True, "q_len": 512}
-    found = {"shape": shape, "chosen": "a", "in_use": "b", "gain": 0.05, "spread": 0.01}
+    shape = {"dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "causal": True, "q_len": 512}
+    found: dict[str, Any] = {"shape": shape, "chosen": "a", "in_use": "b", "gain": 0.05, "spread": 0.01}
     beside = {"peer": 2.0, "in_use": 2.0, "new": 1.0, "fa3_over_cudnn": 1.21}
     assert list(table({"shapes": [found, found | {"beside": beside}]}))[2:] == [
         "| bfloat16 D=64 causal 512 | a | +5.0% ±1.0% | – | – | – |",
         "| bfloat16 D=64 causal 512 | a | +5.0% ±1.0% | 1.000 | 2.000 | 1.21 |",
         "| geometric mean of 1, bfloat16 | | +100.0% | 1.000 | 2.000 | 1.210 |",
     ]
+    found["beside"] = beside
+    unlike = found | {
+        "shape": shape | {"head_dim": 192, "head_dim_v": 128},
+        "beside": {"peer": 2, "in_use": 1, "new": 1},
+    }
+    of_sets = list(table({"shapes": [found, unlike, unlike | {"of_gradients": True}]}))[3:]
+    assert [line.split(" | ")[0] for line in of_sets] == [
+        "| bfloat16 D=192/128 causal 512",
+        "| gradients, bfloat16 D=192/128 causal 512",
+        "| geometric mean of 1, bfloat16",
+        "| geometric mean of 1, bfloat16 D=192/128",
+        "| geometric mean of 1, gradients, bfloat16 D=192/128",
+    ]
+    assert "1.210" in of_sets[2]  # which those without FlashAttention-3's line leave alone

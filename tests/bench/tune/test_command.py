@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from bench import __main__ as bench_main
+from bench.features import SHAPES
 from bench.points import sweep
 from bench.tune import command
 from bench.tune.command import AGAIN, Batch
@@ -98,9 +100,14 @@ def test_other_sweeps_are_what_the_tables_have_rows_for_besides():
         "backward": 24, "backward_d256": 12, "backward_d192": 12, "backward_features": 8,
     }  # fmt: skip
     assert {(p.head_dim, p.head_dim_v) for p in found["d256"] + found["d192"]} == {(256, 256), (192, 128)}
+    assert found["backward_d192"] == found["d192"]
+    assert found["backward_d256"] == tuple(p for p in found["d256"] if p.dtype == torch.bfloat16)
+    shapes = {(p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim) for p in found["features"]}
+    assert shapes == {(s.batch, s.heads, s.kv_heads, s.length, s.length, s.head_dim) for s in SHAPES}
     kinds = {(p.head_dim, p.left, p.scores, p.causal) for p in found["features"]}
-    of_features = [(128, None), (1024, None), (None, "softcap"), (None, "alibi"), (None, "bias")]
+    of_features = [(127, None), (1023, None), (None, "softcap"), (None, "alibi"), (None, "bias")]
     assert kinds == {(d, left, scores, True) for d in (64, 128) for left, scores in of_features}
+    assert {p.score_mod.after for p in found["features"] if p.score_mod and p.scores == "softcap"} == {30}
     assert set(found["backward_features"]) == {p for p in found["features"] if p.scores != "bias"}
     for name, sweep_of in SWEEPS.items():
         assert sweep_of.of_gradients == name.startswith("backward")
@@ -238,6 +245,24 @@ def test_the_first_configs_are_listed(monkeypatch, capsys):
     assert lines[1].split() == ["in", "use", *name_of(IN_USE).split()]
     assert any(line.startswith("  pruned  ") and "which without a mask are alike" in line for line in lines)
     assert [line[2:9].strip() for line in lines[2:5]] == ["", "", "late"]
+
+
+@pytest.mark.parametrize("arguments", [["--sweep", "bf16", "--list", "--device", "h100"], ["--show"]])
+def test_a_reader_that_has_enough_ends_it_quietly(monkeypatch, arguments):
+    monkeypatch.setattr(command, "table", lambda provenance: ["a line"] * 9000)
+    shown = [str(path) for path in tuning.TABLES.glob("h100_bf16.json")] * (arguments == ["--show"])
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        run(monkeypatch, *arguments, *shown)
+
+
+@pytest.mark.parametrize("name", ["features", "d192", "d256", "backward"])
+def test_a_sweep_that_a_card_has_no_kernels_for_is_refused_at_once(monkeypatch, capsys, name):
+    with pytest.raises(SystemExit, match="bench tune: "):
+        run(monkeypatch, "--sweep", "bf16", name, "--list", "--device", "b200")
+    assert capsys.readouterr().out == ""
 
 
 def test_the_first_configs_of_gradients_are_listed(monkeypatch, capsys):
