@@ -28,6 +28,7 @@ from .resources import resources
 from .runtime.compat import CompiledKernel
 from .score_mod import alibi, kind_of, softcap
 from .sizes import as_asked
+from .table_file import Measured
 from .tensors import FP8_DTYPES
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -294,6 +295,8 @@ def limits(row: Row | BackwardRow, problem: Problem) -> Iterator[tuple[str, str]
         yield f"at least {row.min_kv_len} keys that a query sees", f"{keys}"
     if row.max_kv_len is not None:
         yield f"at most {row.max_kv_len} keys that a query sees", f"{keys}"
+    if row.in_limits:
+        yield "a window or chunks, which limit how many these are", "one of them"
     if row.min_reuse > 1:
         yield f"at least {row.min_reuse} queries to a KV head", f"{problem.q_len * group}"
     if row.q_lens is not None:
@@ -331,6 +334,7 @@ def why_not_of_sizes(row: Row | BackwardRow, problem: Problem) -> str:
     return {
         "min_kv_len": f"from {row.min_kv_len} keys on, a query sees {keys}",
         "max_kv_len": f"up to {row.max_kv_len} keys, a query sees {keys}",
+        "in_limits": "for windows and chunks alone",
         "min_reuse": f"from {row.min_reuse} queries to a KV head on, there are {problem.q_len * group}",
         "q_lens": f"for {row.q_lens} queries, there are {problem.q_len}",
         "sequence_heads": f"for {row.sequence_heads} heads times batch, there are {heads}",
@@ -394,7 +398,7 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
                 if found.chosen == found.in_use:
                     gain = "it was in use already, and nothing that was timed was faster"
                 yield f"measured for {table.source}, {table.provenance['date']}: {gain}"
-                yield f"  at {', '.join(f'{name} {value}' for name, value in found.shape.items())}"
+                yield at_shape(found)
                 yield from times(found.ms, found.chosen)
                 return
     if row.result_file is None:
@@ -404,7 +408,15 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
     if not file.exists():
         yield f"measured: in bench/results/{row.result_file}, which a checkout has and an installed package has not"
         return
-    point = nearest(json.loads(file.read_text(encoding="utf-8"))["points"], row, problem)
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if "points" not in content:  # a table file, from which the row was taken
+        assert isinstance(row, Row)
+        found, name = of_search(file, row)
+        yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
+        yield at_shape(found)
+        yield from times(found.ms, name)
+        return
+    point = nearest(content["points"], row, problem)
     if point is None:
         yield f"measured: no point of bench/results/{row.result_file} is of that kind"
         return
@@ -414,6 +426,22 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
     yield f"  at the nearest point, {point['name']}, {heads}{plain}"
     ms = {name: found["ms"] for name, found in point["results"].items() if name != ANCHOR}
     yield from times(ms, name_in_results(row))
+
+
+def at_shape(found: Measured) -> str:
+    return f"  at {', '.join(f'{name} {value}' for name, value in found.shape.items())}"
+
+
+def of_search(file: Path, row: Row) -> tuple[Measured, str]:
+    """What a table file has measured for the sizes of a row that was taken from it, and the name of its config there.
+    The row may serve more sizes, and have a simpler config that was as fast."""
+    name = f"{label(row.config)} {row.config.softmax_registers}/{row.config.load_registers}"
+    table = tuning.read(file)
+    for own, found in zip(table.rows, table.measured, strict=True):
+        within = row.min_kv_len <= own.min_kv_len <= (own.max_kv_len or math.inf) <= (row.max_kv_len or math.inf)
+        if found is not None and name in found.ms and within and own.head_dims == row.head_dims:
+            return found, name
+    raise ValueError(f"{file}: expected times of {name} for its row, got none; give the row its own file")
 
 
 def name_in_results(row: Row | BackwardRow) -> str:

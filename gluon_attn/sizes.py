@@ -1,7 +1,8 @@
 """What a row of a tuning table asks of the sizes of a problem."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from .problem import Problem
@@ -15,12 +16,12 @@ SCORES_OF_GRADIENTS = SCORES[:3]  # with a bias their config is chosen in code
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """min_kv_len: from how many keys on, of those that a query sees. min_reuse: from how many queries of a KV head on,
-    which is how often each of its keys is used, and pays for what is done to it once.
+    """min_kv_len: from how many keys on, of those that a query sees. max_kv_len: up to how many; None: any. in_limits:
+    only where a window or chunks limit how many these are. min_reuse: from how many queries of a KV head on, which is
+    how often each of its keys is used, and pays for what is done to it once.
 
-    Of rows of a table file, which serve what is like the shape that they were timed at: max_kv_len, the most keys that
-    a query sees; q_lens, the fewest and the most queries; sequence_heads, likewise heads times the batch;
-    heads_per_kv_head, exactly so many query heads. None: any.
+    Of rows of a table file, which serve what is like the shape that they were timed at: q_lens, the fewest and the most
+    queries; sequence_heads, likewise heads times the batch; heads_per_kv_head, exactly so many query heads. None: any.
 
     scores: for calls whose scores are changed in this way alone, one of SCORES; a bias is then one with a row for each
     query. Such rows are asked before all others, see `as_asked`. None: however scores are.
@@ -29,6 +30,7 @@ class Sizes:
     min_kv_len: int = 1
     min_reuse: int = 1
     max_kv_len: int | None = None
+    in_limits: bool = False
     q_lens: tuple[int, int] | None = None
     sequence_heads: tuple[int, int] | None = None
     heads_per_kv_head: int | None = None
@@ -38,7 +40,18 @@ class Sizes:
     def is_limited(self) -> bool:
         """Whether it is for what is like a problem that was timed."""
         limits = self.max_kv_len, self.q_lens, self.sequence_heads, self.heads_per_kv_head, self.scores
-        return any(limit is not None for limit in limits)
+        return self.in_limits or any(limit is not None for limit in limits)
+
+    def covers(self, other: "Sizes", in_limits: tuple[int, int] | None = None) -> bool:
+        """Whether it serves whatever the other does. in_limits: of calls with a window or chunks, the fewest and the
+        most keys that a query sees there; None: of any calls."""
+        fewest, most = in_limits or (1, math.inf)
+        return (
+            self.min_kv_len <= max(other.min_kv_len, fewest)
+            and (self.max_kv_len is None or self.max_kv_len >= most)
+            and self.min_reuse <= other.min_reuse
+            and not replace(self, max_kv_len=None, in_limits=self.in_limits and in_limits is None).is_limited
+        )
 
     @property
     def are_any(self) -> bool:
@@ -47,6 +60,8 @@ class Sizes:
 
     def unmet_size(self, problem: Problem) -> str | None:
         """The first of these fields that the problem does not meet."""
+        if self.in_limits and not problem.mask.limits_keys:
+            return "in_limits"
         keys = problem.mask.most_keys(problem.kv_len)
         if keys < self.min_kv_len:
             return "min_kv_len"

@@ -29,7 +29,16 @@ OF_GRADIENTS = {"hopper": HopperBackward}
 # Of a row, what it is for: required, then as a row has them by default.
 KIND_OF_GRADIENTS = ("padded_head_dim", "padded_head_dim_v", "causal")
 KIND = (*KIND_OF_GRADIENTS, "element_bytes")
-SIZES = ("min_kv_len", "max_kv_len", "min_reuse", "q_lens", "sequence_heads", "heads_per_kv_head", "scores")
+SIZES = (
+    "min_kv_len",
+    "max_kv_len",
+    "in_limits",
+    "min_reuse",
+    "q_lens",
+    "sequence_heads",
+    "heads_per_kv_head",
+    "scores",
+)
 LIMITS = (*SIZES, "one_round")
 PROVENANCE = ("date", "commit", "card", "torch", "triton")
 LARGEST = 2**31
@@ -234,7 +243,8 @@ def conditions_at(
             raise (at / name).error(f"expected one of {', '.join(map(str, possible))}, got {given[name]}")
     if not (of_any_mask and given["causal"] is None):
         (at / "causal").typed(given["causal"], bool, "true or false" + ", or null for both" * of_any_mask)
-    (at / "one_round").typed(given.get("one_round", False), bool, "true or false")
+    for name in ("in_limits", "one_round"):
+        (at / name).typed(given.get(name, False), bool, "true or false")
     for name in ("min_kv_len", "min_reuse", "max_kv_len", "heads_per_kv_head"):
         if name in given and (at / name).typed(given[name], int, "a whole number") < 1:
             raise (at / name).error(f"expected at least 1, got {given[name]}")

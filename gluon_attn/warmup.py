@@ -231,27 +231,28 @@ def jobs_of(options: argparse.Namespace, arch: int, device: Device | None = None
                     "bias" * (features.bias is not None),
                 )
                 kind = " ".join(filter(None, parts))
-                rows = reached(table, keys)
+                rows = reached(table, mask, keys)
+                limits = keys if mask.limits_keys and not features.packed else None
                 yield from forward_jobs(
-                    f"{named(*forward)} {kind}", dtype, forward[0], mask, features, arch, rows, forward[1]
+                    f"{named(*forward)} {kind}", dtype, forward[0], mask, features, arch, rows, forward[1], limits
                 )
                 if options.backward and dtype not in FP8_DTYPES:
                     of_kind = f"{named(*backward)} {kind}", dtype, backward[0], mask, features, options.deterministic
-                    yield from backward_jobs(*of_kind, reached(backward_table, keys), backward[1])
+                    yield from backward_jobs(*of_kind, reached(backward_table, mask, keys), backward[1])
 
 
-def masks_of(options: argparse.Namespace) -> dict[Mask, int]:
-    """Masks of kernels, and how many keys a query sees there at most, as far as that decides on a row. Causal ones,
-    others, or both; each without limits too. And without some of them: a limit that hides nothing at a call's lengths
-    is left out of its kernel, unless sequences are packed, whose lengths are not known."""
+def masks_of(options: argparse.Namespace) -> dict[Mask, tuple[int, int]]:
+    """Masks of kernels, and how many keys a query sees there at least and at most, as far as that decides on a row.
+    Causal ones, others, or both; each without limits too. And without some of them: a limit that hides nothing at a
+    call's lengths is left out of its kernel, unless sequences are packed, whose lengths are not known."""
     left, right = options.window
-    found: dict[Mask, int] = {}
+    found: dict[Mask, tuple[int, int]] = {}
     kinds = [causal for causal, other in ((False, options.causal), (True, options.full)) if not other]
     choices = ({None: 0, limit: 0} for limit in (left, right, options.chunk))
     for (before, after, chunk), causal in itertools.product(itertools.product(*choices), kinds):
         mask = Mask(causal=causal, left=before, right=after, chunk=chunk)
         if (before, after, chunk) == (None, None, None):
-            found[mask] = LARGEST_LENGTH
+            found[mask] = 1, LARGEST_LENGTH
             continue
         if right == 0 and not mask.causal:  # no call is that has such a window
             continue
@@ -259,7 +260,7 @@ def masks_of(options: argparse.Namespace) -> dict[Mask, int]:
         if options.packed:
             if (before, after, chunk) == (left, right, options.chunk):
                 # A row is chosen as if there were no limit to the right where few queries are the rule.
-                found.setdefault(mask, keys if mask.causal else LARGEST_LENGTH)
+                found.setdefault(mask, (1, keys if mask.causal else LARGEST_LENGTH))
             continue
         # More keys than these, or a limit would not be there; and at most so many, or another one would.
         more_than = [before + 1] if before is not None else []
@@ -267,7 +268,9 @@ def masks_of(options: argparse.Namespace) -> dict[Mask, int]:
         at_most = [left + 1] if left is not None and before is None else []
         at_most += [options.chunk] if options.chunk is not None and chunk is None else []
         if not more_than or not at_most or max(more_than) < min(at_most):
-            found[mask] = max(found.get(mask, 0), min(keys, *at_most, LARGEST_LENGTH))
+            fewest, most = min(keys, max(more_than, default=1)), min(keys, *at_most, LARGEST_LENGTH)
+            others = found.get(mask, (fewest, most))
+            found[mask] = min(fewest, others[0]), max(most, others[1])
     return found
 
 
@@ -326,10 +329,12 @@ def forward_jobs(
     arch: int,
     table: Sequence[Row],
     padded_head_dim_v: int | None = None,
+    in_limits: tuple[int, int] | None = None,
 ) -> Iterator[Job]:
+    """in_limits: as for `rows_by_default`."""
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
     taken = sorted((row for row in table if features.take(row, dtype)), key=lambda row: row.scores is None)  # as asked
-    rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, taken)
+    rows = rows_by_default(padded_head_dim, mask.causal, dtype.itemsize, arch, head_dim_v, taken, in_limits)
     if features.documents:
         yield Job("documents", partial(documents_build, of_keys=False))
     if features.packed:
@@ -343,6 +348,7 @@ def forward_jobs(
             config = for_bias(row.config, asked, Device.hopper())
         served = [
             f"from {row.min_kv_len} keys" * (row.min_kv_len > 1),
+            f"up to {row.max_kv_len} keys" * (row.max_kv_len is not None),
             f"from {row.min_reuse} queries a KV head" * (row.min_reuse > 1),
             "little work" * row.one_round,
         ]
@@ -354,9 +360,17 @@ def forward_jobs(
                 yield Job(f"transpose {kind}{of_used(used)}", make)
 
 
-def reached(rows: Iterable[AnyRow], keys: int) -> list[AnyRow]:
-    """But for those of more keys than a query sees."""
-    return [row for row in rows if row.min_kv_len <= keys]
+def reached(rows: Iterable[AnyRow], mask: Mask, keys: tuple[int, int]) -> list[AnyRow]:
+    """But for those of more or of fewer keys than a query sees. In limits it sees the most that these let through:
+    where there are fewer keys, a row is chosen as if there were no limit."""
+    fewest, most = keys
+    return [
+        row
+        for row in rows
+        if row.min_kv_len <= most
+        and (row.max_kv_len is None or row.max_kv_len >= (most if row.in_limits else fewest))
+        and (mask.limits_keys or not row.in_limits)
+    ]
 
 
 def backward_jobs(

@@ -170,6 +170,7 @@ class Forward:
             problem.dtype.itemsize,
             min_kv_len=keys[0],
             max_kv_len=keys[1],
+            in_limits=problem.mask.limits_keys,
             padded_head_dim_v=problem.padded_head_dim_v,
             q_lens=around(problem.q_len, reach),
             sequence_heads=around(problem.batch * problem.heads, reach),

@@ -121,6 +121,7 @@ class Gradients:
             problem.causal,
             min_kv_len=keys[0],
             max_kv_len=keys[1],
+            in_limits=problem.mask.limits_keys,
             q_lens=around(problem.q_len, reach),
             sequence_heads=around(problem.batch * problem.heads, reach),
             heads_per_kv_head=problem.heads // problem.kv_heads,

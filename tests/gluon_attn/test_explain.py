@@ -60,7 +60,8 @@ def test_every_row_that_is_passed_over_has_its_reason():
     served = next(i for i, row in enumerate(kind) if row.config == pick_config(asked, H200))
     assert len(passed) == served > 2
     assert passed[0].endswith("for little work only, and here 132 programs have 1024 items")
-    assert passed[1].endswith("from 12288 keys on, a query sees 512")
+    assert passed[1].endswith("for windows and chunks alone")
+    assert passed[3].endswith("from 12288 keys on, a query sees 512")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_window_is_asked_for_by_the_keys_that_a_query_sees():
     assert "a query sees 1024" in text
     assert "causal, on" in said(*shape, "--window", ",0")
     assert "no mask" in said(*shape)
-    assert ", plain" in text
+    assert ", plain" in said(*shape, "--window", "2047,0")
     assert "causal, on" in said(*shape, "--window", "99999,0")
     assert ", plain" not in said(*shape, "--window", "99999,0")
     assert "causal, chunks of 2048, on" in said(*shape, "--chunk", "2048", "--causal")
@@ -165,12 +166,22 @@ def test_alternatives_are_those_of_the_nearest_point(results):
 
 def test_a_window_is_near_what_sees_as_many_keys(results):
     """And the point is said to be plain."""
-    text = "\n".join(explain.explained(problem(causal=False, left=899, right=0), H200, None, results))
+    text = "\n".join(explain.explained(problem(causal=False, left=599, right=0), H200, None, results))
     assert "no point of bench/results/" in text  # these points have no mask
     text = "\n".join(
         explain.explained(dataclasses.replace(problem(), q_len=4096, kv_len=4096, chunk=900), H200, None, results)
     )
     assert "at the nearest point, at 900, batch 2, 16 heads, plain" in text
+
+
+def test_a_row_of_windows_shows_the_search_that_chose_it():
+    text = said("--shape", "1,16,16384,128", "--causal", "--window", "127,0")
+    assert "measured on an NVIDIA H100 80GB HBM3, 2026-11-26 (bench/results/h100_tune_features.json)" in text
+    assert "left 127" in text
+    [own] = [line.split() for line in text.splitlines() if line.startswith("  * ")]
+    assert own[1:4] == ["1x64", "q2kv3e1", "1cta"]
+    assert own[-1] == "x"
+    assert float(own[-2]) <= 1.01
 
 
 def test_only_some_alternatives_are_listed_and_always_the_chosen_one():

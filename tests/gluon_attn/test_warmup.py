@@ -97,6 +97,8 @@ def test_every_call_finds_its_kernels(dtype, head_dim, arch, causal):
 # What calls have then.
 FEATURES: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
     "a causal window": (["--window", "300,0", "--causal"], [{"left": 300}, {}]),
+    "a small causal window": (["--window", "99,0", "--causal"], [{"left": 99}, {}]),
+    "small chunks": (["--chunk", "600", "--causal"], [{"chunk": 600}, {}]),
     "a causal window, and no mask": (["--window", "300,0"], [{"left": 300}, {}, {"causal": False}]),
     "a window of two sides": (
         ["--window", "300,200", "--full"],

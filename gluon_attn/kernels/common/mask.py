@@ -85,6 +85,11 @@ class Mask:
         """How many keys after its own position a query sees; None: no limit."""
         return 0 if self.causal else self.right
 
+    @property
+    def limits_keys(self) -> bool:
+        """Whether a query sees so many keys at most, however many there are."""
+        return self.chunk is not None or (self.left is not None and self.reach is not None)
+
     def keys_seen(self, first_row: int, last_row: int, q_len: int, kv_len: int) -> int:
         """How many keys there are from the first to the last one that some of these queries see. There is none between
         that nobody sees."""

@@ -21,6 +21,7 @@ from bench.candidates import CANDIDATES, label
 from bench.points import DTYPES, SETS, Point
 from gluon_attn import HopperConfig
 from gluon_attn.device import Device
+from gluon_attn.explain import of_search
 from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS, Row, pick_config
 from gluon_attn.problem import Problem
 from tests.gluon_attn.problems import problem
@@ -105,6 +106,7 @@ def test_rows_of_other_head_dims_are_not_measured_and_have_no_choice_by_length()
         assert (row.result_file, row.min_kv_len, row.min_reuse, row.one_round) == (None, 1, 1, False)
 
 
+OF_CANDIDATES = [row for row in HOPPER if row.result_file == "h200_candidates.json"]
 # Rows that serve no point of their file, and why they are there.
 UNTIMED = {
     ("2x128 q2kv4 v 1cta", 64, True, 1): "queries of less than 512 to a key, and the shortest timed are 512",
@@ -171,7 +173,9 @@ def test_each_row_is_within_two_percent_of_the_best_candidate(num_ctas):
 def test_each_row_serves_a_point_that_was_timed():
     serving = [row_for(asked, n) for _, asked, _ in timed("h200_candidates.json") for n in (None, 1, 2)]
     idle = {
-        (label(row.config), row.padded_head_dim, row.causal, row.element_bytes) for row in HOPPER if row not in serving
+        (label(row.config), row.padded_head_dim, row.causal, row.element_bytes)
+        for row in OF_CANDIDATES
+        if row not in serving
     }
     assert idle == set(UNTIMED)
 
@@ -186,7 +190,7 @@ def test_each_row_wins_over_the_one_that_would_serve_without_it():
     """By 1 % at least, and more than its file's noise, in the geometric mean of the points it serves; or no other
     row serves them, by default or with that number of CTAs asked for."""
     device, judged = Device.hopper(), 0
-    for row in HOPPER:
+    for row in OF_CANDIDATES:
         gains, noise, needed = [], [], False
         for n, (_, asked, results) in itertools.product((None, 1, 2), timed("h200_candidates.json")):
             if row_for(asked, n) is not row:
@@ -202,6 +206,44 @@ def test_each_row_wins_over_the_one_that_would_serve_without_it():
         if not needed and name not in UNTIMED:
             assert statistics.geometric_mean(gains) > 1 + max(0.01, math.hypot(*noise) / len(noise)), name
     assert judged > 30
+
+
+def with_left(left: int | None, **other: Any) -> Problem:
+    shape = {"batch": 2, "heads": 32, "kv_heads": 4, "q_len": 8192, "kv_len": 8192, "head_dim": 64, "causal": True}
+    return problem(left=left, **shape | other)
+
+
+def test_rows_of_windows_are_those_that_a_search_chose():
+    """Or as fast as those to 1 %. They are faster by 5 % at least, and by more than its spread, than what served."""
+    rows = [row for row in HOPPER if row.in_limits]
+    for row in rows:
+        assert row.result_file is not None
+        found, name = of_search(RESULTS / row.result_file, row)
+        assert found.ms[name] <= 1.01 * found.ms[found.chosen]
+        assert found.ms[found.in_use] / found.ms[name] > 1 + max(0.05, found.spread)
+        assert row_for(problem(**dict(found.shape) | {"dtype": torch.bfloat16}), None) is row
+    assert len(rows) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"left": None},
+        {"left": 1448},
+        {"causal": False, "right": 3},
+        {"dtype": torch.float8_e4m3fn},
+        {"left": None, "kv_len": 128},
+        {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 512, "kv_len": 512},
+    ],
+    ids=["none", "of many keys", "to both sides", "fp8", "few keys without", "little work"],
+)
+def test_other_problems_than_those_of_small_windows_keep_their_rows(other):
+    assert row_for(with_left(127), None).in_limits
+    assert not row_for(with_left(**{"left": 127} | other), None).in_limits
+
+
+def test_chunks_are_served_as_windows_are():
+    assert row_for(with_left(None, chunk=128), None) is row_for(with_left(127), None)
 
 
 def test_smem_bytes_covers_the_tiles():
