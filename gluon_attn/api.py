@@ -15,6 +15,7 @@ from .checks import (
     check_readable,
     check_scale_signs,
     check_scale_tensor,
+    hashable,
     refuse_address,
     type_name,
 )
@@ -177,7 +178,7 @@ def attention(
     function, read = compiled_part(score_mod)
     mask, read_by_mask = compiled_mask(mask_mod)
     options = Options(
-        causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device, mask
+        causal, hashable(window), chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device, mask
     )
     q_ids, k_ids = both_segment_ids(segment_ids)
     extras = Extras(

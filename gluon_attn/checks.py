@@ -3,7 +3,7 @@ what to do: a TypeError, a ValueError or a NotImplementedError."""
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ def check_cu_seqlens(
         for i, (used, (first, end)) in enumerate(zip(seqused_k.tolist(), pairwise(cu_seqlens_k.tolist()), strict=True)):
             if not 0 <= used <= end - first:
                 raise ValueError(f"seqused_k: expected 0 to {end - first}, the keys of sequence {i}, got {used}")
+
+
+def hashable(window: Any) -> Any:
+    """As it is kept, also if it is given as a list; not checked."""
+    return tuple(window) if isinstance(window, list) else window
 
 
 def checked_window(window: object, chunk: object) -> Window:

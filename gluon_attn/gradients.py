@@ -10,7 +10,7 @@ from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
 from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_of, problem_of
-from .checks import type_name
+from .checks import hashable, type_name
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
@@ -75,7 +75,7 @@ def attention_backward(
     function, read = compiled_part(score_mod)
     mask, read_by_mask = compiled_mask(mask_mod)
     options = Options(
-        causal, window, chunk, softcap, function, scale, layout, deterministic, device=device, mask_mod=mask
+        causal, hashable(window), chunk, softcap, function, scale, layout, deterministic, device=device, mask_mod=mask
     )
     q_ids, k_ids = both_segment_ids(segment_ids)
     extras = Extras(

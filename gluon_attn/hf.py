@@ -31,6 +31,7 @@ from .features import NOT_THERE
 from .hf_masks import (
     Sequences,
     additive,
+    apart,
     fits,
     is_packed,
     known_sequences,
@@ -246,6 +247,8 @@ def attend(
         warn(why, "the model's eager attention" if by_eager else "transformers' SDPA")
     if attention_mask is None:
         attention_mask = mask_for_none(query, key, causal, others, always=by_eager)
+    elif is_packed(others) and query.shape[2] > 1 and fits(attention_mask, query, key):
+        attention_mask = apart(attention_mask, query, key, others)
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
     if by_eager:
         eager = eager_of(module, asked)
@@ -345,7 +348,7 @@ def reason(
     if mask is not None and window is None and not of_sequences:
         return "attention_mask: a mask other than causal, within sequences too, or a window is not supported so far"
     if is_packed(others) and not of_sequences:
-        return "cu_seq_lens_q: packed sequences in a batch of several rows are not supported so far"
+        return "cu_seq_lens_q: packed sequences in a batch of several rows, or without max_length_q, are not supported"
     size = others.get("sliding_window")
     if mask is None and causal and size is not None and key.shape[2] > size:
         return "sliding_window: expected a mask that says so too, got none"

@@ -6,8 +6,9 @@ bottom right. SDPA has None there for an empty static cache, aligned to the top 
 after the mask is made (Gemma 4) makes up for that by SDPA's name. So an empty static cache has a tensor here.
 """
 
+import sys
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,13 @@ KNOWN = "_gluon_attn_known"
 # Likewise of a mask that is causal within each of several sequences, which padding tokens are as well: the version, and
 # those sequences.
 KNOWN_SEQUENCES = "_gluon_attn_known_sequences"
+# And the parts of these in a call with `cu_seq_lens_q`, as `shorter` found them: the version, that, and the parts.
+KNOWN_PARTS = "_gluon_attn_known_parts"
+
+
+# Models that transformers does not give to SDPA, for their soft caps or sinks, and whose layers say of themselves that
+# they are causal.
+CAUSAL_BY_THEMSELVES = frozenset({"gemma2", "gpt_oss", "vaultgemma"})
 
 
 class Sequences(NamedTuple):
@@ -36,7 +44,21 @@ class Sequences(NamedTuple):
 
 
 def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor | None:
-    """SDPA's mask; also where SDPA goes without one because it aligns causal masks to the top left."""
+    """SDPA's mask, as `noted` makes it; but for a model that transformers does not give to SDPA that of its eager
+    attention, which its layers may add to scores themselves."""
+    if not relies_on_masks(options.get("config")):
+        return noted(sdpa_mask, options)
+    seen = noted(lambda **given: sdpa_mask(**given | {"allow_is_causal_skip": False}), options)
+    mask = additive(seen, options["dtype"])
+    for name in (KNOWN, KNOWN_SEQUENCES):
+        if mask is not None and hasattr(seen, name):
+            setattr(mask, name, (mask._version, getattr(seen, name)[1]))
+    return mask
+
+
+def noted(sdpa_mask: Callable[..., Tensor | None], options: dict[str, Any]) -> Tensor | None:
+    """SDPA's mask; also where SDPA goes without one because it aligns causal masks to the top left. It says what it is
+    where that is known."""
     mask = sdpa_mask(**options)
     q_len = options["q_length"] if "q_length" in options else len(options["cache_position"])
     kv_len = options["kv_length"]
@@ -54,6 +76,21 @@ def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor |
     else:
         note_sequences(mask, q_len, kv_len, options)
     return mask
+
+
+def relies_on_masks(config: Any) -> bool:
+    """Whether layers of a model may be causal by their mask alone, or compute attention themselves."""
+    if config is None or getattr(config, "model_type", None) in CAUSAL_BY_THEMSELVES:
+        return False
+    return not is_given_to_sdpa(type(config).__module__)
+
+
+@torch.compiler.assume_constant_result  # so under torch.compile it is called while the graph is made
+def is_given_to_sdpa(module_of_config: str) -> bool:
+    """Whether transformers gives models of such a config to SDPA: by the file of the models, which lies beside it."""
+    package, _, name = module_of_config.rpartition(".")
+    models = vars(sys.modules.get(f"{package}.{name.replace('configuration_', 'modeling_')}", ModuleType("")))
+    return any(isinstance(of, type) and getattr(of, "_supports_sdpa", False) is True for of in models.values())
 
 
 def note_sequences(mask: Tensor | None, q_len: int, kv_len: int, options: dict[str, Any]) -> None:
@@ -128,19 +165,41 @@ def known_window(mask: Tensor | None) -> Window | None:
 def known_sequences(
     mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, others: dict[str, Any]
 ) -> tuple[Sequences | None, bool]:
-    """(sequences that the batch is made of, whether each is causal), as a mask that `mask_of` knows says, or, without
-    one, `cu_seq_lens_q`. None: it is not known to be made of several."""
-    version, sequences = getattr(mask, KNOWN_SEQUENCES, (None, None))
-    if mask is not None:
-        same = version is not None and version == mask._version and fits(mask, query, key)
-        return (sequences if same else None), True
+    """(sequences that the batch is made of, whether each is causal), as a mask that `mask_of` knows says, or
+    `cu_seq_lens_q`, or both. None: it is not known to be made of several."""
+    causal = causal or mask is not None
+    if mask is not None and known_window(mask) is None:
+        sequences = sequences_of_mask(mask, query, key)
+        return (shorter(mask, sequences, others) if sequences and is_packed(others) else sequences), causal
     if not is_packed(others) or query.shape[0] != 1 or others.get("max_length_q") is None:
+        return None, causal
+    if not fits(mask, query, key):
         return None, causal
     k_starts, k_longest = others.get("cu_seq_lens_k"), others.get("max_length_k")
     starts, longest = others["cu_seq_lens_q"], others["max_length_q"]
     return Sequences(
         starts, starts if k_starts is None else k_starts, longest, longest if k_longest is None else k_longest
     ), causal
+
+
+def sequences_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Sequences | None:
+    version, sequences = getattr(mask, KNOWN_SEQUENCES, (None, None))
+    same = version is not None and version == mask._version and fits(mask, query, key)
+    return sequences if same and mask.shape[0] == query.shape[0] else None
+
+
+def shorter(mask: Tensor, sequences: Sequences, others: dict[str, Any]) -> Sequences | None:
+    """The parts into which `cu_seq_lens_q` divides those of a mask. It waits for the card, once for all layers."""
+    starts, k_starts = others["cu_seq_lens_q"], others.get("cu_seq_lens_k")
+    version, given, found = getattr(mask, KNOWN_PARTS, (None, None, None))
+    if version != mask._version or given is not starts:
+        if is_compiling() or not (k_starts is None or k_starts is starts or torch.equal(k_starts, starts)):
+            return None
+        of_mask = sequences.starts_q
+        cuts = torch.cat([of_mask, starts.to(of_mask).clamp(max=of_mask[-1])]).unique()
+        found = sequences._replace(starts_q=cuts, starts_k=cuts)
+        setattr(mask, KNOWN_PARTS, (mask._version, starts, found))
+    return found
 
 
 def is_packed(others: dict[str, Any]) -> bool:
@@ -159,10 +218,26 @@ def mask_for_none(query: Tensor, key: Tensor, causal: bool, others: dict[str, An
     if not packed and (not causal or q_len == 1 or (q_len == kv_len and not always)):
         return None
     if packed:
-        q_starts = others["cu_seq_lens_q"]
-        k_starts = q_starts if others.get("cu_seq_lens_k") is None else others["cu_seq_lens_k"]
-    else:
-        q_starts, k_starts = (torch.arange(batch + 1, device=query.device) * n for n in (q_len, kv_len))
+        return seen_in_sequences(query, key, causal, others)
+    starts = [torch.arange(batch + 1, device=query.device) * n for n in (q_len, kv_len)]
+    return seen_within(query, key, causal, *starts)
+
+
+def seen_in_sequences(query: Tensor, key: Tensor, causal: bool, others: dict[str, Any]) -> Tensor:
+    """True where a query sees a key, of those that `cu_seq_lens_q` tells of."""
+    starts, k_starts = others["cu_seq_lens_q"], others.get("cu_seq_lens_k")
+    return seen_within(query, key, causal, starts, starts if k_starts is None else k_starts)
+
+
+def apart(mask: Tensor, query: Tensor, key: Tensor, others: dict[str, Any]) -> Tensor:
+    """The mask, which hides other sequences of `cu_seq_lens_q` as well."""
+    seen = seen_in_sequences(query, key, False, others)
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+
+
+def seen_within(query: Tensor, key: Tensor, causal: bool, q_starts: Tensor, k_starts: Tensor) -> Tensor:
+    """(B, 1, Sq, Sk), True where both are in the same sequence; causal: and the key is not after the query."""
+    (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
     q_sequence, q_left = places(q_starts, batch, q_len, query.device)
     k_sequence, k_left = places(k_starts, batch, kv_len, query.device)
     sees = q_sequence[:, :, None] == k_sequence[:, None, :]

@@ -18,7 +18,7 @@ from .api import (
     wants_gradient,
 )
 from .call import Extras, Options, Window, both_segment_ids, key_of
-from .checks import check_seqlens
+from .checks import check_seqlens, hashable
 from .device import Device
 from .forward.configs import ForwardConfig
 from .mask_mod import MaskMod
@@ -80,13 +80,31 @@ def supports(
         function, read = compiled_part(score_mod)
         mask, read_by_mask = compiled_mask(mask_mod)
         options = Options(
-            causal, window, chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device, mask
+            causal,
+            hashable(window),
+            chunk,
+            softcap,
+            function,
+            scale,
+            layout,
+            deterministic,
+            num_ctas,
+            config,
+            device,
+            mask,
         )
         q_ids, k_ids = both_segment_ids(segment_ids)
         extras = Extras(
             out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, q_ids, k_ids,
             bias, read, read_by_mask,
         )  # fmt: skip
+        packed = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        packed["seqused_k"] = seqused_k
+        for name, given in packed.items():
+            if cu_seqlens_q is None and given is not None:
+                return f"{name}: expected with packed sequences only; give cu_seqlens_q too, or leave it out"
+        if cu_seqlens_q is not None and layout not in ("bhsd", PACKED):
+            return f"layout: packed sequences have one layout, {PACKED!r}, got {layout!r}; leave it out"
         if cu_seqlens_q is not None:
             longest = check_seqlens(max_seqlen_q, max_seqlen_k)
             options = options._replace(layout=PACKED, max_seqlens=longest)

@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 
 from .api import attend, autocast, check_differentiable, check_options, wants_gradient
 from .call import Extras, Options, Window, key_of
-from .checks import check_seqlens
+from .checks import check_seqlens, hashable
 from .device import Device
 from .forward.configs import ForwardConfig
 from .gradients import Attention, differentiate
@@ -88,8 +88,8 @@ def attention_varlen(
     function, read = compiled_part(score_mod)
     mask, read_by_mask = compiled_mask(mask_mod)
     options = Options(
-        causal, window, chunk, softcap, function, scale, PACKED, deterministic, num_ctas, config, device, mask,
-        max_seqlens=(max_seqlen_q, max_seqlen_k),
+        causal, hashable(window), chunk, softcap, function, scale, PACKED, deterministic, num_ctas, config, device,
+        mask, max_seqlens=(max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
     extras = Extras(
         out, q_scale, k_scale, v_scale, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, of_score_mod=read,
@@ -147,7 +147,7 @@ def attention_varlen_backward(
     check_seqlens(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
     options = Options(
-        causal, window, chunk, softcap, function, scale, PACKED, deterministic, device=device,
+        causal, hashable(window), chunk, softcap, function, scale, PACKED, deterministic, device=device,
         max_seqlens=(max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
     extras = Extras(

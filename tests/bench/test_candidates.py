@@ -37,7 +37,8 @@ def test_every_candidate_fits_and_has_a_name_of_its_own(kind):
 
 
 def test_the_table_is_among_the_candidates():
-    for row in HOPPER + OTHER_HEAD_DIMS:
+    """But for rows of windows, which a search has chosen (test_table_hopper.py)."""
+    for row in [row for row in HOPPER + OTHER_HEAD_DIMS if not row.in_limits]:
         kind = (*row.head_dims, row.element_bytes)
         if row in HOPPER or kind in CANDIDATES:  # of other head dims not all are measured
             assert row.config in CANDIDATES[kind]

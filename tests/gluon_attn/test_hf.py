@@ -298,3 +298,95 @@ def test_refused_by_name(argument, ran):
 def test_no_eager_attention_to_fall_back_to(ran):
     with pytest.raises(NotImplementedError, match=r"^softcap: .*no eager_attention_forward beside SimpleNamespace"):
         attend(Q, K, softcap=30.0, dropout=0.1)
+
+
+# Causal models that transformers does not give to SDPA, and whose layers do not say that they are causal. Those of
+# PegasusX ask for attention; those of Git add the mask to their scores themselves.
+SEQ2SEQ = {
+    "vocab_size": 64, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64,
+    "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "init_std": 0.2,
+}  # fmt: skip
+
+
+def pegasus() -> Any:
+    torch.manual_seed(0)
+    config = transformers.PegasusXConfig(**SEQ2SEQ, block_size=4)
+    model = transformers.PegasusXForConditionalGeneration._from_config(config, attn_implementation="eager")
+    return model.bfloat16().eval()
+
+
+def decoded(inputs: Tensor, mask: Tensor | None = None) -> Any:
+    return lambda model: logits(torch.full((2, 8), 5), decoder_input_ids=inputs, decoder_attention_mask=mask)(model)
+
+
+def git() -> Any:
+    vision = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    small = {name: TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "initializer_range")}
+    config = transformers.GitConfig(
+        **small, num_hidden_layers=2, num_attention_heads=2, vision_config=vision | {"image_size": 32, "patch_size": 16}
+    )
+    return model_of(config)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize("name", ["PegasusX", "Git"])
+def test_models_that_are_causal_by_their_mask_alone(name, padded, ran):
+    inputs = tokens(20)
+    mask = torch.ones_like(inputs)
+    mask[0, 16:] = 0
+    given = mask if padded else None
+    model, run = (
+        (pegasus(), decoded(inputs, given)) if name == "PegasusX" else (git(), logits(inputs, attention_mask=given))
+    )
+    check_near(model, lambda model: [out[mask.bool()] for out in run(model)])
+    decoder = [one for one in ran if one[1] == 20]
+    assert {who for who, _ in decoder} == ({"ours"} if name == "PegasusX" else set())
+
+
+STARTS = torch.tensor([0, 10, 24, 32], dtype=torch.int32)
+PACKED = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 14, "max_length_k": 14}
+
+
+def each_apart(model: Any, inputs: Tensor) -> Tensor:
+    exact = copy.deepcopy(model).float()
+    return torch.cat([logits(inputs[:, a:b])(exact)[0] for a, b in ((0, 10), (10, 24), (24, 32))], 1)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "gpt-oss"])
+def test_packed_sequences_in_windows(name, ran):
+    inputs, model = tokens(32, batch=1), model_of(name)
+    want = each_apart(model, inputs)
+    got = by(hf.NAME, model, logits(inputs, **PACKED))[0]
+    assert (got - want).norm() < 0.05 * want.norm()
+    assert ran == [("packed", 32)] * 2
+
+
+@pytest.mark.parametrize("how", ["ours", "inference mode", "compiled", "starts without a longest"])
+def test_packed_sequences_and_padding(how, ran):
+    """What a mask hides and what `cu_seq_lens_q` keeps apart, whoever computes it."""
+    inputs, model = tokens(36, batch=1), model_of("Llama")
+    starts = torch.tensor([0, 10, 24, 32, 36], dtype=torch.int32)
+    given = PACKED | {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    if how == "starts without a longest":
+        given = {"cu_seq_lens_q": starts}
+    mask = torch.ones_like(inputs)
+    mask[0, 32:] = 0
+    want = each_apart(model, inputs)
+    model.set_attn_implementation(hf.NAME)
+    run = torch.compile(model, backend="eager") if how == "compiled" else model
+    with torch.inference_mode(how == "inference mode"):
+        got = logits(inputs, attention_mask=mask, use_cache=False, **given)(run)[0][:, :32]
+    assert (got - want).norm() < 0.05 * want.norm()
+    assert {who for who, _ in ran} == {"packed" if how in ("ours", "starts without a longest") else "SDPA"}
+
+
+def test_a_padded_mask_of_one_row_for_a_batch(ran):
+    padding = torch.ones(1, 24, dtype=torch.bool)
+    padding[0, :3] = False
+    mask = transformers.AttentionMaskInterface()[hf.NAME](
+        batch_size=1, q_length=24, kv_length=24, q_offset=0, kv_offset=0, attention_mask=padding, device="cpu",
+        mask_function=transformers.masking_utils.causal_mask_function, allow_is_causal_skip=True,
+    )  # fmt: skip
+    out = attend(Q, K, mask)[:, :, 3:]
+    assert (out - seen_by(Q, K, mask)[:, :, 3:]).abs().max() < 0.03

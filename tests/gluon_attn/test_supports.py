@@ -248,3 +248,41 @@ def test_what_a_graph_does_not_take(monkeypatch):
     with pytest.raises(NotImplementedError) as caught:
         attention_op(q, q, q, Extras(out=q_of()), Options(device=HOPPER))
     assert said == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cu_seqlens_k": torch.tensor([0, 24], dtype=torch.int32)},
+        {"max_seqlen_q": 3},
+        {"max_seqlen_k": 3},
+        {"seqused_k": torch.tensor([3], dtype=torch.int32)},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_arguments_of_packed_sequences_alone(given):
+    """`attention` does not know them."""
+    [name] = given
+    assert str(supports(**call(**given))).startswith(f"{name}: expected with packed sequences only")
+    with pytest.raises(TypeError, match=name):
+        attention(**call(**given))
+
+
+def test_packed_sequences_have_one_layout():
+    starts = torch.tensor([0, 10, 24], dtype=torch.int32)
+    packed: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 14, "max_seqlen_k": 14}
+    q = q_of(24, 4, 64)
+    assert supports(**call(q), **packed) is None
+    assert str(supports(**call(q), layout="bshd", **packed)).startswith("layout: packed sequences have one layout")
+
+
+def test_a_window_as_a_list():
+    """As a JSON file or a config may have it."""
+    assert supports(**call(window=[8, 0])) is None
+    q = torch.zeros(1, 4, 24, 64, dtype=torch.bfloat16)
+    got, want = (attention(q, q, q, window=window, device=HOPPER) for window in ([8, 0], (8, 0)))  # type: ignore[arg-type]
+    assert isinstance(got, Tensor)
+    assert isinstance(want, Tensor)
+    assert torch.equal(got, want)
+    with pytest.raises(TypeError, match=r"^window: expected ints or None"):
+        attention(**call(window=[8, [0]]))
