@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn.functional import pad
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from .checks import Window
@@ -45,10 +46,11 @@ class Sequences(NamedTuple):
 
 def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor | None:
     """SDPA's mask, as `noted` makes it; but for a model that transformers does not give to SDPA that of its eager
-    attention, which its layers may add to scores themselves."""
+    attention, which its layers may add to scores themselves, and which says whether they are causal."""
     if not relies_on_masks(options.get("config")):
         return noted(sdpa_mask, options)
-    seen = noted(lambda **given: sdpa_mask(**given | {"allow_is_causal_skip": False}), options)
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    seen = noted(lambda **given: sdpa_mask(**given | whole), options)
     mask = additive(seen, options["dtype"])
     for name in (KNOWN, KNOWN_SEQUENCES):
         if mask is not None and hasattr(seen, name):
@@ -230,8 +232,16 @@ def seen_in_sequences(query: Tensor, key: Tensor, causal: bool, others: dict[str
 
 
 def apart(mask: Tensor, query: Tensor, key: Tensor, others: dict[str, Any]) -> Tensor:
-    """The mask, which hides other sequences of `cu_seq_lens_q` as well."""
-    seen = seen_in_sequences(query, key, False, others)
+    """The mask, which hides other sequences of `cu_seq_lens_q` as well. If that is of the keys too, and there are more
+    of these than queries, a static cache has room for more than the tokens that it counts."""
+    starts, k_starts, room = others["cu_seq_lens_q"], others.get("cu_seq_lens_k"), key.shape[2] - query.shape[2]
+    of_keys = room > 0 and (k_starts is None or k_starts is starts)
+    if not of_keys and room > 0 and not is_compiling():
+        of_keys = torch.equal(torch.as_tensor(k_starts), starts)
+    if of_keys:
+        seen = pad(seen_within(query, query, False, starts, starts), (0, room))
+    else:
+        seen = seen_in_sequences(query, key, False, others)
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 

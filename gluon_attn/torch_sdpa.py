@@ -355,6 +355,7 @@ def flash_forward(
     options = flash_options_of(device, is_causal, scale, others) | {"out": out}
     lengths = lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
     if lengths:
+        del options["layout"]
         ours = takes_packed(query, key, value, needs_grad=False, **lengths, **options)
     else:
         ours = takes(query, key, value, needs_grad=False, **options)
@@ -365,7 +366,6 @@ def flash_forward(
         )  # fmt: skip
     with torch.no_grad():
         if lengths:
-            del options["layout"]
             o, lse = attention_varlen(query, key, value, return_lse=True, **lengths, **options)
         else:
             o, lse = attention(query, key, value, return_lse=True, **options)

@@ -340,8 +340,7 @@ def test_models_that_are_causal_by_their_mask_alone(name, padded, ran):
         (pegasus(), decoded(inputs, given)) if name == "PegasusX" else (git(), logits(inputs, attention_mask=given))
     )
     check_near(model, lambda model: [out[mask.bool()] for out in run(model)])
-    decoder = [one for one in ran if one[1] == 20]
-    assert {who for who, _ in decoder} == ({"ours"} if name == "PegasusX" else set())
+    assert (("ours", 20) in ran) == (name == "PegasusX" and not padded)
 
 
 STARTS = torch.tensor([0, 10, 24, 32], dtype=torch.int32)
@@ -379,6 +378,39 @@ def test_packed_sequences_and_padding(how, ran):
         got = logits(inputs, attention_mask=mask, use_cache=False, **given)(run)[0][:, :32]
     assert (got - want).norm() < 0.05 * want.norm()
     assert {who for who, _ in ran} == {"packed" if how in ("ours", "starts without a longest") else "SDPA"}
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["equal starts", "the same starts"])
+def test_packed_sequences_of_several_rows_and_a_static_cache(same, ran):
+    """Its room for later tokens is in no sequence."""
+    inputs, model = tokens(12), model_of("Llama", torch.float32)
+    starts = torch.arange(0, 25, 6, dtype=torch.int32)
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts if same else starts.clone()}
+    want = torch.cat([*logits(inputs[:, :6])(model), *logits(inputs[:, 6:])(model)], 1)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    got = by(hf.NAME, model, logits(inputs, past_key_values=cache, **given, max_length_q=6, max_length_k=6))[0]
+    assert (got - want).norm() < 1e-3 * want.norm()
+    assert ran == [("SDPA", 12)] * 2
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_a_model_that_is_not_causal_and_not_given_to_sdpa(padded, ran):
+    """Its layers do not say that they are not causal."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.AlignTextConfig(**sizes, intermediate_size=64, initializer_range=0.2, pad_token_id=0)
+    torch.manual_seed(0)
+    model, inputs = transformers.AlignTextModel(config).eval(), tokens(14)
+    mask = torch.ones_like(inputs)
+    mask[0, 10:] = 0
+    given = mask if padded else None
+
+    def run(model: Any) -> Tensor:
+        with torch.no_grad():
+            return model(input_ids=inputs, attention_mask=given).last_hidden_state[mask.bool()]
+
+    want, got = by("eager", model, run), by(hf.NAME, model, run)
+    assert (got - want).norm() < 1e-4 * want.norm()
+    assert {who for who, _ in ran} == {"SDPA"}
 
 
 def test_a_padded_mask_of_one_row_for_a_batch(ran):
