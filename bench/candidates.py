@@ -40,12 +40,32 @@ CANDIDATES: dict[tuple[int, int, int], list[ForwardConfig]] = {
         *both(2, 64, 1, 2, 232, stage_in_queries=True),
         *both(2, 64, 1, 2, 232, stage_in_queries=True, last_heads_longest_first=True),
         *both(2, 64, 1, 2, 232, turns=True, early_exp=1, stage_in_queries=True),
+        hopper_config(2, 64, 1, 2, 240, stage_in_queries=True, last_heads_longest_first=True),
+        hopper_config(1, 64, 2, 2, 232, early_exp=2, last_heads_longest_first=True),
     ],
     (192, 128, 2): [
         hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=1, stage_in_queries=True),
         *both(2, 128, 1, 2, 232, turns=True, early_exp=2, stage_in_queries=True),
         *both(2, 128, 1, 2, 232, turns=True, early_exp=2, stage_in_queries=True, last_heads_longest_first=True),
         hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=2, integer_max=True, stage_in_queries=True),
+        *(
+            hopper_config(
+                2,
+                128,
+                1,
+                2,
+                232,
+                turns=turns,
+                early_exp=2,
+                integer_max=True,
+                stage_in_queries=True,
+                last_heads_longest_first=True,
+            )
+            for turns in (False, True)
+        ),
+        hopper_config(2, 64, 2, 2, 232, early_exp=2, integer_max=True),
+        hopper_config(2, 64, 2, 2, 232, turns=True, early_exp=1, integer_max=True),
+        hopper_config(2, 64, 1, 3, 224, early_exp=1, integer_max=True, last_heads_longest_first=True),
         hopper_config(2, 64, 1, 3, 232, early_exp=1),
         hopper_config(2, 64, 1, 3, 232, turns=True, early_exp=1),
         hopper_config(2, 64, 1, 3, 232, early_exp=1, last_heads_longest_first=True),
@@ -71,5 +91,7 @@ CANDIDATES: dict[tuple[int, int, int], list[ForwardConfig]] = {
         *both(2, 64, 1, 4, 240, early_exp=1),
         *both(2, 64, 1, 4, 240, early_exp=1, last_heads_longest_first=True),
         *both(2, 64, 1, 4, 240, turns=True, early_exp=1),
+        hopper_config(2, 64, 2, 3, 232, early_exp=1),
+        hopper_config(2, 64, 2, 2, 232, early_exp=1),
     ],
 }

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.functional import pad
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from .checks import Window
@@ -84,15 +83,18 @@ def relies_on_masks(config: Any) -> bool:
     """Whether layers of a model may be causal by their mask alone, or compute attention themselves."""
     if config is None or getattr(config, "model_type", None) in CAUSAL_BY_THEMSELVES:
         return False
-    return not is_given_to_sdpa(type(config).__module__)
+    return not is_given_to_sdpa(type(config).__module__, type(config).__name__)
 
 
 @torch.compiler.assume_constant_result  # so under torch.compile it is called while the graph is made
-def is_given_to_sdpa(module_of_config: str) -> bool:
-    """Whether transformers gives models of such a config to SDPA: by the file of the models, which lies beside it."""
-    package, _, name = module_of_config.rpartition(".")
-    models = vars(sys.modules.get(f"{package}.{name.replace('configuration_', 'modeling_')}", ModuleType("")))
-    return any(isinstance(of, type) and getattr(of, "_supports_sdpa", False) is True for of in models.values())
+def is_given_to_sdpa(module_of_config: str, name: str) -> bool:
+    """Whether transformers gives models of such a config to SDPA: by those of the file of models, which lies beside it,
+    that have this config. A part of them, as one for audio, may have its own. If none has it, by any."""
+    package, _, file = module_of_config.rpartition(".")
+    found = vars(sys.modules.get(f"{package}.{file.replace('configuration_', 'modeling_')}", ModuleType(""))).values()
+    models = [of for of in found if isinstance(of, type) and hasattr(of, "_supports_sdpa")]
+    with_config = [of for of in models if getattr(getattr(of, "config_class", None), "__name__", None) == name]
+    return any(of._supports_sdpa is True for of in with_config or models)
 
 
 def note_sequences(mask: Tensor | None, q_len: int, kv_len: int, options: dict[str, Any]) -> None:
@@ -172,7 +174,7 @@ def known_sequences(
     causal = causal or mask is not None
     if mask is not None and known_window(mask) is None:
         sequences = sequences_of_mask(mask, query, key)
-        return (shorter(mask, sequences, others) if sequences and is_packed(others) else sequences), causal
+        return (shorter(mask, query, sequences, others) if sequences and is_packed(others) else sequences), causal
     if not is_packed(others) or query.shape[0] != 1 or others.get("max_length_q") is None:
         return None, causal
     if not fits(mask, query, key):
@@ -190,16 +192,17 @@ def sequences_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Sequences | N
     return sequences if same and mask.shape[0] == query.shape[0] else None
 
 
-def shorter(mask: Tensor, sequences: Sequences, others: dict[str, Any]) -> Sequences | None:
+def shorter(mask: Tensor, query: Tensor, sequences: Sequences, others: dict[str, Any]) -> Sequences | None:
     """The parts into which `cu_seq_lens_q` divides those of a mask. It waits for the card, once for all layers."""
     starts, k_starts = others["cu_seq_lens_q"], others.get("cu_seq_lens_k")
     version, given, found = getattr(mask, KNOWN_PARTS, (None, None, None))
     if version != mask._version or given is not starts:
         if is_compiling() or not (k_starts is None or k_starts is starts or torch.equal(k_starts, starts)):
             return None
-        of_mask = sequences.starts_q
-        cuts = torch.cat([of_mask, starts.to(of_mask).clamp(max=of_mask[-1])]).unique()
-        found = sequences._replace(starts_q=cuts, starts_k=cuts)
+        found, of_mask = sequences, sequences.starts_q
+        if tells_of(starts, query):
+            cuts = torch.cat([of_mask, starts.to(of_mask)]).unique()
+            found = sequences._replace(starts_q=cuts, starts_k=cuts)
         setattr(mask, KNOWN_PARTS, (mask._version, starts, found))
     return found
 
@@ -215,33 +218,42 @@ def mask_for_none(query: Tensor, key: Tensor, causal: bool, others: dict[str, An
 
     Causal is aligned to the bottom right, in each of the sequences if several are packed.
     """
-    (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
+    q_len, kv_len = query.shape[2], key.shape[2]
     packed = is_packed(others)
     if not packed and (not causal or q_len == 1 or (q_len == kv_len and not always)):
         return None
     if packed:
         return seen_in_sequences(query, key, causal, others)
-    starts = [torch.arange(batch + 1, device=query.device) * n for n in (q_len, kv_len)]
+    return seen_in_rows(query, key, causal)
+
+
+def seen_in_rows(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """(B, 1, Sq, Sk), True where a query sees a key, each row a sequence."""
+    starts = [torch.arange(query.shape[0] + 1, device=query.device) * t.shape[2] for t in (query, key)]
     return seen_within(query, key, causal, *starts)
 
 
 def seen_in_sequences(query: Tensor, key: Tensor, causal: bool, others: dict[str, Any]) -> Tensor:
-    """True where a query sees a key, of those that `cu_seq_lens_q` tells of."""
+    """(B, 1, Sq, Sk), True where a query sees a key, of those that `cu_seq_lens_q` tells of. If it tells of other
+    tokens, as after a step of `generate` or with a static cache of several rows, each row is a sequence, as for SDPA.
+    """
     starts, k_starts = others["cu_seq_lens_q"], others.get("cu_seq_lens_k")
-    return seen_within(query, key, causal, starts, starts if k_starts is None else k_starts)
+    k_starts = starts if k_starts is None else k_starts
+    of_these = tells_of(starts, query) & tells_of(k_starts, key)
+    apart = seen_within(query, key, causal, starts, k_starts)
+    return torch.where(of_these, apart, seen_in_rows(query, key, causal))
+
+
+def tells_of(starts: Tensor, tokens: Tensor) -> Tensor:
+    """Whether starts of sequences are of these tokens (B, H, S, D). At the end of one row there may be room."""
+    ends, batch = starts[-1].to(tokens.device), tokens.shape[0]
+    there = batch * tokens.shape[2]
+    return ends <= there if batch == 1 else ends == there
 
 
 def apart(mask: Tensor, query: Tensor, key: Tensor, others: dict[str, Any]) -> Tensor:
-    """The mask, which hides other sequences of `cu_seq_lens_q` as well. If that is of the keys too, and there are more
-    of these than queries, a static cache has room for more than the tokens that it counts."""
-    starts, k_starts, room = others["cu_seq_lens_q"], others.get("cu_seq_lens_k"), key.shape[2] - query.shape[2]
-    of_keys = room > 0 and (k_starts is None or k_starts is starts)
-    if not of_keys and room > 0 and not is_compiling():
-        of_keys = torch.equal(torch.as_tensor(k_starts), starts)
-    if of_keys:
-        seen = pad(seen_within(query, query, False, starts, starts), (0, room))
-    else:
-        seen = seen_in_sequences(query, key, False, others)
+    """The mask, which hides other sequences of `cu_seq_lens_q` as well."""
+    seen = seen_in_sequences(query, key, False, others)
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 

@@ -4,6 +4,7 @@ import collections
 import copy
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -380,17 +381,72 @@ def test_packed_sequences_and_padding(how, ran):
     assert {who for who, _ in ran} == {"packed" if how in ("ours", "starts without a longest") else "SDPA"}
 
 
-@pytest.mark.parametrize("same", [False, True], ids=["equal starts", "the same starts"])
-def test_packed_sequences_of_several_rows_and_a_static_cache(same, ran):
-    """Its room for later tokens is in no sequence."""
-    inputs, model = tokens(12), model_of("Llama", torch.float32)
-    starts = torch.arange(0, 25, 6, dtype=torch.int32)
-    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts if same else starts.clone()}
-    want = torch.cat([*logits(inputs[:, :6])(model), *logits(inputs[:, 6:])(model)], 1)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    got = by(hf.NAME, model, logits(inputs, past_key_values=cache, **given, max_length_q=6, max_length_k=6))[0]
-    assert (got - want).norm() < 1e-3 * want.norm()
-    assert ran == [("SDPA", 12)] * 2
+ROWS = torch.tensor([0, 6, 12], dtype=torch.int32)  # each a sequence of its own
+OF_ROWS = {"cu_seq_lens_q": ROWS, "cu_seq_lens_k": ROWS, "max_length_q": 6, "max_length_k": 6}
+
+
+def static(model: Any) -> Any:
+    return transformers.StaticCache(config=model.config, max_cache_len=32)
+
+
+def dynamic(model: Any) -> Any:
+    return transformers.DynamicCache(config=model.config)
+
+
+def next_turn(model: Any, cache: Any, **given: Any) -> list[Tensor]:
+    with torch.no_grad():
+        model(tokens(12)[:, :6], past_key_values=cache, **OF_ROWS)
+    return logits(tokens(12)[:, 6:], past_key_values=cache, **given)(model)
+
+
+def generated(model: Any) -> list[Tensor]:
+    told = model.generate(
+        tokens(12)[:, :6], max_new_tokens=3, min_new_tokens=3, do_sample=False, return_dict_in_generate=True,
+        output_logits=True, **OF_ROWS,
+    )  # fmt: skip
+    return [torch.stack(told.logits, 1)]
+
+
+def compiled_with_room(model: Any) -> list[Tensor]:
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    starts = {"cu_seq_lens_k": ROWS.clone()}
+    return logits(tokens(12)[:, :6], past_key_values=static(model), **OF_ROWS | starts)(compiled)
+
+
+LONGER = OF_ROWS | {"cu_seq_lens_k": 2 * ROWS, "max_length_k": 12}
+SEVERAL_ROWS: dict[str, tuple[str, Callable[[Any], list[Tensor]]]] = {
+    "static cache": ("Llama", lambda model: logits(tokens(12)[:, :6], past_key_values=static(model), **OF_ROWS)(model)),
+    "static cache, compiled": ("Llama", compiled_with_room),
+    "static cache, next turn": ("Llama", lambda model: next_turn(model, static(model), **LONGER)),
+    "window, next turn": ("Mistral", lambda model: next_turn(model, dynamic(model), **LONGER)),
+    "window, static cache, next turn": ("Mistral", lambda model: next_turn(model, static(model), **LONGER)),
+    "next turn, starts of queries": ("Llama", lambda model: next_turn(model, dynamic(model), cu_seq_lens_q=ROWS)),
+    "generate": ("Llama", generated),
+    "starts of other tokens, padding": (
+        "Llama", lambda model: logits(tokens(12), attention_mask=torch.ones(2, 12).triu(-9), **OF_ROWS)(model),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL_ROWS)
+def test_starts_of_several_rows_and_a_cache(name, ran):
+    """Where they tell of other tokens than the keys, they are not looked at, as SDPA does not."""
+    kind, run = SEVERAL_ROWS[name]
+    model = model_of(kind, torch.float32)
+    (want,), (got,) = by("sdpa", model, run), by(hf.NAME, model, run)
+    assert (got - want).norm() < 1e-4 * want.norm()
+
+
+def test_an_audio_part_that_is_not_given_to_sdpa(ran):
+    """Of a model whose other parts are."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
+    config, runs = transformers.Gemma4AudioConfig(**sizes), []
+    for implementation in ("eager", hf.NAME):
+        torch.manual_seed(0)
+        model = transformers.Gemma4AudioModel._from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            runs.append(model(torch.ones(1, 40, 128), torch.ones(1, 40, dtype=torch.bool)).last_hidden_state)
+    assert torch.equal(*runs)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
