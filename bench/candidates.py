@@ -1,5 +1,6 @@
 """Configurations for Hopper to try against each other: what the tuning table is chosen from."""
 
+from dataclasses import replace
 from typing import Any
 
 from gluon_attn.forward.configs import ForwardConfig
@@ -11,6 +12,8 @@ from gluon_attn.forward.table import hopper_config
 def both(*args: int, **options: Any) -> list[ForwardConfig]:
     return [hopper_config(*args, num_ctas=num_ctas, **options) for num_ctas in (1, 2)]
 
+
+OF_192 = hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=2, integer_max=True, stage_in_queries=True)
 
 # By (padded head dims of Q and of V, bytes of an element), with the arguments of `hopper_config`. Longest first only
 # under a mask.
@@ -40,32 +43,15 @@ CANDIDATES: dict[tuple[int, int, int], list[ForwardConfig]] = {
         *both(2, 64, 1, 2, 232, stage_in_queries=True),
         *both(2, 64, 1, 2, 232, stage_in_queries=True, last_heads_longest_first=True),
         *both(2, 64, 1, 2, 232, turns=True, early_exp=1, stage_in_queries=True),
-        hopper_config(2, 64, 1, 2, 240, stage_in_queries=True, last_heads_longest_first=True),
-        hopper_config(1, 64, 2, 2, 232, early_exp=2, last_heads_longest_first=True),
     ],
     (192, 128, 2): [
         hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=1, stage_in_queries=True),
         *both(2, 128, 1, 2, 232, turns=True, early_exp=2, stage_in_queries=True),
         *both(2, 128, 1, 2, 232, turns=True, early_exp=2, stage_in_queries=True, last_heads_longest_first=True),
-        hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=2, integer_max=True, stage_in_queries=True),
-        *(
-            hopper_config(
-                2,
-                128,
-                1,
-                2,
-                232,
-                turns=turns,
-                early_exp=2,
-                integer_max=True,
-                stage_in_queries=True,
-                last_heads_longest_first=True,
-            )
-            for turns in (False, True)
-        ),
+        OF_192,
+        replace(OF_192, last_heads_longest_first=True),
         hopper_config(2, 64, 2, 2, 232, early_exp=2, integer_max=True),
         hopper_config(2, 64, 2, 2, 232, turns=True, early_exp=1, integer_max=True),
-        hopper_config(2, 64, 1, 3, 224, early_exp=1, integer_max=True, last_heads_longest_first=True),
         hopper_config(2, 64, 1, 3, 232, early_exp=1),
         hopper_config(2, 64, 1, 3, 232, turns=True, early_exp=1),
         hopper_config(2, 64, 1, 3, 232, early_exp=1, last_heads_longest_first=True),
@@ -91,7 +77,5 @@ CANDIDATES: dict[tuple[int, int, int], list[ForwardConfig]] = {
         *both(2, 64, 1, 4, 240, early_exp=1),
         *both(2, 64, 1, 4, 240, early_exp=1, last_heads_longest_first=True),
         *both(2, 64, 1, 4, 240, turns=True, early_exp=1),
-        hopper_config(2, 64, 2, 3, 232, early_exp=1),
-        hopper_config(2, 64, 2, 2, 232, early_exp=1),
     ],
 }

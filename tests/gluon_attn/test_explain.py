@@ -197,7 +197,7 @@ def test_without_a_checkout(tmp_path):
 
 
 def test_a_row_that_waits_for_its_measurement():
-    text = said("--shape", "1,8,1024,192", "--head-dim-v", "128")
+    text = said("--shape", "1,8,1024,192", "--head-dim-v", "64")
     assert "of the packaged table (not measured)" in text
     assert "measured: nothing, this row waits for its measurement" in text
 
