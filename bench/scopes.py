@@ -1,4 +1,5 @@
-"""A variant of the Hopper kernel in which Triton's profiler (proton) notes the clock before and after every wait.
+"""A variant of a Hopper kernel, attention or its gradients, in which Triton's profiler (proton) notes the clock before
+and after every wait.
 
 The kernel's source stays as it is: while the variant is compiled, Gluon's waits are replaced by ones with a scope of
 the profiler around them, and each scope is named after what the role that waits says in its own file.
@@ -18,15 +19,28 @@ from triton import knobs
 
 from bench.compat import builtin, set_profile_allocator
 from channels.compat import mbarrier, tma
+from gluon_attn.backward.launch import NOT_THERE, allocated_apart, backward_launches_of
+from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.launch import NOT_GIVEN, compiled, launches_on_card, workspaces_of
 from gluon_attn.forward.plan import Plan
+from gluon_attn.kernels.hopper.backward import gradient, reduce
 from gluon_attn.kernels.hopper.forward import softmax
-from gluon_attn.runtime.kernel import Tensors
+from gluon_attn.runtime.compat import gl
+from gluon_attn.runtime.kernel import CardLaunch, Launch, Tensors
 from gluon_attn.tensors import output_dtype
 
-WAITS = ((mbarrier, "wait"), (tma, "store_wait"), (softmax, "warpgroup_mma_wait"))  # as the kernel's files call them
-ROLE_FILES = "kernels/hopper/forward/"
+# As the kernels' files call them. Of gradients also what one warpgroup waits for of the other, and one program of
+# others.
+WAITS = (
+    (mbarrier, "wait"),
+    (tma, "store_wait"),
+    (softmax, "warpgroup_mma_wait"),
+    (gradient, "warpgroup_mma_wait"),
+    (gl, "barrier"),
+    (reduce, "atomic_poll"),
+)
+ROLE_FILES = ("kernels/hopper/forward/", "kernels/hopper/backward/")
 TRACE_BYTES = 64 * 2**20  # of all CTAs: the profiler copies no more to the host
 WAIT_BYTES = 16  # two records
 
@@ -50,9 +64,12 @@ def scoped_waits() -> Iterator[None]:
     """While the profiler is on: what is compiled inside has a scope around each wait, and the profiler their names."""
     from triton.profiler.hooks import instrumentation
 
+    from bench.scoped_wait import wait_apart_inside_scope
+
     with contextlib.ExitStack() as stack:
         for module, name in WAITS:
             stack.enter_context(patch.object(module, name, scoped(getattr(module, name))))
+        stack.enter_context(patch.object(gradient, "wait_apart", wait_apart_inside_scope))
         of_module = patch.object(instrumentation.triton_proton, "get_scope_id_names", lambda m: scope_names(str(m)))
         stack.enter_context(of_module)
         # No cache of kernels can tell: keys leave out the source of Gluon's own functions.
@@ -86,11 +103,16 @@ def scope_names(ttgir: str) -> list[tuple[int, str]]:
 
 def wait_name(kind: str, frames: list[tuple[str, str]]) -> str:
     """What is waited for, as a role says it: `k, keys = ends.keys.acquire()` waits for keys. kind: of WAITS."""
-    line = next((text for file, text in frames if ROLE_FILES in file), frames[-1][1])
+    line = next((text for file, text in frames if any(folder in file for folder in ROLE_FILES)), frames[-1][1])
     if kind == "store_wait":
         return "stores"
+    if kind == "barrier":
+        return "the other warpgroup"
+    if kind == "atomic_poll":
+        return "other programs"
     if kind == "warpgroup_mma_wait":
-        return f"products: {re.split('[,=]', line)[0].strip()}"
+        apart = re.search(r"wait_apart\((\w+)", line)
+        return f"products: {apart[1] if apart else re.split('[,=]', line)[0].strip()}"
     channel = re.search(r"(\w+)\.(?:acquire|take|wait_again)\(\)", line)
     if not channel:
         return line[:40]
@@ -106,13 +128,23 @@ def first_warps(config: HopperConfig) -> dict[str, int]:
     warps, among them idle ones that make it a multiple of four."""
     asked = {f"softmax {i}": 4 for i in range(1, config.softmax_roles)}
     asked |= {"transpose": 4} if config.transpose_registers else {}
-    asked["load"] = 1
+    return placed({"softmax 0": 4}, asked | {"load": 1})
+
+
+def first_warps_of_gradients() -> dict[str, int]:
+    """Likewise; the first role has two warpgroups."""
+    return placed({"gradient, first half": 4, "gradient, second half": 4}, {"load": 1, "reduce": 1})
+
+
+def placed(launched: dict[str, int], asked: dict[str, int]) -> dict[str, int]:
+    """The first warp of each, by how many there are: of those that the kernel is launched with, and of the roles that
+    it asks for."""
     missing = -sum(asked.values()) % 4
     idle = {f"idle {n}": n for n in (2, 1) if missing & n}
-    first, free = {"softmax 0": 0}, 4
-    for role, warps in sorted((asked | idle).items(), key=lambda placed: -placed[1]):
+    first, free = {}, 0
+    for role, warps in (*launched.items(), *sorted((asked | idle).items(), key=lambda of: -of[1])):
         first[role], free = free, free + warps
-    return {role: first[role] for role in ("softmax 0", *asked)}
+    return {role: first[role] for role in (*launched, *asked)}
 
 
 def bytes_per_role(roles: int, ctas: int) -> int:
@@ -134,32 +166,69 @@ def mode_of(warps: dict[str, int], ctas: int) -> Any:
     )
 
 
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
 def tensors_of(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     """What the attention kernel is given. What transposes V before it has run: it is not looked at, nor timed."""
-    out = torch.empty_like(q, dtype=output_dtype(q.dtype))
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=output_dtype(q.dtype))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     tensors: Tensors = {**NOT_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if (workspaces := workspaces_of(plan)) is not None:
         tensors |= workspaces(tensors)
     for step in launches_on_card(plan, q, k, v, out).steps[:-1]:
-        step(tensors)
+        step(tensors, stream())
     return tensors
 
 
 def attention_of(plan: Plan, tensors: Tensors) -> Callable[[], None]:
-    """tensors: as `tensors_of` makes them."""
+    """The kernel's launch, which this compiles. tensors: as `tensors_of` makes them."""
     call = launches_on_card(plan, *(tensors[name] for name in ("q", "k", "v", "out")))
-    return functools.partial(call.steps[-1], tensors)
+    return lambda: call.steps[-1](tensors, stream())
 
 
-def profile(plan: Plan, warps: dict[str, int], tensors: Tensors, path: str) -> Callable[[], None]:
-    """Launch the variant twice and write a trace of the second time to `path`.chrome_trace. Returns the launch."""
+def tensors_of_gradients(plan: BackwardPlan, **tensors: Tensor) -> Tensors:
+    """Likewise of the main kernel of gradients, given q, k, v, out, dout and lse. What prepares it has run."""
+    given: Tensors = {**NOT_THERE, **tensors, **{f"d{n}": torch.empty_like(tensors[n]) for n in "qkv"}, "dlse": None}
+    given |= allocated_apart(plan)(given)
+    launch_of(backward_launches_of(plan, given_to(given))[0], plan, given)()
+    return given
+
+
+def gradients_of(plan: BackwardPlan, tensors: Tensors) -> Callable[[], None]:
+    """Its launch, likewise. What the programs of a launch tell each other is set to zero before each."""
+    launch = launch_of(backward_launches_of(plan, given_to(tensors))[1], plan, tensors)
+    told = [tensors[name] for name in ("added", "claimed", "has_handed_in") if tensors[name] is not None]
+
+    def launch_anew() -> None:
+        for numbers in told:
+            numbers.zero_()
+        launch()
+
+    return launch_anew
+
+
+def given_to(tensors: Tensors) -> Tensors:
+    """Those that the call of gradients is given."""
+    return {name: tensors[name] for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
+
+
+def launch_of(launch: Launch, plan: BackwardPlan, tensors: Tensors) -> Callable[[], None]:
+    """Not by the cached kernels of a call: while the profiler is on, no other kernel may be compiled."""
+    step = CardLaunch(launch, launch.build.compile(plan.arch), tensors["q"].device.index)
+    return lambda: step(tensors, stream())
+
+
+def profile(launch_of_variant: Callable[[], Callable[[], None]], mode: Any, path: str) -> Callable[[], None]:
+    """Launch the variant twice and write a trace of the second time to `path`.chrome_trace. Returns the launch.
+
+    launch_of_variant: compiles the kernel and returns its launch. mode: as `mode_of` makes it."""
     from triton import profiler
 
     with scoped_waits():
-        mode = mode_of(warps, plan.programs * plan.config.num_ctas)
         session = profiler.start(path, data="trace", backend="instrumentation", mode=mode)
-        launch = attention_of(plan, tensors)
+        launch = launch_of_variant()
         launch()
         torch.cuda.synchronize()
         profiler.data.clear(session)

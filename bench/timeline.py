@@ -1,6 +1,7 @@
-"""`python -m bench.timeline`: where each role of the Hopper kernel waits, by clocks that are read inside the kernel.
+"""`python -m bench.timeline`: where each role of a Hopper kernel waits, by clocks that are read inside the kernel.
 
     python -m bench.timeline --head-dim 64 --mask causal --length 512 --out .out/timeline
+    python -m bench.timeline --backward --head-dim 128 --length 8192 --batch 1 --heads 8 --out .out/timeline
 
 One warp of each role notes the clock before and after each of its waits (see bench/scopes.py). That costs time, and how
 much is printed first: shares are to be read with it in mind. As in the benchmarks, the L2 cache is cold.
@@ -15,7 +16,9 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,24 @@ import torch
 from bench.candidates import label
 from bench.points import DTYPES, Point
 from bench.provenance import provenance
-from bench.scopes import WAIT_BYTES, attention_of, bytes_per_role, first_warps, profile, tensors_of
+from bench.scopes import (
+    WAIT_BYTES,
+    attention_of,
+    bytes_per_role,
+    first_warps,
+    first_warps_of_gradients,
+    gradients_of,
+    mode_of,
+    profile,
+    tensors_of,
+    tensors_of_gradients,
+)
 from bench.timing import time_interleaved
 from bench.waits import cta_of, spread, summarise, waits_of
+from gluon_attn import attention
+from gluon_attn.backward.configs import label as label_of_gradients
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import pick_config as pick_backward
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.plan import Plan
@@ -95,6 +113,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=0, help="default: 16k tokens in all")
     parser.add_argument("--heads", type=int, default=0, help="default: 2048 columns in all")
     parser.add_argument("--num-ctas", type=int, choices=[1, 2], help="default: as the tuning table has it")
+    parser.add_argument("--backward", action="store_true", help="of the main kernel of gradients")
+    parser.add_argument("--deterministic", action="store_true", help="with --backward: dQ in a fixed order")
     parser.add_argument("--cta", type=int, default=0, help="the one to draw")
     parser.add_argument(
         "--window", type=float, nargs=2, default=(0.0, 40.0), help="kcycles of it; default: the first 40"
@@ -105,52 +125,86 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(point: Point, num_ctas: int | None, cta: int, folder: Path, commit: str | None) -> None:
-    """Writes the figures and the trace of a few CTAs, `cta` among them, to `folder`, and prints the figures."""
-    try:
-        import triton.profiler  # noqa: F401
-    except ImportError as error:
-        sys.exit(f"timeline: needs Triton's profiler (proton), which Triton's own wheels bring along, got: {error}")
-    device = Device.of(torch.device("cuda", torch.cuda.current_device()))
+@dataclass(frozen=True)
+class Looked:
+    """At a kernel. config: its label. warps: the first of each role. launch: compiles it and returns its launch."""
+
+    config: str
+    warps: dict[str, int]
+    ctas: int
+    launch: Callable[[], Callable[[], None]]
+
+
+def of_attention(point: Point, device: Device, num_ctas: int | None) -> Looked:
     tensors = point.arguments(point.tensors())
     problem = Problem.of(*tensors, causal=point.causal)
     config = pick_config(problem, device, num_ctas)
     if not isinstance(config, HopperConfig):
         sys.exit(f"timeline: needs a Hopper card, found {device.name}; nothing was run")
     plan = Plan.of(problem, config, device)
-    warps = first_warps(config)
-    given = tensors_of(plan, *tensors)
-    as_it_is = attention_of(plan, given)
+    launch = partial(attention_of, plan, tensors_of(plan, *tensors))
+    return Looked(label(config), first_warps(config), plan.programs * config.num_ctas, launch)
+
+
+def of_gradients(point: Point, device: Device, deterministic: bool) -> Looked:
+    q, k, v = point.arguments(point.tensors())
+    problem = Problem.of(q, k, v, causal=point.causal)
+    config = pick_backward(problem)
+    out, lse = attention(q, k, v, causal=point.causal, return_lse=True)
+    plan = BackwardPlan.of(problem, config, device, deterministic=deterministic)
+    tensors = tensors_of_gradients(plan, q=q, k=k, v=v, out=out, dout=torch.randn_like(out), lse=lse)
+    name = label_of_gradients(config) + " in a fixed order" * deterministic
+    return Looked(name, first_warps_of_gradients(), plan.programs, partial(gradients_of, plan, tensors))
+
+
+def measure(
+    point: Point,
+    num_ctas: int | None,
+    cta: int,
+    folder: Path,
+    commit: str | None,
+    *,
+    backward: bool = False,
+    deterministic: bool = False,
+) -> None:
+    """Writes the figures and the trace of a few CTAs, `cta` among them, to `folder`, and prints the figures."""
+    try:
+        import triton.profiler  # noqa: F401
+    except ImportError as error:
+        sys.exit(f"timeline: needs Triton's profiler (proton), which Triton's own wheels bring along, got: {error}")
+    device = Device.of(torch.device("cuda", torch.cuda.current_device()))
+    of = of_gradients(point, device, deterministic) if backward else of_attention(point, device, num_ctas)
+    as_it_is = of.launch()
     with tempfile.TemporaryDirectory() as scratch:
-        instrumented = profile(plan, warps, given, f"{scratch}/trace")
+        instrumented = profile(of.launch, mode_of(of.warps, of.ctas), f"{scratch}/trace")
         trace = json.loads(Path(f"{scratch}/trace.chrome_trace").read_text())
     times = time_interleaved({"as it is": as_it_is, "instrumented": instrumented}, rounds=3)
     slower = times["instrumented"].median / times["as it is"].median
 
     waits, spans = waits_of(trace)
     most = max(Counter((w.cta, w.warp) for w in waits).values())
-    room = bytes_per_role(len(warps), plan.programs * config.num_ctas) // WAIT_BYTES
+    room = bytes_per_role(len(of.warps), of.ctas) // WAIT_BYTES
     if most >= room - 1:  # the first ones were written over
         sys.exit(f"timeline: expected at most {room - 2} waits of a role, got more; give a shorter --length")
     chosen = sorted({0, 1, cta, max(spans)} & set(spans))
-    everywhere = summarise(waits, warps)
-    single = {c: summarise([w for w in waits if w.cta == c], warps) for c in chosen}
+    everywhere = summarise(waits, of.warps)
+    single = {c: summarise([w for w in waits if w.cta == c], of.warps) for c in chosen}
     report: dict[str, Any] = {
         "provenance": provenance(commit),
         "name": point.name,
         "point": asdict(point),
-        "config": label(config),
+        "config": of.config,
         "slower": slower,
         "us": spread(spans),
-        "warps": warps,
+        "warps": of.warps,
         "all CTAs": everywhere,
-        **{f"CTA {c}": of for c, of in single.items()},
+        **{f"CTA {c}": one for c, one in single.items()},
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     few = [e for e in trace["traceEvents"] if cta_of(e) in chosen]
     (folder / TRACE).write_text(json.dumps(trace | {"traceEvents": few}) + "\n")
-    print(f"{point.name}, {label(config)}: {slower:.2f} times as long as without clocks")
+    print(f"{point.name}, {of.config}: {slower:.2f} times as long as without clocks")
     for what, t in report["us"].items():
         print(f"CTAs {what} after {t['min']:.1f} to {t['max']:.1f} us, median {t['median']:.1f}")
     print(table(everywhere, single))
@@ -166,7 +220,10 @@ def main() -> None:
             dtype=args.dtype, head_dim=args.head_dim, causal=causal, length=args.length, batch=args.batch,
             heads=args.heads,
         )  # fmt: skip
-        measure(point, args.num_ctas, args.cta, args.out, args.commit)
+        measure(
+            point, args.num_ctas, args.cta, args.out, args.commit, backward=args.backward,
+            deterministic=args.deterministic,
+        )  # fmt: skip
     draw(args.out, args.cta, args.window)
     print(f"written: {', '.join(str(args.out / name) for name in (REPORT, TRACE, PICTURE))}")
 

@@ -202,8 +202,8 @@ def hopper_rows() -> Iterator[Row]:
 
     # In fp8 a role of the kernel transposes V where keys are used so seldom that a kernel of its own does not pay; but
     # not at D=256, where with four warps more the assembler has too few registers for the products.
-    fp8 = {"element_bytes": 1}
-    often = {"min_reuse": 2048, **fp8}
+    fp8: dict[str, Any] = {"element_bytes": 1}
+    often: dict[str, Any] = {"min_reuse": 2048, **fp8}
     yield measured(64, False, hopper_config(3, 128, 2, 2, 160, turns=True), min_kv_len=2048, **often)
     yield measured(64, False, hopper_config(4, 64, 2, 4, 112), min_reuse=1024, **fp8)
     yield measured(64, True, hopper_config(3, 128, 2, 2, 160, last_heads_longest_first=True), min_kv_len=4096, **often)

@@ -55,7 +55,7 @@ class Run:
         if programs is not None:
             device = dataclasses.replace(device, sm_count=programs * config.num_ctas)
         plan = self.plan = Plan.of(problem, config, device)
-        self.out = torch.empty_like(q, dtype=output_dtype(q.dtype))
+        self.out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q.dtype))
         self.lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32)
         self.target = f"sm_{plan.arch}a"
         *before, self.launch = launches_of(plan, q, k, v, self.out, bias=bias)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gluon_cpu
-from gluon_attn.forward.table import TABLE
 from gluon_attn.tuning import kernels_of_cards
 from tests.gluon_cpu import campaign_silent, twins
 from tests.gluon_cpu import findings_hopper as hopper
@@ -102,5 +101,5 @@ def test_arguments_that_are_refused(arguments):
 def test_every_row_of_the_table_is_run():
     """Also rows that differ in no more than slots, one of which may serve longer sequences."""
     of_table = [name for name in campaign_silent.kernels() if re.search(r"^sm_.* row \d+$", name)]
-    rows = (*TABLE, *kernels_of_cards().values())
+    rows = (*campaign_silent.TIMED, *kernels_of_cards().values())
     assert len(of_table) == sum(len(campaign_silent.DTYPES[row.element_bytes]) for row in rows)

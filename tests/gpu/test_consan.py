@@ -21,7 +21,7 @@ from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import HOPPER as BACKWARD
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled, compiled_transpose
-from gluon_attn.forward.table import HOPPER, Row
+from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS, Row
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.runtime import kernel as runtime_kernel
 from gluon_attn.sanitizer import FINDING, HAND_OVERS, SANITIZER, run_hand_over
@@ -37,6 +37,7 @@ CONFIGS = {f"D={d}": (d, config) for d, config in BACKWARD.items()}
 CONFIGS |= {name: (row.head_dims[0], row.config) for name, row in gradient_kernels_of_cards().items()}
 GRADIENT_CASES = list(itertools.product(CONFIGS, (False, True), (False, True)))
 CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)} | kernels_of_cards()
+CASES |= {f"192 and 128, row {i}": row for i, row in enumerate(OTHER_HEAD_DIMS) if row.result_file is not None}
 # (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
 
@@ -44,12 +45,17 @@ LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
 def run_attention(row: Row) -> None:
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
     # Instrumented kernels keep what they watch in global memory; without it nothing would be watched.
-    kernel = compiled(dtype, row.padded_head_dim, row.mask, row.config, device_index=0)
+    kernel = compiled(
+        dtype, row.padded_head_dim, row.mask, row.config, padded_head_dim_v=row.padded_head_dim_v, device_index=0
+    )
     assert kernel.metadata.profile_scratch_size > 0
     if row.config.transposes_before(row.element_bytes):
         assert compiled_transpose(dtype, row.padded_head_dim, device_index=0).metadata.profile_scratch_size > 0
     for q_len, kv_len in LENGTHS:
-        q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=row.padded_head_dim, dtype=dtype)
+        q, k, v = normal_qkv(
+            heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=row.padded_head_dim,
+            head_dim_v=row.padded_head_dim_v, dtype=dtype,
+        )  # fmt: skip
         out, lse = attention(q, k, v, causal=row.causal, config=row.config, return_lse=True)
         torch.cuda.synchronize()
         check(q, k, v, out, lse, causal=row.causal, what=f"Sq={q_len}, Sk={kv_len}")

@@ -1,0 +1,17 @@
+"""A wait of a kernel's own with a scope of the profiler around it. Apart, as it needs the profiler to be installed."""
+
+from typing import Any
+
+from triton.profiler.language import enter_scope, exit_scope
+
+from gluon_attn.kernels.hopper.inline_asm import wait_apart
+from gluon_attn.runtime.compat import gl, jit
+
+
+@jit
+def wait_apart_inside_scope(product: Any, PENDING: gl.constexpr) -> Any:
+    """`wait_apart`, named as the builtin that it stands for."""
+    enter_scope("warpgroup_mma_wait")
+    product = wait_apart(product, PENDING)
+    exit_scope("warpgroup_mma_wait")
+    return product
