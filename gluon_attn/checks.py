@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .refusals import refuse_unusual
 from .tensors import DTYPES, FP8_DTYPES, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
 
 Window = tuple[int | None, int | None]  # keys before and after a query's own position; None: no limit
 # The kernel multiplies by scale · log2(e) in fp32, where that must be a normal number.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 SMALLEST_SCALE_WITH_BIAS = 1e-30  # the kernel adds the bias divided by it
+LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def type_name(x: object) -> str:
@@ -351,10 +354,9 @@ def check_readable(name: str, t: Tensor) -> None:
     forward-mode differentiation, which would be dropped.
     """
     if t.is_neg():
-        todo = "leave it out" if name == "out" else "call .resolve_neg() on it, nothing is copied silently"
         raise ValueError(
             f"{name}: expected a tensor that is stored as it reads, got a view that PyTorch negates when it reads it; "
-            f"{todo}"
+            "call .resolve_neg() on it, nothing is copied silently"
         )
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
     needed = (t.storage_offset() + extent) * t.element_size() if t.numel() else 0
@@ -368,6 +370,25 @@ def check_readable(name: str, t: Tensor) -> None:
             f"{name}: expected a tensor without a tangent, as forward-mode differentiation is not supported, got one "
             f"with one; give torch.autograd.forward_ad.unpack_dual({name}).primal"
         )
+
+
+def is_suspect(t: Tensor) -> bool:
+    """Whether `check_memory` may refuse what it took in a call before, found in a fraction of its time."""
+    if type(t) not in PLAIN_TYPES or forward_ad._current_level >= 0:
+        return True
+    try:
+        return t.data_ptr() < LOWEST_ADDRESS or t.is_neg()
+    except RuntimeError:  # there is none
+        return True
+
+
+def check_memory(**tensors: Any) -> None:
+    """That a kernel may be given these tensors' addresses, of those that are no None. Raises as `refuse_unusual` and
+    `check_readable`."""
+    refuse_unusual(**tensors)
+    for name, t in tensors.items():
+        if isinstance(t, Tensor):
+            check_readable(name, t)
 
 
 def check_scale_signs(scales: Sequence[Tensor | None]) -> None:

@@ -384,6 +384,20 @@ def test_a_batch_has_no_lengths():
         attention(q, q, q, layout="thd", device=H200)
 
 
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
+def test_lengths_that_are_not_stored_as_they_read_are_refused(name):
+    """Also after a call with the same shapes."""
+    good = {**GOOD, "seqused_k": torch.tensor([6, 7], dtype=torch.int32)}
+    attention_varlen(**good)
+    with pytest.raises(ValueError, match=rf"^{name}: expected a tensor that is stored as it reads"):
+        attention_varlen(**{**good, name: torch._neg_view(-good[name])})
+
+
+def test_lengths_of_no_tensor_are_refused_by_name_with_gradients_too():
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q: expected a tensor of shape"):
+        attention_varlen(**{**GOOD, "q": GOOD["q"].detach().requires_grad_(), "cu_seqlens_q": [0, 4, 9]})
+
+
 BAD_NUMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     "first": ("cu_seqlens_q: expected 0 first", {"cu_seqlens_q": torch.tensor([1, 4, 9], dtype=torch.int32)}),
     "falling": ("cu_seqlens_k: expected numbers that do not fall", {"cu_seqlens_k": starts((7, -1))}),
