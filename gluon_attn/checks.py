@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .kernels.common.mask import LARGEST_LIMIT
 from .refusals import refuse_unusual
 from .tensors import DTYPES, FP8_DTYPES, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
 
@@ -65,19 +66,28 @@ def hashable(window: Any) -> Any:
 
 def checked_window(window: object, chunk: object) -> Window:
     """(left, right). Raises TypeError or ValueError by name."""
-    todo = "give (left, right), keys before and after a query's own position, None for no limit"
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window: expected two numbers, got {window!r}; {todo}")
-    for limit in window:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-            raise TypeError(f"window: expected ints or None, got {type_name(limit)}; {todo}")
-        if limit is not None and limit < 0:
-            raise ValueError(f"window: expected numbers from 0 on, got {limit}; {todo}")
+    left, right = two_limits("window", window, no_limit="None")
+    for limit in (left, right):
+        if limit is not None and not 0 <= limit <= LARGEST_LIMIT:
+            raise ValueError(f"window: expected numbers from 0 to {LARGEST_LIMIT}, got {limit}; give None for no limit")
     if chunk is not None:
         if isinstance(chunk, bool) or not isinstance(chunk, int):
             raise TypeError(f"chunk: expected an int or None, got {type_name(chunk)}; give a number of keys")
         if chunk < 1:
             raise ValueError(f"chunk: expected at least 1 key, got {chunk}; leave it out for no limit")
+        if chunk > LARGEST_LIMIT:
+            raise ValueError(f"chunk: expected at most {LARGEST_LIMIT} keys, got {chunk}; leave it out for no limit")
+    return left, right
+
+
+def two_limits(name: str, window: object, *, no_limit: str) -> Window:
+    """(left, right), ints or None. no_limit: how the argument says that there is none."""
+    todo = f"give (left, right), keys before and after a query's own position, {no_limit} for no limit"
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"{name}: expected two numbers, got {window!r}; {todo}")
+    for limit in window:
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise TypeError(f"{name}: expected ints or None, got {type_name(limit)}; {todo}")
     left, right = window
     return left, right
 

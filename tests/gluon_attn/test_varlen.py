@@ -393,6 +393,13 @@ def test_lengths_that_are_not_stored_as_they_read_are_refused(name):
         attention_varlen(**{**good, name: torch._neg_view(-good[name])})
 
 
+def test_limits_beyond_int32_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"^window: expected numbers from 0 to 2147483647, got 1099511627776; give"):
+        attention_varlen(**GOOD, window=(2**40, 2**40))
+    with pytest.raises(ValueError, match=r"^chunk: expected at most 2147483647 keys, got 2147483648; leave it out"):
+        attention_varlen(**GOOD, chunk=2**31)
+
+
 def test_lengths_of_no_tensor_are_refused_by_name_with_gradients_too():
     with pytest.raises(TypeError, match=r"^cu_seqlens_q: expected a tensor of shape"):
         attention_varlen(**{**GOOD, "q": GOOD["q"].detach().requires_grad_(), "cu_seqlens_q": [0, 4, 9]})
