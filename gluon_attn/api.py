@@ -45,6 +45,7 @@ RENAMED = {
     "attn_bias": "bias, of four dimensions",
     "sm_scale": "scale",
     "is_causal": "causal (aligned to the bottom right, unlike torch's is_causal)",
+    "layout": "nothing: packed sequences have one, (tokens, heads, head_dim)",
     "enable_gqa": "nothing: fewer KV heads than query heads just work",
     "window_size": "window (None for no limit, which is -1 there)",
     "sliding_window": "window: (sliding_window - 1, 0) sees that many keys, the query's own among them",

@@ -18,6 +18,7 @@ Window = tuple[int | None, int | None]  # keys before and after a query's own po
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 SMALLEST_SCALE_WITH_BIAS = 1e-30  # the kernel adds the bias divided by it
 LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
+STARTS = "give where each sequence begins, from 0 on, and where the last ends, as torch.int32"
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -191,8 +192,8 @@ def check_lengths(
     if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or len(cu_seqlens_q) == 0:
         got = tuple(cu_seqlens_q.shape) if isinstance(cu_seqlens_q, Tensor) else type_name(cu_seqlens_q)
         raise (ValueError if isinstance(cu_seqlens_q, Tensor) else TypeError)(
-            f"cu_seqlens_q: expected a tensor of shape (B + 1,), where each sequence begins and the last ends, "
-            f"got {got}"
+            f"cu_seqlens_q: expected a tensor of shape (B + 1,), where each sequence begins and the last ends, got "
+            f"{got}; {STARTS}"
         )
     count = len(cu_seqlens_q) - 1
     for name, t, size in (
@@ -202,13 +203,14 @@ def check_lengths(
     ):
         if t is None and name == "seqused_k":
             continue
+        todo = "give how many keys of each sequence count, or leave it out" if name == "seqused_k" else STARTS
         if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor of shape ({size},), got {type_name(t)}")
+            raise TypeError(f"{name}: expected a torch.Tensor of shape ({size},), got {type_name(t)}; {todo}")
         if t.dtype != torch.int32:
             raise TypeError(f"{name}: expected dtype torch.int32, got {t.dtype}; convert with .int()")
         if tuple(t.shape) != (size,):
             of = "a number for each sequence" if name == "seqused_k" else "as long as cu_seqlens_q"
-            raise ValueError(f"{name}: expected shape ({size},), {of}, got {tuple(t.shape)}")
+            raise ValueError(f"{name}: expected shape ({size},), {of}, got {tuple(t.shape)}; {todo}")
         check_read(name, t, q)
     check_seqlens(max_seqlen_q, max_seqlen_k)
     return count
@@ -231,12 +233,18 @@ def check_of_heads(
     """That there is a number for each head."""
     expected = " or ".join(map(str, shapes))
     if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor of shape {expected} or None, got {type_name(t)}")
+        raise TypeError(
+            f"{name}: expected a torch.Tensor of shape {expected} or None, got {type_name(t)}; make it with "
+            "torch.tensor([...], device=q.device), or leave it out"
+        )
     if t.dtype not in dtypes:
         names = " or ".join(map(str, dtypes))
         raise TypeError(f"{name}: expected dtype {names}, got {t.dtype}; convert with .to({dtypes[0]})")
     if tuple(t.shape) not in shapes:
-        raise ValueError(f"{name}: expected shape {expected}, a number for each query head, got {tuple(t.shape)}")
+        raise ValueError(
+            f"{name}: expected shape {expected}, a number for each query head, got {tuple(t.shape)}; one for all is "
+            f"expanded by .expand({shapes[0]}).contiguous()"
+        )
     check_read(name, t, q)
 
 
@@ -245,7 +253,10 @@ def check_bias(bias: object, q: Tensor, shape: tuple[int, int, int, int], scale:
     batch, heads, q_len, kv_len = shape
     expected = f"({batch} or 1, {heads} or 1, {q_len} or 1, {kv_len})"
     if not isinstance(bias, Tensor):
-        raise TypeError(f"bias: expected a torch.Tensor of shape {expected} or None, got {type_name(bias)}")
+        raise TypeError(
+            f"bias: expected a torch.Tensor of shape {expected} or None, got {type_name(bias)}; make it with "
+            "torch.as_tensor, or leave it out"
+        )
     if bias.layout != torch.strided:
         raise TypeError(f"bias: expected a dense tensor, got one of layout {bias.layout}; call .to_dense() on it")
     if bias.dim() != 4:

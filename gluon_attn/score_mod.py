@@ -165,7 +165,8 @@ def softcap(limit: float) -> ScoreFunction:
 
 def capped(limit: float) -> ScoreFunction:
     if isinstance(limit, bool) or not isinstance(limit, int | float):
-        raise TypeError(f"softcap: expected a number or None, got {type(limit).__name__}")
+        todo = "call .item() on it" if hasattr(limit, "item") else "give a number, or leave it out"
+        raise TypeError(f"softcap: expected a number or None, got {type_name(limit)}; {todo}")
     if not LEAST_CAP <= limit <= LARGEST_CAP:  # nor NaN
         raise ValueError(
             f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"

@@ -83,7 +83,7 @@ def attention_varlen(
     Raises:
         As `attention` does.
     """
-    check_options(return_lse, deterministic, unsupported)
+    check_options(return_lse, deterministic, unsupported, "attention_varlen")
     check_seqlens(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
     mask, read_by_mask = compiled_mask(mask_mod)

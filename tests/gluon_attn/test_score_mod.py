@@ -108,7 +108,7 @@ def test_caps_that_are_none(cap):
 @pytest.mark.parametrize("cap", [True, "1"])
 def test_a_cap_that_is_no_number(cap):
     softcap(1.0)  # whose cached answer is not True's
-    with pytest.raises(TypeError, match=rf"^softcap: expected a number or None, got {type(cap).__name__}"):
+    with pytest.raises(TypeError, match=rf"^softcap: expected a number or None, got {type(cap).__name__}; give a"):
         softcap(cap)
 
 
