@@ -10,12 +10,14 @@ from torch.compiler import is_compiling
 
 from .call import Extras, Options, Window, both_segment_ids, key_of, problem_of
 from .checks import (
+    LOWEST_ADDRESS,
     check_bool,
+    check_memory,
     check_no_overlap,
-    check_readable,
     check_scale_signs,
     check_scale_tensor,
     hashable,
+    is_suspect,
     refuse_address,
     type_name,
 )
@@ -43,6 +45,7 @@ RENAMED = {
     "attn_bias": "bias, of four dimensions",
     "sm_scale": "scale",
     "is_causal": "causal (aligned to the bottom right, unlike torch's is_causal)",
+    "layout": "nothing: packed sequences have one, (tokens, heads, head_dim)",
     "enable_gqa": "nothing: fewer KV heads than query heads just work",
     "window_size": "window (None for no limit, which is -1 there)",
     "sliding_window": "window: (sliding_window - 1, 0) sees that many keys, the query's own among them",
@@ -61,8 +64,6 @@ RENAMED = {
 # Launches by everything they depend on. Shapes and strides only: no tensor is kept alive. None: nothing to launch.
 _launches: dict[tuple[Any, ...], Launches | None] = {}
 MAX_LAUNCHES = 4096
-
-LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
 
 
 def attention(
@@ -255,7 +256,7 @@ def check_options(
 
 def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
     """What a call with gradients asks for beyond one without."""
-    refuse_unusual(q=q, k=k, v=v)
+    refuse_unusual(q=q, k=k, v=v, **extras.named())
     check_device(options.device, q)
     require_gradients(q, extras.out, options)
     if isinstance(extras.bias, Tensor) and extras.bias.requires_grad:
@@ -263,9 +264,9 @@ def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, option
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
-    for t in extras.each():
-        if t is not None and t is not extras.sinks and t is not extras.bias and t.requires_grad:
-            refuse_gradient(next(name for name, other in extras.named().items() if other is t))
+    for name, t in extras.named().items():
+        if isinstance(t, Tensor) and t is not extras.sinks and t is not extras.bias and t.requires_grad:
+            refuse_gradient(name)
     for name, one in zip(SCALES, extras.scales, strict=True):
         check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
 
@@ -315,61 +316,48 @@ def refuse(unsupported: dict[str, Any], function: str) -> None:
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
-    """What may differ from call to call with the same shapes: addresses, shared memory, gradients. Of fp8 scales what
-    `check_scales` does is left out."""
-    out = extras.out
+    """What may differ from call to call with the same shapes: addresses, shared memory, gradients."""
     # A Parameter is fine, a FakeTensor has the address 0.
-    if not type(q) is type(k) is type(v) is Tensor or (out is not None and type(out) is not Tensor):
-        refuse_unusual(q=q, k=k, v=v, out=out)
+    if not type(q) is type(k) is type(v) is Tensor:
+        refuse_unusual(q=q, k=k, v=v)
     try:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        at_out = 0 if out is None else out.data_ptr()
     except RuntimeError:  # there is none
-        refuse_unusual(q=q, k=k, v=v, out=out)
+        refuse_unusual(q=q, k=k, v=v)
         raise
-    addresses = at_q | at_k | at_v
-    if extras.bias is not None:
-        refuse_unusual(bias=extras.bias)
-        check_readable("bias", extras.bias)
-        addresses |= extras.bias.data_ptr()
-    suspect = (
+    if (
         (at_q < LOWEST_ADDRESS or at_k < LOWEST_ADDRESS or at_v < LOWEST_ADDRESS)
         or (q.is_neg() or k.is_neg() or v.is_neg())
         or forward_ad._current_level >= 0
-    )
-    if out is not None:
-        addresses |= at_out
-        suspect = suspect or at_out < LOWEST_ADDRESS or out.is_neg()
-    if suspect:
-        check_memory(q, k, v, out)
-    if out is not None:
-        check_no_overlap(out, q=q, k=k, v=v, **({} if extras.bias is None else {"bias": extras.bias}))
+    ):
+        check_memory(q=q, k=k, v=v)
+    addresses = at_q | at_k | at_v
+    others = () if extras.is_empty else [t for t in extras.each() if t is not None]
+    if others:
+        out, bias = extras.out, extras.bias
+        if any(map(is_suspect, others)):
+            check_memory(**extras.named())
+        if bias is not None:
+            addresses |= bias.data_ptr()
+        if out is not None:
+            addresses |= out.data_ptr()
+            check_no_overlap(out, q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
     if addresses % TMA_ALIGNMENT_BYTES and q.numel() and k.numel():  # an empty tensor has no address
-        for name, t in {"q": q, "k": k, "v": v, "bias": extras.bias, "out": out}.items():
+        for name, t in {"q": q, "k": k, "v": v, "bias": extras.bias, "out": extras.out}.items():
             if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES:
                 refuse_address(name, t)
     if torch.is_grad_enabled():
-        for t in (q, k, v, *extras.each()):
-            if t is not None and t.requires_grad:
-                named = {"q": q, "k": k, "v": v} | extras.named()
+        for t in (q, k, v, *others):
+            if t.requires_grad:
+                named = {"q": q, "k": k, "v": v, **extras.named()}
                 refuse_gradient(next(name for name, other in named.items() if other is t))
 
 
-def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
-    """That what is at the tensors' addresses is what they read as."""
-    for name, t in {"q": q, "k": k, "v": v, "out": out}.items():
-        if t is not None:
-            check_readable(name, t)
-
-
 def check_scales(scales: Sequence[Tensor | None]) -> None:
-    """What may differ from call to call in fp8 scales, their sign only on the CPU: on a card the numbers are there."""
-    for name, scale in zip(SCALES, scales, strict=True):
-        if scale is not None:
-            refuse_unusual(**{name: scale})
-            check_readable(name, scale)
-            if scale.device.type == "cpu":
-                check_scale_signs(scales)
+    """What may differ from call to call in fp8 scales besides: their sign, only on the CPU. On a card the numbers are
+    there."""
+    if any(scale is not None and scale.device.type == "cpu" for scale in scales):
+        check_scale_signs(scales)
 
 
 def refuse_gradient(name: str) -> NoReturn:
@@ -413,7 +401,7 @@ def plan_of(
         )
     check_device(device, q)
     if not is_compiling():  # where `supports` is traced, tensors have no memory
-        check_memory(q, k, v, extras.out)
+        check_memory(q=q, k=k, v=v, **extras.named())
         check_call(q, k, v, extras)
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()

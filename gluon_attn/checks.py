@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .kernels.common.mask import LARGEST_LIMIT
+from .refusals import refuse_unusual
 from .tensors import DTYPES, FP8_DTYPES, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
 
 Window = tuple[int | None, int | None]  # keys before and after a query's own position; None: no limit
 # The kernel multiplies by scale · log2(e) in fp32, where that must be a normal number.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 SMALLEST_SCALE_WITH_BIAS = 1e-30  # the kernel adds the bias divided by it
+LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
+STARTS = "give where each sequence begins, from 0 on, and where the last ends, as torch.int32"
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def type_name(x: object) -> str:
@@ -62,19 +67,28 @@ def hashable(window: Any) -> Any:
 
 def checked_window(window: object, chunk: object) -> Window:
     """(left, right). Raises TypeError or ValueError by name."""
-    todo = "give (left, right), keys before and after a query's own position, None for no limit"
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window: expected two numbers, got {window!r}; {todo}")
-    for limit in window:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-            raise TypeError(f"window: expected ints or None, got {type_name(limit)}; {todo}")
-        if limit is not None and limit < 0:
-            raise ValueError(f"window: expected numbers from 0 on, got {limit}; {todo}")
+    left, right = two_limits("window", window, no_limit="None")
+    for limit in (left, right):
+        if limit is not None and not 0 <= limit <= LARGEST_LIMIT:
+            raise ValueError(f"window: expected numbers from 0 to {LARGEST_LIMIT}, got {limit}; give None for no limit")
     if chunk is not None:
         if isinstance(chunk, bool) or not isinstance(chunk, int):
             raise TypeError(f"chunk: expected an int or None, got {type_name(chunk)}; give a number of keys")
         if chunk < 1:
             raise ValueError(f"chunk: expected at least 1 key, got {chunk}; leave it out for no limit")
+        if chunk > LARGEST_LIMIT:
+            raise ValueError(f"chunk: expected at most {LARGEST_LIMIT} keys, got {chunk}; leave it out for no limit")
+    return left, right
+
+
+def two_limits(name: str, window: object, *, no_limit: str) -> Window:
+    """(left, right), ints or None. no_limit: how the argument says that there is none."""
+    todo = f"give (left, right), keys before and after a query's own position, {no_limit} for no limit"
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"{name}: expected two numbers, got {window!r}; {todo}")
+    for limit in window:
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise TypeError(f"{name}: expected ints or None, got {type_name(limit)}; {todo}")
     left, right = window
     return left, right
 
@@ -178,8 +192,8 @@ def check_lengths(
     if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or len(cu_seqlens_q) == 0:
         got = tuple(cu_seqlens_q.shape) if isinstance(cu_seqlens_q, Tensor) else type_name(cu_seqlens_q)
         raise (ValueError if isinstance(cu_seqlens_q, Tensor) else TypeError)(
-            f"cu_seqlens_q: expected a tensor of shape (B + 1,), where each sequence begins and the last ends, "
-            f"got {got}"
+            f"cu_seqlens_q: expected a tensor of shape (B + 1,), where each sequence begins and the last ends, got "
+            f"{got}; {STARTS}"
         )
     count = len(cu_seqlens_q) - 1
     for name, t, size in (
@@ -189,13 +203,14 @@ def check_lengths(
     ):
         if t is None and name == "seqused_k":
             continue
+        todo = "give how many keys of each sequence count, or leave it out" if name == "seqused_k" else STARTS
         if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor of shape ({size},), got {type_name(t)}")
+            raise TypeError(f"{name}: expected a torch.Tensor of shape ({size},), got {type_name(t)}; {todo}")
         if t.dtype != torch.int32:
             raise TypeError(f"{name}: expected dtype torch.int32, got {t.dtype}; convert with .int()")
         if tuple(t.shape) != (size,):
             of = "a number for each sequence" if name == "seqused_k" else "as long as cu_seqlens_q"
-            raise ValueError(f"{name}: expected shape ({size},), {of}, got {tuple(t.shape)}")
+            raise ValueError(f"{name}: expected shape ({size},), {of}, got {tuple(t.shape)}; {todo}")
         check_read(name, t, q)
     check_seqlens(max_seqlen_q, max_seqlen_k)
     return count
@@ -218,12 +233,18 @@ def check_of_heads(
     """That there is a number for each head."""
     expected = " or ".join(map(str, shapes))
     if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor of shape {expected} or None, got {type_name(t)}")
+        raise TypeError(
+            f"{name}: expected a torch.Tensor of shape {expected} or None, got {type_name(t)}; make it with "
+            "torch.tensor([...], device=q.device), or leave it out"
+        )
     if t.dtype not in dtypes:
         names = " or ".join(map(str, dtypes))
         raise TypeError(f"{name}: expected dtype {names}, got {t.dtype}; convert with .to({dtypes[0]})")
     if tuple(t.shape) not in shapes:
-        raise ValueError(f"{name}: expected shape {expected}, a number for each query head, got {tuple(t.shape)}")
+        raise ValueError(
+            f"{name}: expected shape {expected}, a number for each query head, got {tuple(t.shape)}; one for all is "
+            f"expanded by .expand({shapes[0]}).contiguous()"
+        )
     check_read(name, t, q)
 
 
@@ -232,7 +253,10 @@ def check_bias(bias: object, q: Tensor, shape: tuple[int, int, int, int], scale:
     batch, heads, q_len, kv_len = shape
     expected = f"({batch} or 1, {heads} or 1, {q_len} or 1, {kv_len})"
     if not isinstance(bias, Tensor):
-        raise TypeError(f"bias: expected a torch.Tensor of shape {expected} or None, got {type_name(bias)}")
+        raise TypeError(
+            f"bias: expected a torch.Tensor of shape {expected} or None, got {type_name(bias)}; make it with "
+            "torch.as_tensor, or leave it out"
+        )
     if bias.layout != torch.strided:
         raise TypeError(f"bias: expected a dense tensor, got one of layout {bias.layout}; call .to_dense() on it")
     if bias.dim() != 4:
@@ -351,10 +375,9 @@ def check_readable(name: str, t: Tensor) -> None:
     forward-mode differentiation, which would be dropped.
     """
     if t.is_neg():
-        todo = "leave it out" if name == "out" else "call .resolve_neg() on it, nothing is copied silently"
         raise ValueError(
             f"{name}: expected a tensor that is stored as it reads, got a view that PyTorch negates when it reads it; "
-            f"{todo}"
+            "call .resolve_neg() on it, nothing is copied silently"
         )
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
     needed = (t.storage_offset() + extent) * t.element_size() if t.numel() else 0
@@ -368,6 +391,25 @@ def check_readable(name: str, t: Tensor) -> None:
             f"{name}: expected a tensor without a tangent, as forward-mode differentiation is not supported, got one "
             f"with one; give torch.autograd.forward_ad.unpack_dual({name}).primal"
         )
+
+
+def is_suspect(t: Tensor) -> bool:
+    """Whether `check_memory` may refuse what it took in a call before, found in a fraction of its time."""
+    if type(t) not in PLAIN_TYPES or forward_ad._current_level >= 0:
+        return True
+    try:
+        return t.data_ptr() < LOWEST_ADDRESS or t.is_neg()
+    except RuntimeError:  # there is none
+        return True
+
+
+def check_memory(**tensors: Any) -> None:
+    """That a kernel may be given these tensors' addresses, of those that are no None. Raises as `refuse_unusual` and
+    `check_readable`."""
+    refuse_unusual(**tensors)
+    for name, t in tensors.items():
+        if isinstance(t, Tensor):
+            check_readable(name, t)
 
 
 def check_scale_signs(scales: Sequence[Tensor | None]) -> None:

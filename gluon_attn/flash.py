@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .api import attention, refuse
-from .checks import Window
+from .checks import Window, two_limits
 from .features import NOT_THERE
 from .varlen import attention_varlen
 
@@ -91,7 +91,8 @@ def with_columns_together(*tensors: Any) -> list[Any]:
 
 def window_of(window_size: Window) -> Window:
     """As `attention` has it, where -1 is no number of keys."""
-    left, right = (limit if limit is not None and limit >= 0 else None for limit in window_size)
+    limits = two_limits("window_size", window_size, no_limit="-1 or None")
+    left, right = (limit if limit is not None and limit >= 0 else None for limit in limits)
     return left, right
 
 

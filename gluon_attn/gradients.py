@@ -10,7 +10,7 @@ from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
 from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_of, problem_of
-from .checks import hashable, type_name
+from .checks import check_memory, hashable, is_suspect, type_name
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
@@ -84,6 +84,7 @@ def attention_backward(
     )  # fmt: skip
     if bias is not None and not isinstance(bias, Tensor):
         raise TypeError(f"bias: expected a torch.Tensor or None, got {type_name(bias)}; give what the call was given")
+    check_memory_of_call(q, k, v, out, lse, extras)
     of_bias = bias is not None and bias.requires_grad
     return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options), of_bias)
 
@@ -145,6 +146,12 @@ def differentiate(
     if extras.bias is not None and of_bias:
         grads["dbias"] = grads["dbias"].to(extras.bias.dtype).contiguous()
     return tuple(grads.values())
+
+
+def check_memory_of_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> None:
+    """`check_memory` of what a caller gives as that of a call before. autograd gives what `attention` has checked."""
+    if any(is_suspect(t) for t in (q, k, v, out, lse, *extras.each()) if t is not None):
+        check_memory(q=q, k=k, v=v, out=out, lse=lse, **extras.named())
 
 
 def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -> None:

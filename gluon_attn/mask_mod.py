@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .kernels.common.documents import keys_of_documents, rows_of_documents, same_document
-from .score_mod import check_functions, source_key, types_of_tensors
+from .score_mod import check_functions, checked_constants, source_key, types_of_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,9 @@ class MaskMod:
     Where the ranges leave out a key that the function lets through, it may be seen or not. Two of them made of the same
     functions and constants share a kernel, whatever their tensors.
 
-    Raises TypeError for a function that is not under `gluon_attn.jit` and for a tensor of another dtype, ValueError for
-    more than four tensors. The call refuses tensors that are not contiguous or not on q's card.
+    Raises TypeError for a function that is not under `gluon_attn.jit`, for a constant that is no number and for a
+    tensor of another dtype, ValueError for more than four tensors. The call refuses tensors that are not contiguous or
+    not on q's card, and compiling the kernel fails for ranges of another count of numbers.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class MaskMod:
             function=function,
             keys=keys,
             rows=rows,
-            constants=tuple(constants),
+            constants=checked_constants("mask_mod", constants),
             aligned=aligned,
             lengths=lengths,
             tensors=types_of_tensors("mask_mod", tensors),

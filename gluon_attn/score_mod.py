@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from .checks import type_name
 from .kernels.common.score_mods import cap, cap_backward, slope
 
 MAX_TENSORS = 4
@@ -43,6 +44,8 @@ def check_functions(of: str, **functions: Any) -> None:
 
 def types_of_tensors(of: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
     """Triton's types of what a function reads, checked."""
+    if not isinstance(tensors, tuple | list):
+        raise TypeError(f"{of}: expected tensors to be a tuple, got {type_name(tensors)}; give (tensor,) for one")
     if len(tensors) > MAX_TENSORS:
         raise ValueError(f"{of}: expected at most {MAX_TENSORS} tensors, got {len(tensors)}; join some of them")
     for i, t in enumerate(tensors):
@@ -52,6 +55,19 @@ def types_of_tensors(of: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
                 f"{of}: expected tensors[{i}] to be a tensor of one of {list(TENSOR_TYPES)}, got {got}; convert it"
             )
     return tuple(TENSOR_TYPES[t.dtype] for t in tensors)
+
+
+def checked_constants(of: str, constants: Any) -> tuple[float | int, ...]:
+    """What functions are given before what they read, as a tuple that is hashable."""
+    if not isinstance(constants, tuple | list):
+        raise TypeError(f"{of}: expected constants to be a tuple, got {type_name(constants)}; give (number,) for one")
+    for i, constant in enumerate(constants):
+        if not isinstance(constant, int | float):
+            raise TypeError(
+                f"{of}: expected constants[{i}] to be an int or a float, got {type_name(constant)}; give all else as "
+                "tensors"
+            )
+    return tuple(constants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +120,9 @@ class ScoreMod:
 
     Two of them made of the same functions and constants share a kernel, whatever their tensors.
 
-    Raises TypeError for a function that is not under `gluon_attn.jit` and for a tensor of another dtype, ValueError for
-    more than four tensors. The call refuses tensors that are not contiguous or not on q's card.
+    Raises TypeError for a function that is not under `gluon_attn.jit`, for a constant that is no number and for a
+    tensor of another dtype, ValueError for more than four tensors. The call refuses tensors that are not contiguous or
+    not on q's card.
     """
 
     def __init__(
@@ -121,7 +138,7 @@ class ScoreMod:
         self.function = ScoreFunction(
             forward=forward,
             backward=backward,
-            constants=tuple(constants),
+            constants=checked_constants("score_mod", constants),
             aligned=aligned,
             tensors=types_of_tensors("score_mod", tensors),
         )
@@ -148,7 +165,8 @@ def softcap(limit: float) -> ScoreFunction:
 
 def capped(limit: float) -> ScoreFunction:
     if isinstance(limit, bool) or not isinstance(limit, int | float):
-        raise TypeError(f"softcap: expected a number or None, got {type(limit).__name__}")
+        todo = "call .item() on it" if hasattr(limit, "item") else "give a number, or leave it out"
+        raise TypeError(f"softcap: expected a number or None, got {type_name(limit)}; {todo}")
     if not LEAST_CAP <= limit <= LARGEST_CAP:  # nor NaN
         raise ValueError(
             f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"

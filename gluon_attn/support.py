@@ -77,14 +77,14 @@ def supports(
     needs_grad: whether gradients will be asked for. None: as `attention` finds it, by grad mode and `requires_grad`.
     """
     try:
-        function, read = compiled_part(score_mod)
+        score_function, read = compiled_part(score_mod)
         mask, read_by_mask = compiled_mask(mask_mod)
         options = Options(
             causal,
             hashable(window),
             chunk,
             softcap,
-            function,
+            score_function,
             scale,
             layout,
             deterministic,
@@ -108,7 +108,8 @@ def supports(
         if cu_seqlens_q is not None:
             longest = check_seqlens(max_seqlen_q, max_seqlen_k)
             options = options._replace(layout=PACKED, max_seqlens=longest)
-        check_options(return_lse, deterministic, unsupported)
+        function = "attention" if cu_seqlens_q is None else "attention_varlen"
+        check_options(return_lse, deterministic, unsupported, function)
         gradient = (
             torch.is_grad_enabled() and wants_gradient(q, k, v, sinks, bias) if needs_grad is None else needs_grad
         )

@@ -11,7 +11,7 @@ from .call import Extras, Options, Window, key_of
 from .checks import check_seqlens, hashable
 from .device import Device
 from .forward.configs import ForwardConfig
-from .gradients import Attention, differentiate
+from .gradients import Attention, check_memory_of_call, differentiate
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
 from .ops import attention_op, is_seen_by_a_mode
@@ -83,7 +83,7 @@ def attention_varlen(
     Raises:
         As `attention` does.
     """
-    check_options(return_lse, deterministic, unsupported)
+    check_options(return_lse, deterministic, unsupported, "attention_varlen")
     check_seqlens(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
     mask, read_by_mask = compiled_mask(mask_mod)
@@ -154,4 +154,5 @@ def attention_varlen_backward(
         sinks=sinks, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k, of_score_mod=read,
     )  # fmt: skip
+    check_memory_of_call(q, k, v, out, lse, extras)
     return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options))

@@ -1,6 +1,7 @@
 """attention() where there is no card: what it refuses, in which order, and what it says."""
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import triton
 from torch.autograd import forward_ad
 
 import gluon_attn.api
-from gluon_attn import ForwardConfig, attention, reference_attention
+from channels.compat import jit
+from gluon_attn import ForwardConfig, MaskMod, ScoreMod, attention, reference_attention, supports
 from gluon_attn.device import Device
 from gluon_attn.forward.table import blackwell_config, hopper_config, pick_config
 from gluon_attn.problem import Problem
@@ -192,6 +194,48 @@ def test_memory_that_is_not_what_it_reads_as_is_refused(kind, name, calls_before
     tensors[name] = of(tensors[name])
     with pytest.raises(ValueError, match=rf"^{name}: expected {message}"):
         attention(**tensors, device=HOPPER)
+
+
+@jit
+def unchanged(score, q_index, k_index, head, batch, read):
+    return score
+
+
+@jit
+def all_seen(q_index, k_index, head, batch, read):
+    return k_index >= 0
+
+
+IDS = torch.zeros(1, 16, dtype=torch.int32)
+# What a kernel reads besides q, k and v, by the name that an error has for it: what a call gives, of a tensor.
+READ: dict[str, tuple[torch.Tensor, Any]] = {
+    "sinks": (torch.ones(2), lambda t: {"sinks": t}),
+    "alibi_slopes": (torch.ones(2), lambda t: {"alibi_slopes": t}),
+    "bias": (torch.ones(1, 1, 16, 16), lambda t: {"bias": t}),
+    "q_segment_ids": (IDS, lambda t: {"segment_ids": (t, IDS)}),
+    "k_segment_ids": (IDS, lambda t: {"segment_ids": (IDS, t)}),
+    "score_mod.tensors[0]": (torch.ones(2), lambda t: {"score_mod": ScoreMod(unchanged, tensors=(t,))}),
+    "mask_mod.tensors[0]": (torch.ones(2), lambda t: {"mask_mod": MaskMod(all_seen, tensors=(t,))}),
+}
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("kind", ["negated", "freed"])
+def test_so_is_that_of_what_a_kernel_reads_besides(kind, name, calls_before, no_launch):
+    tensor, given = READ[name]
+    for _ in range(calls_before):
+        attention(*qkv(), **given(tensor), device=HOPPER)
+    options, message = given(UNREADABLE[kind][0](tensor)), UNREADABLE[kind][1].replace("4096", r"\d+")
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)}: expected {message}") as caught:
+        attention(*qkv(), **options, device=HOPPER)
+    assert supports(*qkv(), **options, device=HOPPER) == str(caught.value)
+
+
+def test_a_parameter_and_no_heads_are_no_such_memory(no_launch):
+    sinks = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    assert supports(*qkv(), sinks=sinks, device=HOPPER) is None
+    assert supports(*(t[:, :0] for t in qkv()), sinks=sinks[:0], device=HOPPER) is None
 
 
 def test_a_negated_scale_is_refused(no_launch):

@@ -102,6 +102,15 @@ def test_windows_that_hide_nothing_more(name):
     assert not torch.equal(out, attend(q, k, v, causal=not is_causal))
 
 
+@pytest.mark.parametrize("window", [5, None, ("a", 0), (1, 2, 3)])
+@pytest.mark.parametrize("function", [flash.flash_attn_func, flash.flash_attn_varlen_func])
+def test_windows_that_are_none(function, window):
+    tensors, lengths = packed(30, 12)
+    given: tuple[Any, ...] = () if function is flash.flash_attn_func else lengths
+    with pytest.raises(TypeError, match=r"^window_size: expected .*, got .*; give \(left, right\).* -1 or None for no"):
+        function(*tensors, *given, window_size=window)
+
+
 @pytest.mark.parametrize("window", [(5, -1), (5, 0), (0, 0), (-1, 3), (None, 1)])
 @pytest.mark.slow_but("window1", "window2")
 def test_windows_that_do(window):

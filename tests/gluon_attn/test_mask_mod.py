@@ -64,6 +64,18 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "no function": ((3,), {}, TypeError, r"^mask_mod: expected function to be .*jit, got int"),
     "a plain range": ((later,), {"keys": len}, TypeError, r"^mask_mod: expected keys to be .*decorate it"),
     "no tensor": ((later,), {"tensors": (1.0,)}, TypeError, r"^mask_mod: expected tensors\[0\] .*got float"),
+    "a tensor for a tuple": (
+        (later,),
+        {"tensors": torch.ones(2)},
+        TypeError,
+        r"^mask_mod: expected tensors to be a tuple, got torch.Tensor",
+    ),
+    "a list for a number": (
+        (later,),
+        {"constants": ([1],)},
+        TypeError,
+        r"^mask_mod: expected constants\[0\] to be an int or a float, got list",
+    ),
     "many": (
         (later,),
         {"tensors": (torch.zeros(1),) * (MAX_TENSORS + 1)},

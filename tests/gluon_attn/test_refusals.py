@@ -34,7 +34,9 @@ def _calls(request, monkeypatch):
             with_out(torch.zeros_like(Q))
             for name in ("q_scale", "k_scale", "v_scale"):
                 with_scale(name, torch.ones(1, 1))
-        assert len(api._launches) == 5
+            for name in ("sinks", "alibi_slopes"):
+                with_heads(name, torch.ones(1))
+        assert len(api._launches) == 7
 
 
 def fake():
@@ -62,7 +64,33 @@ def fake_scale(name):
     with_scale(name, scale)
 
 
+def with_heads(name, t, q=Q):
+    return attention(q, Q, Q, device=Device.hopper(), **{name: t})
+
+
+def fake_of_heads(name):
+    with FakeTensorMode() as mode:
+        t = mode.from_tensor(torch.ones(1))
+    with_heads(name, t)
+
+
+def vmap_of_heads(name, q=Q):
+    torch.vmap(lambda t: with_heads(name, t, q))(torch.ones(2, 1))
+
+
 CASES = {
+    "fake sinks": (lambda: fake_of_heads("sinks"), "sinks: .* FakeTensor"),
+    "fake alibi_slopes": (lambda: fake_of_heads("alibi_slopes"), "alibi_slopes: .* FakeTensor"),
+    "vmap of sinks": (lambda: vmap_of_heads("sinks"), "sinks: .* torch.vmap has batched"),
+    "vmap of alibi_slopes": (lambda: vmap_of_heads("alibi_slopes"), "alibi_slopes: .* torch.vmap has batched"),
+    "vmap of sinks, with gradients": (
+        lambda: vmap_of_heads("sinks", Q.detach().requires_grad_()),
+        "sinks: .* torch.vmap has batched",
+    ),
+    "grad of sinks": (
+        lambda: torch.func.grad(lambda t: with_heads("sinks", t).sum())(torch.ones(1)),
+        "sinks: .* torch.func differentiates",
+    ),
     "vmap of out": (lambda: torch.vmap(with_out)(Q.expand(2, *Q.shape)), "out: .* torch.vmap has batched"),
     "fake out": (fake_out, "out: .* FakeTensor"),
     "fake q_scale": (lambda: fake_scale("q_scale"), "q_scale: .* FakeTensor"),

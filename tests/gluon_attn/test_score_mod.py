@@ -65,6 +65,24 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"^score_mod: expected tensors\[0\] .*got torch.float64; convert it",
     ),
+    "a tensor for a tuple": (
+        (halved,),
+        {"tensors": torch.ones(2)},
+        TypeError,
+        r"^score_mod: expected tensors to be a tuple, got torch.Tensor; give \(tensor,\)",
+    ),
+    "a number for a tuple": (
+        (halved,),
+        {"constants": 1},
+        TypeError,
+        r"^score_mod: expected constants to be a tuple, got int; give \(number,\)",
+    ),
+    "a list for a number": (
+        (halved,),
+        {"constants": (1, [1])},
+        TypeError,
+        r"^score_mod: expected constants\[1\] to be an int or a float, got list; give all else as tensors",
+    ),
     "many": (
         (halved,),
         {"tensors": (torch.zeros(1),) * (MAX_TENSORS + 1)},
@@ -90,7 +108,7 @@ def test_caps_that_are_none(cap):
 @pytest.mark.parametrize("cap", [True, "1"])
 def test_a_cap_that_is_no_number(cap):
     softcap(1.0)  # whose cached answer is not True's
-    with pytest.raises(TypeError, match=rf"^softcap: expected a number or None, got {type(cap).__name__}"):
+    with pytest.raises(TypeError, match=rf"^softcap: expected a number or None, got {type(cap).__name__}; give a"):
         softcap(cap)
 
 

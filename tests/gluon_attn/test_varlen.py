@@ -333,16 +333,25 @@ GOOD = pack((4, 5), (6, 7)).arguments | {"device": H200}
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "four dimensions": (ValueError, r"q: expected 3 dimensions", {"q": torch.zeros(1, 9, 2, 64).half()}),
     "int64": (TypeError, r"cu_seqlens_q: expected dtype torch.int32", {"cu_seqlens_q": torch.tensor([0, 4, 9])}),
-    "a list": (TypeError, r"cu_seqlens_q: expected a tensor", {"cu_seqlens_q": [0, 4, 9]}),
-    "a list of keys": (TypeError, r"cu_seqlens_k: expected a torch.Tensor", {"cu_seqlens_k": [0, 4, 9]}),
-    "none": (ValueError, r"cu_seqlens_q: expected", {"cu_seqlens_q": torch.zeros(0, dtype=torch.int32)}),
-    "other numbers of sequences": (ValueError, r"cu_seqlens_k: expected shape \(3,\)", {"cu_seqlens_k": starts((1,))}),
+    "a list": (TypeError, r"cu_seqlens_q: expected a tensor.*; give where", {"cu_seqlens_q": [0, 4, 9]}),
+    "a list of keys": (TypeError, r"cu_seqlens_k: expected a torch.Tensor.*; give where", {"cu_seqlens_k": [0, 4, 9]}),
+    "none": (ValueError, r"cu_seqlens_q: expected.*; give where", {"cu_seqlens_q": torch.zeros(0, dtype=torch.int32)}),
+    "other numbers of sequences": (
+        ValueError, r"cu_seqlens_k: expected shape \(3,\).*; give where", {"cu_seqlens_k": starts((1,))}
+    ),
     "not contiguous": (ValueError, r"cu_seqlens_q: expected a contiguous", {"cu_seqlens_q": starts((1,) * 5)[::2]}),
     "another device": (ValueError, r"cu_seqlens_k: expected device", {"cu_seqlens_k": starts((6, 7)).to("meta")}),
-    "used of other sequences": (ValueError, r"seqused_k: expected shape \(2,\)", {"seqused_k": starts((6, 7))}),
+    "used of other sequences": (
+        ValueError, r"seqused_k: expected shape \(2,\).*; give how many", {"seqused_k": starts((6, 7))}
+    ),
+    "used is a list": (TypeError, r"seqused_k: expected a torch.Tensor.*; give how many", {"seqused_k": [6, 7]}),
+    "slopes are a list": (TypeError, r"alibi_slopes: expected a torch.Tensor.*; make it", {"alibi_slopes": [1.0, 1.0]}),
+    "sinks are a list": (TypeError, r"sinks: expected a torch.Tensor.*; make it", {"sinks": [1.0, 1.0]}),
+    "sinks of another shape": (ValueError, r"sinks: expected shape \(2,\).*; one for all", {"sinks": torch.ones(1)}),
     "max is a tensor": (TypeError, r"max_seqlen_k: expected an int.*item", {"max_seqlen_k": torch.tensor(7)}),
     "max is negative": (ValueError, r"max_seqlen_q: expected at least 0", {"max_seqlen_q": -1}),
-    "layout": (TypeError, r"unexpected keyword argument 'layout'", {"layout": "bshd"}),
+    "layout": (TypeError, r"^attention_varlen\(\) got .*'layout'; use nothing: .*one", {"layout": "bshd"}),
+    "seqused_q": (TypeError, r"^attention_varlen\(\) got .*'seqused_q'; use seqused_k", {"seqused_q": starts((4,))}),
     "head counts": (ValueError, r"multiple of the 3 KV heads", dict.fromkeys("kv", torch.zeros(83, 3, 64).half())),
     "scales of one": (
         ValueError, r"q_scale: expected shape \(2, 1\)",
@@ -382,6 +391,27 @@ def test_a_batch_has_no_lengths():
         attention(q, q, q, cu_seqlens_q=starts((3,)), device=H200)
     with pytest.raises(ValueError, match="layout: expected one of"):
         attention(q, q, q, layout="thd", device=H200)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
+def test_lengths_that_are_not_stored_as_they_read_are_refused(name):
+    """Also after a call with the same shapes."""
+    good = {**GOOD, "seqused_k": torch.tensor([6, 7], dtype=torch.int32)}
+    attention_varlen(**good)
+    with pytest.raises(ValueError, match=rf"^{name}: expected a tensor that is stored as it reads"):
+        attention_varlen(**{**good, name: torch._neg_view(-good[name])})
+
+
+def test_limits_beyond_int32_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"^window: expected numbers from 0 to 2147483647, got 1099511627776; give"):
+        attention_varlen(**GOOD, window=(2**40, 2**40))
+    with pytest.raises(ValueError, match=r"^chunk: expected at most 2147483647 keys, got 2147483648; leave it out"):
+        attention_varlen(**GOOD, chunk=2**31)
+
+
+def test_lengths_of_no_tensor_are_refused_by_name_with_gradients_too():
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q: expected a tensor of shape"):
+        attention_varlen(**{**GOOD, "q": GOOD["q"].detach().requires_grad_(), "cu_seqlens_q": [0, 4, 9]})
 
 
 BAD_NUMBERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -53,7 +53,7 @@ def limits_of_keys(FUNCTION: gl.constexpr, SCORE_MOD: gl.constexpr, first, last,
     """The Limits of the keys for queries `first` to `last`."""
     read = tensors_from(aux, tensors_of(FUNCTION, SCORE_MOD))
     place = (sequence.q_len, sequence.k_len, head, batch)
-    return limits_from(FUNCTION.keys(first, last, *place, *FUNCTION.constants, *read), sequence.k_len)
+    return limits_from(FUNCTION.keys(first, last, *place, *FUNCTION.constants, *read), sequence.k_len, "keys")
 
 
 @jit
@@ -61,14 +61,24 @@ def limits_of_rows(FUNCTION: gl.constexpr, SCORE_MOD: gl.constexpr, first, last,
     """The Limits of the queries for keys `first` to `last`."""
     read = tensors_from(aux, tensors_of(FUNCTION, SCORE_MOD))
     place = (sequence.q_len, sequence.k_len, kv_head, batch)
-    return limits_from(FUNCTION.rows(first, last, *place, *FUNCTION.constants, *read), sequence.q_len)
+    return limits_from(FUNCTION.rows(first, last, *place, *FUNCTION.constants, *read), sequence.q_len, "rows")
+
+
+@constexpr_function
+def count_refusal(name, count):
+    return (
+        f"mask_mod: expected {name} to return two or four numbers, got {count}; return (first, end), or (first, end, "
+        "full_first, full_end)"
+    )
 
 
 @jit
-def limits_from(said, length):
-    """What a function has said, made positions of a sequence of that length, whatever it is."""
+def limits_from(said, length, NAME: gl.constexpr):
+    """What the function of that name has said, made positions of a sequence of that length, whatever it is."""
+    COUNT: gl.constexpr = len(said) if isinstance(said, gl.tuple) else 1
+    gl.static_assert(COUNT == 2 or COUNT == 4, count_refusal(NAME, COUNT))
     first, end = gl.minimum(gl.maximum(said[0], 0), length), gl.minimum(gl.maximum(said[1], 0), length)
-    if len(said) == 4:
+    if COUNT == 4:
         full_first, full_end = gl.maximum(said[2], first), gl.minimum(said[3], end)
     else:
         full_first, full_end = first, first

@@ -295,6 +295,24 @@ def test_tensors_of_another_call_are_refused():
         attention_backward(**given, device=Device.blackwell())
 
 
+@pytest.mark.parametrize("name", ["q", "v", "out", "lse", "sinks"])
+def test_memory_that_is_not_what_it_reads_as_is_refused(name):
+    """Also after a call with the same shapes. dO and dLSE are copied where they are such."""
+    q, k, v, dout, dlse = tensors("one query, one key")
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "sinks": torch.ones(1)}
+    given["out"], given["lse"] = attention(**given, device=HOPPER, return_lse=True)
+    want = attention_backward(dout, dlse, **given, device=HOPPER)
+    negated = [torch._neg_view(-t) for t in (dout, dlse)]
+    for got, expected in zip(attention_backward(*negated, **given, device=HOPPER), want, strict=True):
+        assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor that is stored as it reads"):
+        attention_backward(dout, dlse, **given | {name: torch._neg_view(-given[name])}, device=HOPPER)
+    freed = given[name].clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name}: expected a storage of at least"):
+        attention_backward(dout, dlse, **given | {name: freed}, device=HOPPER)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", ["rows that see no key", pytest.param("D=256", marks=pytest.mark.slow)])

@@ -258,3 +258,6 @@ def test_tensors_of_another_call_are_refused():
     wrong = given | {"cu_seqlens_k": starts([1, 2])}
     with pytest.raises(ValueError, match=r"^cu_seqlens_k: expected shape \(2,\)"):
         attention_varlen_backward(dout, None, out=out, lse=lse, **wrong, device=card(1))
+    negated = given | {"cu_seqlens_k": torch._neg_view(-given["cu_seqlens_k"])}
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: expected a tensor that is stored as it reads"):
+        attention_varlen_backward(dout, None, out=out, lse=lse, **negated, device=card(1))

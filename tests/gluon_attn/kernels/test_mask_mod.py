@@ -14,6 +14,7 @@ from gluon_attn import MaskMod, ScoreMod, reference_attention
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.table import blackwell_config, hopper_config
+from tests.compat import CompilationError
 from tests.gluon_cpu.attention import normal_qkv
 from tests.slow import slow_if
 
@@ -265,6 +266,31 @@ def test_no_race():
         attention(q, k, v, mask_mod=mod, device=H200).sum().backward()
 
     gluon_cpu.check(call, schedules=4, quiet=True)
+
+
+@jit
+def three_numbers(first, last, q_len, k_len, head, batch):
+    return 0, k_len, 0
+
+
+@jit
+def one_number(first, last, q_len, k_len, head, batch):
+    return k_len
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "count"), [("keys", three_numbers, 3), ("keys", one_number, 1), ("rows", three_numbers, 3)]
+)
+def test_other_counts_of_numbers_do_not_compile(name, function, count):
+    """What is raised first, as a traceback begins, says why."""
+    q, k, v = (t.requires_grad_() for t in normal_qkv(heads=1, q_len=8, kv_len=8, dtype=torch.float16))
+    mod = MaskMod(to_the_right, **{name: function})
+    with pytest.raises(CompilationError) as caught:
+        attention(q, k, v, mask_mod=mod, device=H200).sum().backward()
+    first: Any = caught.value
+    while first.__cause__ is not None or first.__context__ is not None:
+        first = first.__cause__ or first.__context__
+    assert f"mask_mod: expected {name} to return two or four numbers, got {count}; return (first, end)" in str(first)
 
 
 def test_infinite_scores():
