@@ -1,7 +1,5 @@
 """A wait of a kernel's own with a scope of the profiler around it. Apart, as it needs the profiler to be installed."""
 
-from typing import Any
-
 from triton.profiler.language import enter_scope, exit_scope
 
 from gluon_attn.kernels.hopper.inline_asm import wait_apart
@@ -9,7 +7,7 @@ from gluon_attn.runtime.compat import gl, jit
 
 
 @jit
-def wait_apart_inside_scope(product: Any, PENDING: gl.constexpr) -> Any:
+def wait_apart_inside_scope(product, PENDING: gl.constexpr):
     """`wait_apart`, named as the builtin that it stands for."""
     enter_scope("warpgroup_mma_wait")
     product = wait_apart(product, PENDING)

@@ -103,24 +103,26 @@ def scope_names(ttgir: str) -> list[tuple[int, str]]:
 
 def wait_name(kind: str, frames: list[tuple[str, str]]) -> str:
     """What is waited for, as a role says it: `k, keys = ends.keys.acquire()` waits for keys. kind: of WAITS."""
-    line = next((text for file, text in frames if any(folder in file for folder in ROLE_FILES)), frames[-1][1])
+    of_roles = [at for at in frames if any(folder in at[0] for folder in ROLE_FILES)]
+    file, line = (of_roles or frames[-1:])[0]
     if kind == "store_wait":
         return "stores"
     if kind == "barrier":
-        return "the other warpgroup"
+        return "the other warpgroup" if "gradient.py" in file else "all at the start or the end"
     if kind == "atomic_poll":
         return "other programs"
     if kind == "warpgroup_mma_wait":
         apart = re.search(r"wait_apart\((\w+)", line)
         return f"products: {apart[1] if apart else re.split('[,=]', line)[0].strip()}"
-    channel = re.search(r"(\w+)\.(?:acquire|take|wait_again)\(\)", line)
+    channel = re.search(r"(\w+)\.(?:acquire|borrow|take|wait_again)\(\)", line)
     if not channel:
         return line[:40]
     barrier = frames[0][1]
     side = "freed " if ".freed." in barrier else "peer's " if ".handover." in barrier else ""
     # A slot that is held is waited for anew, to keep what is around it in order.
     again = " again" if ".wait_again()" in line else ""
-    return side + channel[1].replace("_", " ") + again
+    name = "claims" if file.endswith("/work.py") else channel[1].replace("_", " ")
+    return side + name + again
 
 
 def first_warps(config: HopperConfig) -> dict[str, int]:

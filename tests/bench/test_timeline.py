@@ -11,6 +11,8 @@ from triton import knobs
 
 from bench import scopes, timeline
 from bench.waits import Wait, spread, summarise, waits_of
+from gluon_attn.backward.launch import builds_of
+from gluon_attn.backward.table import HOPPER as BACKWARD
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.launch import compiled
@@ -19,6 +21,7 @@ from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
 
 ROLES = "/any/gluon_attn/kernels/hopper/forward/softmax.py"
+GRADIENT, WORK = (f"/any/gluon_attn/kernels/hopper/backward/{name}.py" for name in ("gradient", "work"))
 FILLED = ("/any/channels/shared_memory.py", "mbarrier.wait(self.filled.index(at.slot()), at.this_lap())")
 FREED = ("/any/channels/shared_memory.py", "mbarrier.wait(self.freed.index(at.slot()), at.previous_lap())")
 HANDOVER = ("/any/channels/shared_memory.py", "mbarrier.wait(self.handover.index(at.slot()), at.this_lap())")
@@ -37,6 +40,13 @@ NAMES = [
     ("products: scores", "warpgroup_mma_wait", [(ROLES, "scores = warpgroup_mma_wait(1, deps=[scores])"), STEP]),
     ("products: acc", "warpgroup_mma_wait", [(ROLES, "acc, _ = warpgroup_mma_wait(0, deps=[acc, p])"), STEP]),
     ("stores", "store_wait", [("/any/channels/tma.py", "tma.store_wait(0)"), (ROLES, "finish_stores(wires)")]),
+    ("products: dq", "warpgroup_mma_wait", [(GRADIENT, "dqs = hand_over(wait_apart(dq, 1), dqs)"), STEP]),
+    ("products: s", "warpgroup_mma_wait", [(GRADIENT, "s = wait_apart(s, 1)  # dP goes on"), STEP]),
+    ("freed dqs", "wait", [FREED, (GRADIENT, "memory = ends.dqs.borrow().part(0)")]),
+    ("claims", "wait", [FILLED, (WORK, "slot, end = self.end.acquire()")]),
+    ("the other warpgroup", "barrier", [(GRADIENT, "gl.barrier()")]),
+    ("all at the start or the end", "barrier", [("/any/channels/barriers.py", "gl.barrier()")]),
+    ("other programs", "atomic_poll", [(GRADIENT.replace("gradient", "reduce"), "atomic_poll(added, number)")]),
     ("something_else(wires)", "wait", [SENT, (ROLES, "something_else(wires)")]),
 ]
 
@@ -106,8 +116,8 @@ KERNELS = {
 ALWAYS = {"queries", "keys", "values", "products: scores", "products: acc", "stores", "freed queries", "freed keys"}
 EXPECTED = {
     "turns, pairs of CTAs": ALWAYS | {"turn", "values again", "freed values", "peer's keys", "peer's values"},
-    "fp8": ALWAYS | {"loaded values", "freed values"},
-    "fp8, V transposed before": ALWAYS | {"freed values"},
+    "fp8": ALWAYS | {"loaded values", "freed values", "all at the start or the end"},
+    "fp8, V transposed before": ALWAYS | {"freed values", "all at the start or the end"},
 }
 
 
@@ -166,6 +176,35 @@ def test_every_wait_has_a_scope(profiler, kernel):
     # As many waits for products, or the assembler has serialised them.
     loops = [(one.products, one.waits, one.spills) for one in resources(plain).loops]
     assert [(one.products, one.waits, one.spills) for one in resources(instrumented).loops] == loops
+
+
+OF_GRADIENTS = {
+    "keys values", "queries", "douts", "products: s", "products: dp", "products: dv", "products: dq", "products: dk",
+    "the other warpgroup", "freed dqs", "freed keys values", "freed queries", "freed douts", "claims", "freed claims",
+    "dqs", "other programs", "stores", "all at the start or the end",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_wait_of_gradients_has_a_scope(profiler):
+    warps = scopes.first_warps_of_gradients()
+    assert warps == {"gradient, first half": 0, "gradient, second half": 4, "load": 10, "reduce": 11}
+    build = builds_of(torch.bfloat16, 128, Mask(causal=True), BACKWARD[128], True, False)[1]
+    plain = build.compile(90)
+    with scopes.scoped_waits():
+        hook = profiler.InstrumentationHook(scopes.mode_of(warps, ctas=132))
+        hook.activate()
+        try:
+            instrumented = build.compile(90)
+            hook.init_handle(None, 1, "attention_backward", instrumented.metadata_group, instrumented.hash)
+        finally:
+            hook.deactivate()
+    ((_, _, names, _, _),) = profiler.told
+    assert {name for _, name in names} == OF_GRADIENTS
+    assert "proton" not in plain.asm["ttgir"]
+    told = re.findall(r"store i8 (\d+), ptr addrspace\(3\)", instrumented.asm["llir"])
+    assert told == ["2", "2", "0", "1", "3", "3", "3", "3"]  # what warps 8 to 15 run: idle, load, reduce
+    assert [one.waits for one in resources(instrumented).loops] == [one.waits for one in resources(plain).loops]
 
 
 def event(cta: int, warp: int, name: str, start: float, cycles: float, *, init: int = 7_000_000) -> dict:
