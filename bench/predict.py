@@ -227,11 +227,12 @@ def config_of(label: str, element_bytes: int) -> HopperConfig:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was timed. half: of the configs, 0 or 1: those that differ in the number of CTAs alone are in one."""
+    """What was timed. part: of four, by halves of the configs and of the lengths. Configs that differ in the number of
+    CTAs alone are in one half."""
 
     point: Point
     label: str
-    half: int
+    part: int
     counts: Counts
     ms: float
 
@@ -246,11 +247,12 @@ def samples(found: Mapping[str, Any], device: Device) -> list[Sample]:
     for point, results in timed:
         names[point.dtype, point.head_dim] |= {label.rpartition(" ")[0]: None for label in results if label != "cudnn"}
     half = {(*kind, name): i % 2 for kind, of_kind in names.items() for i, name in enumerate(sorted(of_kind))}
+    lengths = {length: i % 2 for i, length in enumerate(sorted({point.length for point, _ in timed}))}
     return [
         Sample(
             point,
             label,
-            half[point.dtype, point.head_dim, label.rpartition(" ")[0]],
+            2 * half[point.dtype, point.head_dim, label.rpartition(" ")[0]] + lengths[point.length],
             Counts.of(problem_of(point), config_of(label, DTYPES[point.dtype].itemsize), device),
             result["ms"],
         )
@@ -283,19 +285,21 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def judged(every: Sequence[Sample]) -> tuple[list[Constants], list[float]]:
-    """The constants of each half, fitted to the other; and what they make of each sample."""
+    """The constants of each part, fitted to the one that has neither its configs nor its lengths; and what they make of
+    each sample."""
     fits = []
     ms = np.zeros(len(every))
-    for half in (0, 1):
-        known = [s for s in every if s.half != half]
+    for part in range(4):
+        known = [s for s in every if s.part == part ^ 3]
         fits.append(fitted([s.counts for s in known], [s.ms for s in known]))
-        unseen = [i for i, s in enumerate(every) if s.half == half]
+        unseen = [i for i, s in enumerate(every) if s.part == part]
         ms[unseen] = predicted_ms([every[i].counts for i in unseen], fits[-1])
     return fits, [float(m) for m in ms]
 
 
 def error_table(every: Sequence[Sample], ms: Sequence[float], of: Callable[[Sample], str]) -> list[dict[str, Any]]:
-    """By kind: errors of configs that the fit has not seen, and rank correlations among all configs of a point."""
+    """By kind: errors of configs at lengths, of which the fit has seen neither, and rank correlations among all configs
+    of a point."""
     table = []
     for kind in dict.fromkeys(map(of, every)):
         errors = [m / s.ms - 1 for s, m in zip(every, ms, strict=True) if of(s) == kind]
@@ -364,7 +368,7 @@ def main(arguments: Sequence[str]) -> None:
         written = {
             "timed": {"file": named(args.timed), **{n: found["provenance"][n] for n in ("date", "card", "commit")}},
             "constants": asdict(fitted([s.counts for s in every], [s.ms for s in every])),
-            "constants_of_halves": [asdict(fit) for fit in fits],
+            "constants_of_parts": [asdict(fit) for fit in fits],
             "errors": table,
             "predicted_tflops": rates(every, ms),
         }

@@ -97,16 +97,17 @@ def test_a_fit_finds_what_times_were_made_of(every):
 
 
 def test_a_config_is_judged_by_a_fit_that_has_not_seen_it(every):
-    """However its half was timed; and those that differ in the number of CTAs alone are in one half."""
-    some = [s for s in every if s.point.length in (512, 4096)]
+    """Nor its length; and those that differ in the number of CTAs alone are in one half."""
+    some = [s for s in every if s.point.length in (512, 1024)]
     _, ms = predict.judged(some)
-    _, others = predict.judged([dataclasses.replace(s, ms=s.ms * 2) if s.half == 0 else s for s in some])
+    _, others = predict.judged([dataclasses.replace(s, ms=s.ms * 2) if s.part != 3 else s for s in some])
     same = [a == b for a, b in zip(ms, others, strict=True)]
-    assert same == [s.half == 0 for s in some]
+    assert same == [s.part == 0 for s in some]
     halves: dict[tuple[str, int, str], set[int]] = {}
     for s in every:
-        halves.setdefault((s.point.dtype, s.point.head_dim, s.label.rpartition(" ")[0]), set()).add(s.half)
+        halves.setdefault((s.point.dtype, s.point.head_dim, s.label.rpartition(" ")[0]), set()).add(s.part // 2)
     assert all(len(half) == 1 for half in halves.values())
+    assert {s.part % 2 for s in every if s.point.length == 512} != {s.part % 2 for s in every if s.point.length == 1024}
     assert len(every) == sum(len(point["results"]) - 1 for point in TIMED["points"])
 
 
@@ -120,9 +121,9 @@ def test_measures():
 
 
 def test_the_errors_are_those_of_the_constants(every):
-    """Of each half, on the other."""
-    fits = [Constants(**fit) for fit in WRITTEN["constants_of_halves"]]
-    ms = [float(predict.predicted_ms([s.counts], fits[s.half])[0]) for s in every]
+    """Of each part, on another."""
+    fits = [Constants(**fit) for fit in WRITTEN["constants_of_parts"]]
+    ms = [float(predict.predicted_ms([s.counts], fits[s.part])[0]) for s in every]
     rates = predict.rates(every, ms)
     assert rates == {
         point: {name: pytest.approx(rate, rel=1e-3) for name, rate in of_point.items()}
@@ -133,15 +134,15 @@ def test_the_errors_are_those_of_the_constants(every):
         assert row == {k: v if isinstance(v, str) else pytest.approx(v, abs=1e-3) for k, v in committed.items()}
 
 
-@pytest.mark.parametrize("constants", [predict.constants(), *(Constants(**c) for c in WRITTEN["constants_of_halves"])])
+@pytest.mark.parametrize("constants", [predict.constants(), *(Constants(**c) for c in WRITTEN["constants_of_parts"])])
 def test_constants_are_a_fit(every, constants):
     """None of them a little more or less is better by much: where a descent ends, depends on the last bits."""
-    fits = [Constants(**c) for c in WRITTEN["constants_of_halves"]]
-    of_half = [s for s in every if constants not in fits or s.half != fits.index(constants)]
-    measured = np.log([s.ms for s in of_half])
+    fits = [Constants(**c) for c in WRITTEN["constants_of_parts"]]
+    known = [s for s in every if constants not in fits or s.part == fits.index(constants) ^ 3]
+    measured = np.log([s.ms for s in known])
 
     def loss(c: Constants) -> float:
-        return float(np.mean((np.log(predict.predicted_ms([s.counts for s in of_half], c)) - measured) ** 2))
+        return float(np.mean((np.log(predict.predicted_ms([s.counts for s in known], c)) - measured) ** 2))
 
     least = loss(constants)
     for field, factor in itertools.product(dataclasses.fields(Constants), (0.97, 1.03)):
@@ -179,7 +180,7 @@ def test_only_kinds_whose_table_has_it_are_ordered():
     kinds = {row["kind"]: row for row in WRITTEN["errors"]}
     for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
         row = kinds[f"bf16 D={head_dim} {'causal' if causal else 'full'}"]
-        supported = row["rank_correlation"] > 0.6 and row["fastest_among_first_half"] > 0.9
+        supported = row["rank_correlation"] > 0.5 and row["fastest_among_first_half"] > 0.9
         assert predict.can_order(problem(head_dim=head_dim, causal=causal), H200) == supported
     assert not predict.can_order(problem(), Device.blackwell())
     for dtype in (torch.float8_e4m3fn, torch.float16):  # of the latter nothing was timed
