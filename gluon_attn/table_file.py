@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,8 +100,9 @@ class At:
         return ValueError(f"{self.path}: {self.place or 'table'}: {text}")
 
     def typed(self, value: Any, kind: type[T], words: str) -> T:
-        """The value, if it is of that type, and no bool where a number is wanted."""
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        """The value, if it is of that type, no bool where a number is wanted, and no number without end."""
+        without_end = isinstance(value, float) and not math.isfinite(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or without_end:
             raise self.error(f"expected {words}, got {value!r}")
         return value
 
@@ -124,6 +126,11 @@ def read(path: str | os.PathLike[str]) -> TableFile:
     at = At(os.fspath(path))
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise type(error)(
+            f"{at.path}: expected a table file, got none that can be read ({error.strerror}); give the path of one, as "
+            "python -m bench tune writes it"
+        ) from None
     except ValueError as error:
         raise at.error(f"expected JSON, got what is none: {error}") from None
     if isinstance(given, dict) and given.get("schema", SCHEMA) != SCHEMA:
@@ -172,6 +179,13 @@ def pair_at(at: At, value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(v) is int for v in value):
         raise at.error(f"expected two whole numbers, got {value!r}")
     return value[0], value[1]
+
+
+def one_of(at: At, value: Any, names: Collection[str], words: str = "one of ") -> str:
+    expected = words + ", ".join(names)
+    if at.typed(value, str, expected) not in names:
+        raise at.error(f"expected {expected}, got {value!r}")
+    return value
 
 
 def row_at(at: At, value: Any, devices: Sequence[Device], provenance: Mapping[str, Any]) -> tuple[Row, Measured | None]:
@@ -248,9 +262,8 @@ def conditions_at(
     for name in ("min_kv_len", "min_reuse", "max_kv_len", "heads_per_kv_head"):
         if name in given and (at / name).typed(given[name], int, "a whole number") < 1:
             raise (at / name).error(f"expected at least 1, got {given[name]}")
-    possible_scores = SCORES_OF_GRADIENTS if of_any_mask else SCORES
-    if "scores" in given and given["scores"] not in possible_scores:
-        raise (at / "scores").error(f"expected one of {', '.join(possible_scores)}, got {given['scores']!r}")
+    if "scores" in given:
+        one_of(at / "scores", given["scores"], SCORES_OF_GRADIENTS if of_any_mask else SCORES)
     for name in ("q_lens", "sequence_heads"):
         if name in given:
             given[name] = pair_at(at / name, given[name])
@@ -265,9 +278,7 @@ def conditions_at(
 
 def config_at(at: At, value: Any, classes: Mapping[str, type[Config]]) -> Config:
     """Its "kind" is the architecture, the rest are the fields of the class."""
-    kind: Any = at.typed(value, dict, "an object").get("kind")
-    if kind not in classes:
-        raise (at / "kind").error(f"expected one of {', '.join(classes)}, got {kind!r}")
+    kind = one_of(at / "kind", at.typed(value, dict, "an object").get("kind"), classes)
     of: Any = classes[kind]
     fields = {f.name: f for f in dataclasses.fields(of)}
     required: list[str] = [name for name, f in fields.items() if f.default is dataclasses.MISSING]
@@ -296,8 +307,7 @@ def measured_at(at: At, value: Any) -> Measured:
         if (at / "ms" / name).typed(ms, int | float, "milliseconds") <= 0:
             raise (at / "ms" / name).error(f"expected more than 0, got {ms}")
     for name in ("chosen", "in_use"):
-        if given[name] not in times:
-            raise (at / name).error(f"expected one of those in ms, {', '.join(times)}, got {given[name]!r}")
+        one_of(at / name, given[name], times, "one of those in ms, ")
     for name in ("gain", "spread"):
         (at / name).typed(given[name], int | float, "a number")  # type: ignore[arg-type]
     return Measured(**given)

@@ -152,5 +152,14 @@ def gradient_kernels_of_cards() -> dict[str, BackwardRow]:
     return found
 
 
-if os.environ.get(VARIABLE):
-    load(os.environ[VARIABLE])
+def load_from_environment() -> None:
+    """Raises as `load` does, with the variable's name: who sees it has asked for no file in code."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        try:
+            load(path)
+        except (OSError, ValueError) as error:
+            raise type(error)(f"{VARIABLE}: {error}; or unset the variable") from None
+
+
+load_from_environment()

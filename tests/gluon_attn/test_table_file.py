@@ -1,6 +1,7 @@
 """Table files: what they say, and what is refused."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def changed(place: str, value: Any) -> dict[str, Any]:
         ("forward.0.config.kv_slots", 40, "forward[0].config: not for a row of these conditions: config: expected a"),
         ("forward.0.config.half_by_polynomial", True, "config: expected half_by_polynomial=False"),
         ("forward.0.config.kind", "ampere", "forward[0].config.kind: expected one of hopper, blackwell, got 'ampere'"),
+        ("forward.0.config.kind", ["hopper"], "config.kind: expected one of hopper, blackwell, got ['hopper']"),
         ("forward.0.conditions.keys", 3, "forward[0].conditions: expected padded_head_dim"),
         ("forward.0.conditions.causal", "no", "forward[0].conditions.causal: expected true or false, got 'no'"),
         ("forward.0.conditions.padded_head_dim", 96, "padded_head_dim: expected one of 64, 128, 192, 256, got 96"),
@@ -121,7 +123,11 @@ def test_what_is_wrong_in_a_file_is_said(written, place, value, says):
     ("field", "value", "says"),
     [
         ("ms", {"a": 0}, "forward[0].measured.ms.a: expected more than 0, got 0"),
+        ("ms", {"a": math.nan}, "forward[0].measured.ms.a: expected milliseconds, got nan"),
+        ("ms", {"a": math.inf}, "forward[0].measured.ms.a: expected milliseconds, got inf"),
         ("chosen", "c", "forward[0].measured.chosen: expected one of those in ms, a, b, got 'c'"),
+        ("in_use", ["a"], "forward[0].measured.in_use: expected one of those in ms, a, b, got ['a']"),
+        ("spread", math.nan, "forward[0].measured.spread: expected a number, got nan"),
         ("gain", "much", "forward[0].measured.gain: expected a number, got 'much'"),
     ],
 )
@@ -217,5 +223,5 @@ def test_a_config_of_another_architecture(written):
 def test_what_is_no_json(written, tmp_path):
     with pytest.raises(ValueError, match=r"table\.json: table: expected JSON"):
         tuning.load(written("{"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"none\.json: expected a table file, .*; give the path of one"):
         tuning.load(tmp_path / "none.json")

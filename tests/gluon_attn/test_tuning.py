@@ -165,3 +165,14 @@ def test_a_file_from_the_environment(written):
     environment = os.environ | {tuning.VARIABLE: str(path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == str([str(path)])
+
+
+def test_what_is_wrong_with_a_file_from_the_environment_names_the_variable(monkeypatch, written, tmp_path):
+    for path, error, says in (
+        (tmp_path / "none.json", FileNotFoundError, "none.json: expected a table file"),
+        (written("{"), ValueError, "table.json: table: expected JSON"),
+    ):
+        monkeypatch.setenv(tuning.VARIABLE, str(path))
+        with pytest.raises(error, match=rf"^GLUON_ATTN_TABLE: .*{says}.*; or unset the variable"):
+            tuning.load_from_environment()
+    assert tuning.active() == ()

@@ -76,7 +76,7 @@ def test_without_time_there_is_no_other_process():
 def test_a_process_of_its_own_gets_what_was_asked_and_says_what_it_lacks(capfd):
     args = command.parser().parse_args(["--shape", "1,2,3,64", "--table", "none.json"])
     assert command.process(args, False, math.inf) == 1
-    assert "bench tune: [Errno 2] No such file or directory: 'none.json'" in capfd.readouterr().err
+    assert "bench tune: none.json: expected a table file, got none" in capfd.readouterr().err
 
 
 def test_a_sweep_is_the_points_that_are_compared():
@@ -180,12 +180,15 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--shape", "1,2,3,64", "--out", "table"], "--out: expected a file name that ends in .json, got table"),
         (["--shape", "1,2,3,64", "--device", "h100"], "--device: expected with --list only"),
         (["--shape", "1,2,3,300"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 300"),
-        (["--shape", "1,2,3,64", "--table", "none.json"], "No such file or directory: 'none.json'"),
+        (
+            ["--shape", "1,2,3,64", "--table", "none.json"],
+            "none.json: expected a table file, got none that can be read",
+        ),
         (["--shape", "1,2,3,64", "--first", "0"], "--first: expected 1 or more, got 0"),
         (["--shape", "1,2,3,64", "--sweep", "bf16"], "argument --sweep: not allowed with argument --shape"),
         ([], "the following arguments are required: --shape or --sweep"),
         (["--shape", "1,2,3,64", "--out", str(tuning.TABLES / "x.json")], "--out: expected a file elsewhere than in"),
-        (["--show", "none.json"], "No such file or directory: 'none.json'"),
+        (["--show", "none.json"], "none.json: expected a table file, got none that can be read"),
         (["--sweep", "bf16", "--causal"], "--causal: expected none with --sweep, which says what is tuned"),
         (["--sweep", "bf16", "--kv-heads", "2"], "--kv-heads: expected none with --sweep, which says what is tuned"),
         (["--sweep", "bf16", "--softcap", "9"], "--softcap: expected none with --sweep, which says what is tuned"),
