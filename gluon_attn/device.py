@@ -44,6 +44,11 @@ class Device:
         return words[0] if words else self.name
 
     @property
+    def title(self) -> str:
+        """What tells it from others for which table files are."""
+        return f"{self.name} with {self.sm_count} processors"
+
+    @property
     def arch(self) -> int:
         """What kernels for it are compiled for: 90, 100 or 103."""
         major, minor = self.capability

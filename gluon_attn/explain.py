@@ -183,6 +183,7 @@ def explained(problem: Problem, device: Device, num_ctas: int | None, results: P
     of_row = f", made of the row's {label(row.config)}" * (label(row.config) != label(config))
     yield f"served by {named(row, device)}: {label(config)}{of_row}"
     yield from (f"  {line}" for line in conditions(row, problem))
+    yield from not_asked(device, {t: any(r.is_of_kind(problem, device) for r in t.rows) for t in tuning.active()})
     asked = as_asked(rows, problem)
     earlier = [r for r in asked[: asked.index(row)] if r.is_of_kind(problem, device)]
     if earlier:
@@ -211,6 +212,7 @@ def explained_backward(problem: Problem, device: Device, results: Path) -> Itera
     if row.causal is not None:
         yield "  causal" if row.causal else "  no mask"
     yield from (f"  {asks}: it has {has}" for asks, has in limits(row, problem))
+    yield from not_asked(device, {t: any(r.is_of_kind(problem) for r in t.backward_rows) for t in tuning.active()})
     asked = as_asked(rows, problem)
     earlier = [r for r in asked[: asked.index(row)] if r.is_of_kind(problem)]
     if earlier:
@@ -221,6 +223,15 @@ def explained_backward(problem: Problem, device: Device, results: Path) -> Itera
     yield from backward_launch_lines(BackwardPlan.of(problem, config, device))
     yield ""
     yield from measured_lines(row, problem, device, results)
+
+
+def not_asked(device: Device, loaded: Mapping[tuning.Table, bool]) -> Iterator[str]:
+    """The files that have nothing to say, and why. loaded: whether each has a row of the problem's kind."""
+    for table, is_of_kind in loaded.items():
+        if not table.serves(device):
+            yield f"not asked: {table.source}, which is for {table.cards}, and this is an {device.title}"
+        elif not is_of_kind:
+            yield f"not asked: {table.source}, which has no row for such a head dim, mask and dtype"
 
 
 def heading(problem: Problem, device: Device) -> str:

@@ -85,6 +85,11 @@ class TableFile:
             for d in self.devices
         )
 
+    @property
+    def cards(self) -> str:
+        """Those that it is for, in words."""
+        return ", ".join(d.title for d in self.devices)
+
 
 class At:
     """A place in a table file, which the errors name."""

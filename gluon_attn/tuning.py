@@ -5,9 +5,12 @@
 
 import os
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from .backward import table as backward
 from .backward.table import BackwardRow
@@ -49,13 +52,32 @@ _changing = threading.Lock()
 def load(path: str | os.PathLike[str]) -> Table:
     """Put the rows of a table file in front of those in use, for the devices that it names, in the whole process.
 
-    Raises OSError if there is no such file, and ValueError, with the place in the file, for what is wrong in it.
+    Warns if it is for none of the cards here. Raises OSError if there is no such file, and ValueError, with the place
+    in the file, for what is wrong in it.
     """
     global _active
     table = Table(**vars(read(path)))
     with _changing:
         _active = (table, *_active)
+    # Now, or when something first uses a card: to ask for cards before would start CUDA, at import too.
+    torch.cuda._lazy_call(lambda: warn_of_other_cards(table))
     return table
+
+
+def warn_of_other_cards(table: Table) -> None:
+    here = cards_here()
+    if table in _active and here and not any(table.serves(device) for device in here):
+        cards = " or ".join(dict.fromkeys(device.title for device in here))
+        warnings.warn(
+            f"{table.source}: expected a table file for {cards}, which is here, got one for {table.cards}; it serves "
+            f"nothing here: leave it out of tuning.load or {VARIABLE}, or write one for this card with python -m bench "
+            "tune",
+            stacklevel=4,  # who called `load`, if a card is in use already
+        )
+
+
+def cards_here() -> list[Device]:
+    return [Device.of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
 
 
 def unload(table: Table) -> None:

@@ -221,6 +221,22 @@ def test_a_row_of_a_table_file(tmp_path):
     assert f"{label(CONFIG)}: for (512, 2048) queries, there are 4096" in text
 
 
+@pytest.mark.parametrize("backward", [[], ["--backward"]], ids=["O", "gradients"])
+def test_a_file_that_is_not_asked_is_said_to_be_none(tmp_path, backward):
+    path = tmp_path / "mine.json"
+    options = "--shape", "2,16,1024,128", "--table", str(path), *backward
+    row, of_gradients = Row(128, True, CONFIG), BackwardRow((128, 128), HOPPER[128], True)
+    for name, reason in (
+        ("NVIDIA X1", "is for NVIDIA X1 with 132 processors, and this is an NVIDIA H200 with 132 processors"),
+        (H200.name, "has no row for such a head dim, mask and dtype"),
+    ):
+        card = dataclasses.replace(H200, name=name)
+        path.write_text(json.dumps(tuning.as_json([card], PROVENANCE, [row], [None], [of_gradients], [None])))
+        assert f"not asked: {path}, which {reason}" in said(*options).splitlines()
+        tuning.reset()
+    assert "not asked" not in said(*options, "--causal")
+
+
 def test_a_row_of_a_table_file_of_the_package(tmp_path, monkeypatch):
     path = tmp_path / "x1.json"
     card = dataclasses.replace(H200, name="NVIDIA X1 80GB")

@@ -270,7 +270,7 @@ def test_few_kernels_compute_it():
     """So that it does not take long on a card, most of all of those that take the compiler long."""
     found = set[str]().union(*map(kernels_of, CASES))
     assert len([text for text in found if "('attention_" in text]) <= 50
-    assert len(found) <= 67
+    assert len(found) <= 69
 
 
 SMALL = [case for case in CASES if max(case.lengths) < 260]

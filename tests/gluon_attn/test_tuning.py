@@ -4,6 +4,8 @@ import dataclasses
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,27 @@ def test_kernels_compiled_ahead_are_those_of_the_table_too(written):
     assert rows[0].config == CONFIG
     assert rows[1:] == rows_by_default(128, False, 2, 90)  # a row for a few sizes is in nobody's place
     assert rows_by_default(128, False, 2, 100, table=tuning.rows_of_arch(100)) == rows_by_default(128, False, 2, 100)
+
+
+@pytest.mark.parametrize(
+    ("here", "is_loaded", "warned"),
+    [([H100, H100], True, True), ([H100, H200], True, False), ([], True, False), ([H100], False, False)],
+    ids=["another", "one of two", "none", "not loaded any more"],
+)
+def test_a_file_for_other_cards_alone_is_warned_of_once_a_card_is_in_use(written, monkeypatch, here, is_loaded, warned):
+    waiting = list[Callable[[], None]]()
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    monkeypatch.setattr(tuning, "cards_here", lambda: here)
+    table = tuning.load(written())
+    if not is_loaded:
+        tuning.unload(table)
+    [first_use] = waiting
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        first_use()
+    says = (
+        "expected a table file for NVIDIA H100 80GB HBM3 with 132 processors, which is here, got one for NVIDIA H200 "
+    )
+    assert [f"table.json: {says}" in str(one.message) for one in seen] == [True] * warned
 
 
 def test_a_file_from_the_environment(written):
