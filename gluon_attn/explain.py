@@ -42,6 +42,7 @@ RESULTS = Path(__file__).parents[1] / "bench" / "results"  # in a checkout
 ALTERNATIVES = 8  # that are listed
 # Timed beside other points to compare their clocks with those of another run: no alternative of theirs.
 ANCHOR = "cudnn causal D=128 B=1 H=16 16384"
+PEERS = ("cudnn", "fa2", "flex")  # in result files, where names of configs are
 EXAMPLES = """examples:
   python -m gluon_attn explain --shape 4,16,4096,128 --causal --device h200
   python -m gluon_attn explain --shape 3,12,3000,96 --kv-heads 4 --device h100
@@ -465,9 +466,18 @@ def times(ms: Mapping[str, float], chosen: str) -> Iterator[str]:
     ordered = sorted(ms, key=lambda name: ms[name])
     shown = [name for i, name in enumerate(ordered) if i < ALTERNATIVES or name == chosen]
     for name in shown:
-        yield f"  {'*' if name == chosen else ' '} {name:<28} {ms[name]:9.4f} ms {ms[name] / ms[ordered[0]]:6.2f} x"
+        mark, timed = "*" if name == chosen else " ", f"{ms[name]:9.4f} ms {ms[name] / ms[ordered[0]]:6.2f} x"
+        yield f"  {mark} {name:<28} {timed}  {what_is(name)}".rstrip()
     if len(ordered) > len(shown):
         yield f"    and {len(ordered) - len(shown)} that are slower"
+
+
+def what_is(name: str) -> str:
+    """What a result file times beside configs, and in place of them; of a config nothing."""
+    of, _, mode = name.partition(", ")
+    if of == "ours":
+        return "(ours in another mode)" if mode else "(with this row)"
+    return "(a peer)" if of in PEERS else ""
 
 
 def nearest(points: Sequence[Mapping[str, Any]], row: Row | BackwardRow, problem: Problem) -> Mapping[str, Any] | None:

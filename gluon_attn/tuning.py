@@ -72,7 +72,7 @@ def warn_of_other_cards(table: Table) -> None:
             f"{table.source}: expected a table file for {cards}, which is here, got one for {table.cards}; it serves "
             f"nothing here: leave it out of tuning.load or {VARIABLE}, or write one for this card with python -m bench "
             "tune",
-            stacklevel=4,  # who called `load`, if a card is in use already
+            stacklevel=5,  # who called `load`, if a card is in use already
         )
 
 

@@ -43,6 +43,7 @@ from gluon_attn.tuning import Measured
 
 OUT = Path("table.json")
 REACH = 1.25
+MOST_REACH = 2**20
 # Of the sweep's points, which are lengths that double: rows of neighbours meet and do not overlap.
 REACH_OF_SWEEP = 2**0.5
 FIRST_OF_SWEEP = 14
@@ -217,7 +218,7 @@ def main(arguments: Sequence[str]) -> None:
     args = command.parse_args(arguments)
     if args.show:
         try:
-            lines_of_table = table(tuning.read(args.show).provenance)
+            lines_of_table = shown(args.show)
         except (OSError, ValueError) as error:
             command.error(str(error))
         with while_read():
@@ -235,6 +236,8 @@ def main(arguments: Sequence[str]) -> None:
     ):  # fmt: skip
         if given is not None and not given >= least:
             command.error(f"{option}: expected {least} or more, got {given:g}")
+    if args.reach > MOST_REACH:
+        command.error(f"--reach: expected {MOST_REACH} or less, which is as good as any size, got {args.reach:g}")
     if args.out.is_dir() or args.out.suffix != ".json":
         command.error(f"--out: expected a file name that ends in .json, got {args.out}")
     if args.out.resolve().parent == tuning.TABLES.resolve():
@@ -246,9 +249,8 @@ def main(arguments: Sequence[str]) -> None:
         command.error("--device: expected with --list only, as only the card here can be timed; add --list")
     try:
         batches = batches_of(args)
-        if args.table:
-            tuning.load(args.table)
-    except (OSError, ValueError) as error:
+        in_use = tuning.read(args.table) if args.table else None
+    except (NotImplementedError, OSError, ValueError) as error:
         command.error(str(error))
     if not args.device and not torch.cuda.is_available():
         sys.exit("bench tune: needs a Hopper or Blackwell card, found no CUDA device; nothing was timed")
@@ -257,13 +259,25 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(last_of(lambda resume: process(args, resume, until), args.resume, until))
     try:
         device = DEVICES[args.device] if args.device else here()
+        improve_on(in_use, device)
         require(device, batches)
         with while_read():
             for batch in batches:
                 for problem in batch.problems:
                     show(batch.choices(problem, device), args.first)
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, Stop) as error:
         sys.exit(f"bench tune: {error}")
+
+
+def shown(path: Path) -> list[str]:
+    """What --show prints. ValueError for a file that serves, but says nothing of what it was chosen from."""
+    try:
+        return list(table(tuning.read(path).provenance))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--show: expected a file with provenance.shapes, as python -m bench tune writes them, got {path}, which "
+            f"has no such ones ({type(error).__name__}: {error}); give one as it was written"
+        ) from None
 
 
 def batches_of(args: argparse.Namespace) -> list[Batch]:
@@ -292,6 +306,18 @@ def here() -> Device:
     device = Device.of(torch.device("cuda", torch.cuda.current_device()))
     device.require_supported()
     return device
+
+
+def improve_on(found: tuning.TableFile | None, device: Device) -> None:
+    """Puts the table file of --table in use, if there is one. Stop if it is for other cards."""
+    if found is None:
+        return
+    if not found.serves(device):
+        raise Stop(
+            f"--table: expected a table file for {device.title}, got {found.source}, which is for {found.cards}; leave "
+            "it out, or give one for this card"
+        )
+    tuning.load(found.source)
 
 
 def require(device: Device, batches: Sequence[Batch]) -> None:
@@ -340,9 +366,9 @@ def run_here(args: argparse.Namespace, resume: bool, until: float, watch: Watch)
     """`run`, in a process that this is all for."""
     try:
         batches = batches_of(args)
-        if args.table:
-            tuning.load(args.table)
+        in_use = tuning.read(args.table) if args.table else None
         device = here()
+        improve_on(in_use, device)
         require(device, batches)
         with RealCard(device, args.jobs, args.limit, watch) as card:
             run(batches, device, card, args, resume, until - time.monotonic())

@@ -113,11 +113,13 @@ IN_USE = Estimate(1.0, 0.0)
 
 
 class Progress:
-    """What was found so far, in a file; and how long that took, over all runs that resumed it."""
+    """What was found so far, in a file; and how long that took, over all runs that resumed it. until: when this
+    run is to end, of its clock."""
 
     def __init__(self, path: Path, found: dict[str, Any], now: Callable[[], float]) -> None:
         self.path, self.found, self.now = path, found, now
         self.started = now() - found["spent_s"]
+        self.until = math.inf
 
     @staticmethod
     def begin(
@@ -141,6 +143,11 @@ class Progress:
     @property
     def spent_s(self) -> float:
         return self.now() - self.started
+
+    @property
+    def left(self) -> str:
+        """What a line of progress begins with: the time that this run has left, if that is limited."""
+        return f"[{max(0.0, self.until - self.now()):3.0f} s left] " if math.isfinite(self.until) else ""
 
     def of(self, title: str, kind: str) -> dict[str, Any]:
         """What was found for one problem, whose configs mean the same kernels as those of others of the kind."""
@@ -320,8 +327,8 @@ class Search(Generic[C]):
             alive = sorted(estimates, key=lambda name: estimates[name].ratio)
             first, *others = alive
             self.say(
-                f"  [{self.progress.now() - start:3.0f} s] timed {len(alive)} in {rounds} rounds, first {first}: "
-                f"{self.gain(first)}"
+                f"  {self.progress.left}timed {len(alive)} in {rounds} rounds, which took "
+                f"{self.progress.now() - start:.0f} s; the fastest is {first}: {self.gain(first)}"
             )
             if not whole or all(estimates[first].faster_than(estimates[name]) for name in others):
                 break

@@ -33,12 +33,12 @@ class Together:
         beside_peer: bool = False,
     ) -> None:
         self.searches, self.card, self.progress, self.say = list(searches), card, progress, say
-        self.until, self.beside_peer = until, beside_peer
+        self.progress.until, self.beside_peer = until, beside_peer
         self.failures: list[InUseFails] = []
 
     def left_s(self) -> float:
         """Before what is timed after the search."""
-        return self.until - self.progress.now() - self.ending_s()
+        return self.progress.until - self.progress.now() - self.ending_s()
 
     def ending_s(self) -> float:
         """That it takes to time all of them beside the peer."""
@@ -65,7 +65,7 @@ class Together:
                 left = self.left_s()
                 # Most need less than their share, as they end when the first is out of the noise.
                 share = left * min(1.0, 2 / (len(active) - i))
-                self.say(search.choices.title + (f", in {share:.0f} s" if math.isfinite(share) else ""))
+                self.say(search.choices.title + (f", in at most {share:.0f} s" if math.isfinite(share) else ""))
                 with self.passed_over():
                     search.step(self.progress.now() + share)
                 keep()
@@ -95,8 +95,9 @@ class Together:
                 if now - saved >= SAVING_S or i == len(wanted):
                     saved = now
                     self.progress.save()
-                    left = min((now - start) / i * (len(wanted) - i), until - now)
-                    self.say(f"  [{left:3.0f} s left] compiled {i} of {len(wanted)}: {name}")
+                    others = max(0.0, min((now - start) / i * (len(wanted) - i), until - now))
+                    about = f", about {others:.0f} s for the others" if i < len(wanted) else ""
+                    self.say(f"  {self.progress.left}compiled {i} of {len(wanted)}{about}: {name}")
                 if now >= until:
                     break
         self.progress.save()

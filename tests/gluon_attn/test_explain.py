@@ -255,7 +255,11 @@ def test_gradients_and_which_row_serves_them(results):
     assert "launch: 132 programs, for 2048 key blocks of 128" in text
     assert "an item is two key blocks, one that many queries see with one that few; it walks row blocks of 64" in text
     assert "at the nearest point, D=128 causal 4096, batch 4, 16 heads" in text
-    assert "* ours  " in text
+    own, *others = text.splitlines()[-4:]  # there no config was timed but the row's
+    assert re.fullmatch(r"  \* ours +[\d.]+ ms +1\.00 x  \(with this row\)", own)
+    assert [(line.split()[0], line.partition(" x  ")[2]) for line in others] == [
+        ("ours,", "(ours in another mode)"), ("cudnn", "(a peer)"), ("fa2,", "(a peer)")
+    ]  # fmt: skip
     text = said("--shape", "1,4,16384,128", "--kv-length", "100", "--backward")
     assert "the last 4 key blocks are shared by 132 programs" in text
     # Its file has both passes, of the same name.

@@ -1,6 +1,7 @@
 """The command, and what it writes."""
 
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -174,6 +175,9 @@ def run(monkeypatch, *arguments: str) -> None:
     [
         (["--shape", "1,2,3"], "expected four numbers from 1 on, as 4,16,4096,128, got '1,2,3'"),
         (["--shape", "1,2,3,64", "--reach", "0.5"], "--reach: expected 1 or more, got 0.5"),
+        (["--shape", "1,2,3,64", "--reach", "inf"], "--reach: expected 1048576 or less, which is as good as any size"),
+        (["--shape", "1,2,3,64", "--reach", "nan"], "--reach: expected 1 or more, got nan"),
+        (["--shape", "1,2,3,64", "--bias", "--dtype", "e4m3"], "bias: not supported with q of torch.float8_e4m3fn"),
         (["--shape", "1,2,3,64", "--generations", "0"], "--generations: expected 1 or more, got 0"),
         (["--shape", "1,2,3,64", "--minutes", "0"], "--minutes: expected 1 or more, got 0"),
         (["--shape", "1,2,3,64", "--backward", "--dtype", "e4m3"], "--backward: expected --dtype fp16 or bf16"),
@@ -207,6 +211,29 @@ def test_nonsense_is_refused(monkeypatch, capsys, arguments, says):
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, *arguments)
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{}, {"shapes": 3}, {"shapes": [3]}, {"shapes": [{"shape": {"dtype": "fp16"}}]}])
+def test_a_file_that_does_not_say_what_it_was_chosen_from_is_not_shown(monkeypatch, capsys, tmp_path, given):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE | given, [], [])))
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "--show", str(path))
+    said = capsys.readouterr()
+    assert "--show: expected a file with provenance.shapes, as python -m bench tune writes them, got" in said.err
+    assert said.out == ""
+
+
+def test_a_file_for_another_card_is_not_improved_on(monkeypatch, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [], [])))
+    options = "--shape", "1,2,3,64", "--list", "--table", str(path)
+    says = "--table: expected a table file for NVIDIA H100 .*mine.json, which is for NVIDIA H200 with 132 processors"
+    with pytest.raises(SystemExit, match=says):
+        run(monkeypatch, *options, "--device", "h100")
+    assert tuning.active() == ()
+    run(monkeypatch, *options, "--device", "h200")
+    assert [table.source for table in tuning.active()] == [str(path)]
 
 
 def test_without_a_card_nothing_is_timed(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -28,7 +29,23 @@ def test_the_fastest_is_found_and_its_gain(tmp_path):
     assert 0 < found.spread < 0.02
     assert found.ms[found.chosen] < found.ms[found.in_use]
     assert BEST not in CHOICES.first()  # neighbours of neighbours led to it
-    assert "s left] compiled" in said[0]
+    assert re.match(r"  compiled 1 of \d+, about \d+ s for the others: ", said[0])
+    assert any(re.match(r"  timed \d+ in 3 rounds, which took \d+ s; the fastest is ", line) for line in said)
+
+
+def test_progress_says_the_time_that_the_run_has_left_if_it_is_limited(tmp_path):
+    """In lines of both kinds, and of the run, whatever the line is about."""
+    card, left = FakeCard(), list[tuple[str, str, float]]()
+    looking = One(card, tmp_path / "p.json", limit_s=1000)
+
+    def say(line: str) -> None:
+        if found := re.match(r"  \[ *(\d+) s left\] (compiled|timed)", line):
+            left.append((found[2], found[1], 1000 - card.clock_s))
+
+    looking.search.say = looking.together.say = say
+    looking.run(1)
+    assert {kind for kind, *_ in left} == {"compiled", "timed"}
+    assert [said for _, said, _ in left] == [f"{really:.0f}" for *_, really in left]
 
 
 def test_halving_times_the_slow_ones_the_least(tmp_path):

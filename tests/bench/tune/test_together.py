@@ -113,7 +113,7 @@ def test_without_time_none_of_the_next_generation_is_begun(tmp_path):
         looking = One(card, tmp_path / "p.json", said=said)
 
         def hurry(looking: One = looking, card: FakeCard = card, left_s: float = left_s) -> None:
-            looking.together.until = card.clock_s + left_s
+            looking.progress.until = card.clock_s + left_s
 
         looking.together.run(2, hurry)
         assert len([line for line in said if line.startswith("  generation")]) == generations
