@@ -10,16 +10,12 @@ from torch import Tensor
 
 from bench.provenance import SEED
 from gluon_attn.problem import Problem
+from gluon_attn.tensors import NAMED_DTYPES
 
 TOKENS = 16384  # B * S of every point but the small ones
 MODEL_DIM = 2048  # H * D
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-}
+DTYPES = NAMED_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

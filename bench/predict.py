@@ -200,8 +200,9 @@ def constants(path: Path = PREDICTED) -> Constants:
 
 def can_order(problem: Problem, device: Device) -> bool:
     """Whether what is predicted says which configs to try first: for kinds whose error table has it so."""
-    of_kind = problem.padded_head_dim == problem.padded_head_dim_v and problem.padded_head_dim in (64, 128)
-    return device.arch == 90 and of_kind and problem.dtype == torch.bfloat16
+    kinds = (64, 64, False), (64, 64, True), (128, 128, False)
+    kind = problem.padded_head_dim, problem.padded_head_dim_v, problem.mask.causal
+    return device.arch == 90 and kind in kinds and problem.dtype == torch.bfloat16
 
 
 def in_order(configs: Iterable[HopperConfig], problem: Problem, device: Device) -> list[HopperConfig]:

@@ -1,11 +1,8 @@
 """`python -m gluon_attn explain`: which row of the tuning table serves a problem, and why; what its launch is."""
 
 import argparse
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,20 +15,18 @@ from .backward.table import BackwardRow
 from .bias import row_stride
 from .demo import card, say, while_read
 from .device import Device
+from .explain_times import measured_lines, rows_like
 from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, HopperConfig, label
 from .forward.launch import compiled_for
 from .forward.plan import Plan
 from .forward.table import Row, pick_config, pick_row
-from .kernels.common.mask import Mask
 from .problem import Problem
 from .resources import resources
 from .runtime.compat import CompiledKernel
 from .score_mod import alibi, kind_of, softcap
 from .sizes import as_asked
-from .table_file import Measured
-from .tensors import FP8_DTYPES
+from .tensors import FP8_DTYPES, NAMED_DTYPES
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 DEVICES = {
     "h200": Device.hopper(),
     "h100": Device(name="NVIDIA H100 80GB HBM3", capability=(9, 0), sm_count=132, smem_bytes=232448),
@@ -39,10 +34,6 @@ DEVICES = {
     "b300": Device.blackwell_ultra(),
 }
 RESULTS = Path(__file__).parents[1] / "bench" / "results"  # in a checkout
-ALTERNATIVES = 8  # that are listed
-# Timed beside other points to compare their clocks with those of another run: no alternative of theirs.
-ANCHOR = "cudnn causal D=128 B=1 H=16 16384"
-PEERS = ("cudnn", "fa2", "flex")  # in result files, where names of configs are
 EXAMPLES = """examples:
   python -m gluon_attn explain --shape 4,16,4096,128 --causal --device h200
   python -m gluon_attn explain --shape 3,12,3000,96 --kv-heads 4 --device h100
@@ -103,7 +94,7 @@ def add_problem_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kv-heads", type=int, metavar="N", help="default: as many as query heads")
     command.add_argument("--kv-length", type=int, metavar="N", help="keys; default: as many as queries")
     command.add_argument("--head-dim-v", type=int, metavar="D", help="of V; default: Q's")
-    command.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k and v (default: bf16)")
+    command.add_argument("--dtype", choices=NAMED_DTYPES, default="bf16", help="of q, k and v (default: bf16)")
     command.add_argument("--causal", action="store_true")
     command.add_argument(
         "--window",
@@ -149,7 +140,7 @@ def problem_of(of_q: Sequence[int], options: argparse.Namespace) -> Problem:
     for option, given in {"--kv-heads": kv_heads, "--kv-length": kv_len, "--head-dim-v": options.head_dim_v}.items():
         if given is not None and given < 1:
             raise ValueError(f"{option}: expected 1 or more, got {given}")
-    dtype = DTYPES[options.dtype]
+    dtype = NAMED_DTYPES[options.dtype]
     head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
     q, k, v = (
         torch.empty(size, dtype=dtype, device="meta")
@@ -247,7 +238,7 @@ def described(problem: Problem) -> str:
     q = f"q ({problem.batch}, {problem.heads}, {problem.q_len}, {problem.head_dim})"
     kv = f"k ({problem.batch}, {problem.kv_heads}, {problem.kv_len}, {problem.head_dim})"
     v = f", v's head dim {problem.head_dim_v}" * (problem.head_dim_v != problem.head_dim)
-    dtype = next(name for name, of in DTYPES.items() if of == problem.dtype)
+    dtype = next(name for name, of in NAMED_DTYPES.items() if of == problem.dtype)
     scores = f", {problem.scores}" * (problem.scores is not None)
     if problem.score_mod is not None and kind_of(problem.score_mod) == "softcap":
         scores += f" {problem.score_mod.after:g}"
@@ -277,11 +268,6 @@ def named(row: Row | BackwardRow, device: Device) -> str:
     number = next(i for i, own in enumerate(packaged) if own is row)
     measured = f"measured on an {row.card}, {row.date}" if row.card else "not measured"
     return f"row {number} of the packaged table ({measured})"
-
-
-def rows_like(row: Row | BackwardRow, table: tuning.Table) -> Sequence[Row | BackwardRow]:
-    """The file's rows of that kind."""
-    return table.rows if isinstance(row, Row) else table.backward_rows
 
 
 def conditions(row: Row, problem: Problem) -> Iterator[str]:
@@ -398,107 +384,6 @@ def registers(config: ForwardConfig) -> str:
         f"{config.softmax_registers} a thread of two softmax warpgroups, {config.correction_registers} that corrects, "
         f"{config.load_registers} that loads; {REGISTERS_PER_SM}"
     )
-
-
-def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, results: Path) -> Iterator[str]:
-    """What the row and its alternatives took."""
-    for table in tuning.serving(device):
-        of_rows = table.measured if isinstance(row, Row) else table.backward_measured
-        for own, found in zip(rows_like(row, table), of_rows, strict=True):
-            if own is row and found is not None:
-                gain = f"{found.gain:+.1%} ±{found.spread:.1%} over {found.in_use}"
-                if found.chosen == found.in_use:
-                    gain = "it was in use already, and nothing that was timed was faster"
-                yield f"measured for {table.source}, {table.provenance['date']}: {gain}"
-                yield at_shape(found)
-                yield from times(found.ms, found.chosen)
-                return
-    if row.result_file is None:
-        yield "measured: nothing, this row waits for its measurement"
-        return
-    file = results / row.result_file
-    if not file.exists():
-        yield f"measured: in bench/results/{row.result_file}, which a checkout has and an installed package has not"
-        return
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if "points" not in content:  # a table file, from which the row was taken
-        assert isinstance(row, Row)
-        found, name = of_search(file, row)
-        yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
-        yield at_shape(found)
-        yield from times(found.ms, name)
-        return
-    point = nearest(content["points"], row, problem)
-    if point is None:
-        yield f"measured: no point of bench/results/{row.result_file} is of that kind"
-        return
-    yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
-    plain = ", plain" * (problem.scores is not None or problem.mask != Mask(causal=problem.causal))
-    heads = f"batch {point['point']['batch']}, {point['point']['heads']} heads"
-    yield f"  at the nearest point, {point['name']}, {heads}{plain}"
-    ms = {name: found["ms"] for name, found in point["results"].items() if name != ANCHOR}
-    yield from times(ms, name_in_results(row))
-
-
-def at_shape(found: Measured) -> str:
-    return f"  at {', '.join(f'{name} {value}' for name, value in found.shape.items())}"
-
-
-def of_search(file: Path, row: Row) -> tuple[Measured, str]:
-    """What a table file has measured for the sizes of a row that was taken from it, and the name of its config there.
-    The row may serve more sizes, and have a simpler config that was as fast."""
-    name = f"{label(row.config)} {row.config.softmax_registers}/{row.config.load_registers}"
-    table = tuning.read(file)
-    for own, found in zip(table.rows, table.measured, strict=True):
-        within = row.min_kv_len <= own.min_kv_len <= (own.max_kv_len or math.inf) <= (row.max_kv_len or math.inf)
-        if found is not None and name in found.ms and within and own.head_dims == row.head_dims:
-            return found, name
-    raise ValueError(f"{file}: expected times of {name} for its row, got none; give the row its own file")
-
-
-def name_in_results(row: Row | BackwardRow) -> str:
-    """What a result file calls the row's config: of gradients it has none but ours."""
-    return label(row.config) if isinstance(row, Row) else "ours"
-
-
-def times(ms: Mapping[str, float], chosen: str) -> Iterator[str]:
-    """The fastest first, the chosen one marked."""
-    ordered = sorted(ms, key=lambda name: ms[name])
-    shown = [name for i, name in enumerate(ordered) if i < ALTERNATIVES or name == chosen]
-    for name in shown:
-        mark, timed = "*" if name == chosen else " ", f"{ms[name]:9.4f} ms {ms[name] / ms[ordered[0]]:6.2f} x"
-        yield f"  {mark} {name:<28} {timed}  {what_is(name)}".rstrip()
-    if len(ordered) > len(shown):
-        yield f"    and {len(ordered) - len(shown)} that are slower"
-
-
-def what_is(name: str) -> str:
-    """What a result file times beside configs, and in place of them; of a config nothing."""
-    of, _, mode = name.partition(", ")
-    if of == "ours":
-        return "(ours in another mode)" if mode else "(with this row)"
-    return "(a peer)" if of in PEERS else ""
-
-
-def nearest(points: Sequence[Mapping[str, Any]], row: Row | BackwardRow, problem: Problem) -> Mapping[str, Any] | None:
-    """The point of the row's kind whose length and whose heads are nearest, as ratios."""
-
-    def of_kind(point: Mapping[str, Any]) -> bool:
-        given = point["point"]
-        of_point = Problem.padded(given["head_dim"]), Problem.padded(given.get("head_dim_v") or given["head_dim"])
-        causal = problem.causal if row.causal is None else row.causal
-        kind = of_point, given["causal"], DTYPES[given["dtype"]].itemsize
-        asked = "backward" if isinstance(row, BackwardRow) else "forward"
-        of_row = point.get("pass", asked) == asked and name_in_results(row) in point["results"]
-        return of_row and kind == (row.head_dims, causal, problem.dtype.itemsize)
-
-    def distance(point: Mapping[str, Any]) -> float:
-        given = point["point"]
-        heads = given["batch"] * given["heads"] / (problem.batch * problem.heads)
-        keys = problem.mask.most_keys(problem.kv_len)
-        return abs(math.log2(given["length"] / keys)) + abs(math.log2(heads)) / 2
-
-    return min(filter(of_kind, points), key=distance, default=None)
 
 
 def compiled_here(

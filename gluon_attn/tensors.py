@@ -9,6 +9,8 @@ LAYOUTS = ("bhsd", "bshd")
 PACKED = "thd"  # the layout of packed sequences: all tokens, head, head dim
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float16, torch.bfloat16, *FP8_DTYPES)
+# As commands and result files call them.
+NAMED_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALES = ("q_scale", "k_scale", "v_scale")
 MAX_HEAD_DIM = 256
 PADDED_HEAD_DIMS = (64, 128, 192, 256)  # that kernels have

@@ -26,7 +26,7 @@ from .checks import checked_window
 from .demo import card, prepare_process, quiet_exit, say
 from .device import Device
 from .documents import documents_build
-from .explain import DTYPES, window
+from .explain import window
 from .features import APART
 from .forward.configs import BlackwellConfig, ForwardConfig
 from .forward.launch import build_of, list_build, transpose_build
@@ -41,7 +41,7 @@ from .runtime.compiler import check_triton_version
 from .runtime.kernel import Build
 from .score_mod import ScoreFunction, alibi, softcap
 from .sizes import Sizes
-from .tensors import FP8_DTYPES
+from .tensors import FP8_DTYPES, NAMED_DTYPES
 
 ARCHS = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
 SINKS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -123,7 +123,9 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.
     command = argparse.ArgumentParser(prog="python -m gluon_attn warmup", description=__doc__)
     command.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], metavar="D", help="default: 64 128")
     command.add_argument("--head-dim-v", type=int, metavar="D", help="of V, if it is another one")
-    command.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"], help="of q, k and v (default: bf16)")
+    command.add_argument(
+        "--dtype", choices=NAMED_DTYPES, nargs="+", default=["bf16"], help="of q, k and v (default: bf16)"
+    )
     masks = command.add_mutually_exclusive_group()
     masks.add_argument("--causal", action="store_true", help="causal kernels only (default: those without a mask too)")
     masks.add_argument("--full", action="store_true", help="kernels without a mask only")
@@ -187,7 +189,7 @@ def jobs_of(options: argparse.Namespace, arch: int, device: Device | None = None
     """
     table = tuning.rows_of_arch(arch) if device is None else tuning.rows_for(device)
     backward_table = tuning.backward_rows_of_arch(arch) if device is None else tuning.backward_rows_for(device)
-    dtypes = [DTYPES[name] for name in options.dtype]
+    dtypes = [NAMED_DTYPES[name] for name in options.dtype]
     features = Features(
         cap=options.softcap,
         slopes=options.alibi,

@@ -12,12 +12,12 @@ from torch import Tensor
 from gluon_attn import ForwardConfig
 from gluon_attn.forward.table import pick_config
 from gluon_attn.problem import Problem
-from gluon_attn.tensors import FP8_DTYPES
+from gluon_attn.tensors import FP8_DTYPES, NAMED_DTYPES
 from gluon_attn.testing import check, poison_free_memory
 
 from . import device_at_hand, levers
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DTYPES = NAMED_DTYPES
 LAUNCHES = 4  # of each case on a card, all with the same bits
 
 

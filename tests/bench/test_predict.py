@@ -176,11 +176,11 @@ def test_the_page_has_the_error_table():
 
 
 def test_only_kinds_whose_table_has_it_are_ordered():
-    """bf16 at D=64 and 128, where the fastest is all but always in the half that is predicted to be the faster."""
+    """In bf16, where the fastest is all but always in the half that is predicted to be the faster."""
     kinds = {row["kind"]: row for row in WRITTEN["errors"]}
     for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
         row = kinds[f"bf16 D={head_dim} {'causal' if causal else 'full'}"]
-        supported = row["rank_correlation"] > 0.5 and row["fastest_among_first_half"] > 0.9
+        supported = row["rank_correlation"] > 0.6 and row["fastest_among_first_half"] > 0.9
         assert predict.can_order(problem(head_dim=head_dim, causal=causal), H200) == supported
     assert not predict.can_order(problem(), Device.blackwell())
     for dtype in (torch.float8_e4m3fn, torch.float16):  # of the latter nothing was timed

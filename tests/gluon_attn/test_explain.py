@@ -184,13 +184,6 @@ def test_a_row_of_windows_shows_the_search_that_chose_it():
     assert float(own[-2]) <= 1.01
 
 
-def test_only_some_alternatives_are_listed_and_always_the_chosen_one():
-    ms = {f"c{i}": 1.0 + i for i in range(20)}
-    lines = list(explain.times(ms, "c15"))
-    assert [line.split()[:2] for line in lines[-2:]] == [["*", "c15"], ["and", "11"]]
-    assert len(lines) == explain.ALTERNATIVES + 2
-
-
 def test_without_a_checkout(tmp_path):
     text = "\n".join(explain.explained(problem(), H200, None, tmp_path))
     assert text.endswith("which a checkout has and an installed package has not")

@@ -23,7 +23,6 @@ from gluon_attn.backward.table import pick_config as pick_backward
 from gluon_attn.bias import Bias
 from gluon_attn.device import Device
 from gluon_attn.documents import documents_build
-from gluon_attn.explain import DTYPES
 from gluon_attn.forward.launch import build_of, launches_of, transpose_build
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import PACKAGED, Row, hopper_config, pick_config
@@ -32,7 +31,7 @@ from gluon_attn.mask_mod import DOCUMENTS
 from gluon_attn.problem import Problem
 from gluon_attn.runtime.kernel import Build
 from gluon_attn.score_mod import alibi, softcap
-from gluon_attn.tensors import empty_output
+from gluon_attn.tensors import NAMED_DTYPES, empty_output
 from tests.gluon_attn.table_files import H100, content
 
 pytestmark = pytest.mark.usefixtures("packaged_alone")  # rows of a card serve few of the sizes that are tried here
@@ -88,7 +87,7 @@ def test_every_call_finds_its_kernels(dtype, head_dim, arch, causal):
     compiled = [job.make() for job in jobs("--head-dim", str(head_dim), "--dtype", dtype, mask, arch=arch)]
     rng, used = random.Random(head_dim), []
     for _ in range(400):
-        problem = random_problem(rng, DTYPES[dtype], head_dim, causal)
+        problem = random_problem(rng, NAMED_DTYPES[dtype], head_dim, causal)
         used += [build for build in builds_of_a_call(problem, DEVICES[arch]) if build not in used]
     assert [build for build in used if build not in compiled] == []
     assert [build for build in compiled if build not in used] == []
@@ -237,7 +236,7 @@ def test_calls_with_packed_sequences_find_theirs(dtype, head_dim, arch, used, li
     compiled = [job.make() for job in listed]
     rng, seen, device = random.Random(3), [], DEVICES[arch]
     for _ in range(150):
-        batch = random_problem(rng, DTYPES[dtype], head_dim, rng.choice([False, True]))
+        batch = random_problem(rng, NAMED_DTYPES[dtype], head_dim, rng.choice([False, True]))
         count = rng.choice([1, 3, 40])
         problem = dataclasses.replace(
             batch,
@@ -319,7 +318,7 @@ def test_every_backward_call_finds_its_kernels(deterministic, head_dim):
 
 
 def test_each_kernel_has_a_name_of_its_own_and_comes_once():
-    dtypes = ("--dtype", *DTYPES, "--backward")
+    dtypes = ("--dtype", *NAMED_DTYPES, "--backward")
     names = [job.name for job in jobs("--head-dim", "64", "96", "128", "256", *dtypes)]
     assert len(set(names)) == len(names)
     assert names == [job.name for job in jobs("--head-dim", "64", "128", "256", *dtypes)]

@@ -21,7 +21,7 @@ from bench.candidates import CANDIDATES, label
 from bench.points import DTYPES, SETS, Point
 from gluon_attn import HopperConfig
 from gluon_attn.device import Device
-from gluon_attn.explain import of_search
+from gluon_attn.explain_times import of_search
 from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS, Row, pick_config, pick_row
 from gluon_attn.problem import Problem
 from tests.gluon_attn.problems import problem
