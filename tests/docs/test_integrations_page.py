@@ -227,7 +227,7 @@ def test_the_gains_are_those_of_the_result_file(models):
 
 
 def test_the_speed_of_several_cards_is_that_of_the_result_file():
-    found = json.loads((ROOT / "bench/results/h100x2_distributed.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "bench/results/h200x2_distributed.json").read_text(encoding="utf-8"))
     columns = [("ring", 32768), ("ring", 131072), ("ulysses", 32768), ("ulysses", 131072)]
     points = {(f"{point['mask']}, {point['pass']}", point["length"]): point for point in found["timed"]}
     tables = re.findall(r"^\| \| ring, 32768 \| .*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
