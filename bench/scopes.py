@@ -30,15 +30,13 @@ from gluon_attn.runtime.compat import gl
 from gluon_attn.runtime.kernel import CardLaunch, Launch, Tensors
 from gluon_attn.tensors import output_dtype
 
-# As the kernels' files call them. Of gradients also what one warpgroup waits for of the other, and one program of
-# others.
+# As the kernels' files call them. Of gradients also what one warpgroup waits for of the other.
 WAITS = (
     (mbarrier, "wait"),
     (tma, "store_wait"),
     (softmax, "warpgroup_mma_wait"),
     (gradient, "warpgroup_mma_wait"),
     (gl, "barrier"),
-    (reduce, "atomic_poll"),
 )
 ROLE_FILES = ("kernels/hopper/forward/", "kernels/hopper/backward/")
 TRACE_BYTES = 64 * 2**20  # of all CTAs: the profiler copies no more to the host
@@ -64,12 +62,13 @@ def scoped_waits() -> Iterator[None]:
     """While the profiler is on: what is compiled inside has a scope around each wait, and the profiler their names."""
     from triton.profiler.hooks import instrumentation
 
-    from bench.scoped_wait import wait_apart_inside_scope
+    from bench.scoped_wait import poll_inside_scope, wait_apart_inside_scope
 
     with contextlib.ExitStack() as stack:
         for module, name in WAITS:
             stack.enter_context(patch.object(module, name, scoped(getattr(module, name))))
         stack.enter_context(patch.object(gradient, "wait_apart", wait_apart_inside_scope))
+        stack.enter_context(patch.object(reduce, "atomic_poll", poll_inside_scope))
         of_module = patch.object(instrumentation.triton_proton, "get_scope_id_names", lambda m: scope_names(str(m)))
         stack.enter_context(of_module)
         # No cache of kernels can tell: keys leave out the source of Gluon's own functions.

@@ -41,7 +41,7 @@ class Minor:
 
     archs: what our kernels are compiled for with it. gluon_cpu: whether that runs with it.
     reinterpret: the method of memory that views it with another dtype, shape and layout.
-    atomic_load: whether it has that and `atomic_poll`.
+    atomic_load: whether it has that.
     hopper_assembler: the field of `triton.knobs.nvidia` that says what Triton assembles for Hopper with.
     """
 
@@ -84,17 +84,18 @@ def load_by_adding(pointer, sem: gl.constexpr):
     return gl.atomic_add(pointer, 0, sem=sem)
 
 
+atomic_load = gl.atomic_load if MINOR.atomic_load else load_by_adding
+
+
 @jit
-def poll_by_adding(pointer, expected_value, sem: gl.constexpr):
-    """Waits until the expected value is there."""
-    while load_by_adding(pointer, sem) != expected_value:
+def atomic_poll(pointer, expected_value, sem: gl.constexpr):
+    """Waits until the expected value is there.
+
+    Not Gluon's own: in that only one lane of a warp loops, so the assembler takes what the whole warp computes for
+    different in each lane. It moves addresses and loop counters out of uniform registers, and then spills.
+    """
+    while atomic_load(pointer, sem=sem) != expected_value:
         pass
-
-
-if MINOR.atomic_load:
-    atomic_load, atomic_poll = gl.atomic_load, gl.atomic_poll
-else:
-    atomic_load, atomic_poll = load_by_adding, poll_by_adding
 
 
 __all__ = [
@@ -119,7 +120,6 @@ __all__ = [
     "load_by_adding",
     "mbarrier",
     "minor_of",
-    "poll_by_adding",
     "reinterpret",
     "tensor_memory_descriptor",
     "tma",

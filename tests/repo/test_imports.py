@@ -47,8 +47,8 @@ COMPAT_FILES = {
 # What such a file has besides: in channels, what stands for a name that a minor release lacks, and the table of these.
 BESIDE_NAMES = {
     "channels/compat.py": {
-        *("T", "aggregate", "Minor", "MINORS", "minor_of", "MINOR", "reinterpret", "load_by_adding", "poll_by_adding"),
-        *("atomic_load", "atomic_poll"),
+        *("T", "aggregate", "Minor", "MINORS", "minor_of", "MINOR", "reinterpret"),
+        *("load_by_adding", "atomic_load", "atomic_poll"),
     },
     "proving/compat.py": {"compile_launch"},
 }

@@ -116,15 +116,14 @@ def test_what_an_older_one_has_not_is_said(minor):
 BY_ADDING = """
 import torch
 import gluon_cpu
-from channels.compat import load_by_adding, poll_by_adding
+from channels import compat
 from gluon_attn import attention
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
-from gluon_attn.kernels.hopper.backward import reduce, shares
+from gluon_attn.kernels.hopper.backward import reduce
 from gluon_attn.testing import gradient_errors
 
-shares.atomic_poll = reduce.atomic_poll = poll_by_adding
-reduce.atomic_load = load_by_adding
+compat.atomic_load = reduce.atomic_load = compat.load_by_adding
 torch.manual_seed(0)
 for q_len, kv_len, causal in ((200, 250, True), (700, 100, False)):  # the second: programs share key blocks
     q = torch.randn(1, 2, q_len, 64, dtype=torch.bfloat16)
