@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from .kernels.common.mask import LARGEST_LIMIT
 from .refusals import refuse_unusual
-from .tensors import DTYPES, FP8_DTYPES, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
+from .tensors import DTYPES, FP8_DTYPES, LAYOUTS, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
 
 Window = tuple[int | None, int | None]  # keys before and after a query's own position; None: no limit
 # The kernel multiplies by scale · log2(e) in fp32, where that must be a normal number.
@@ -19,6 +19,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 SMALLEST_SCALE_WITH_BIAS = 1e-30  # the kernel adds the bias divided by it
 LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
 STARTS = "give where each sequence begins, from 0 on, and where the last ends, as torch.int32"
+LEAST_CAP, LARGEST_CAP = 1e-6, 1e6  # scores beyond are no use
+INTEGER, NUMBER = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)  # as they are, and in a graph
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -72,7 +74,7 @@ def checked_window(window: object, chunk: object) -> Window:
         if limit is not None and not 0 <= limit <= LARGEST_LIMIT:
             raise ValueError(f"window: expected numbers from 0 to {LARGEST_LIMIT}, got {limit}; give None for no limit")
     if chunk is not None:
-        if isinstance(chunk, bool) or not isinstance(chunk, int):
+        if isinstance(chunk, bool) or not isinstance(chunk, INTEGER):
             raise TypeError(f"chunk: expected an int or None, got {type_name(chunk)}; give a number of keys")
         if chunk < 1:
             raise ValueError(f"chunk: expected at least 1 key, got {chunk}; leave it out for no limit")
@@ -87,10 +89,41 @@ def two_limits(name: str, window: object, *, no_limit: str) -> Window:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"{name}: expected two numbers, got {window!r}; {todo}")
     for limit in window:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, INTEGER)):
             raise TypeError(f"{name}: expected ints or None, got {type_name(limit)}; {todo}")
     left, right = window
     return left, right
+
+
+def check_is_tensor(name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, got {type_name(t)}; "
+            + ("leave it out" if name == "out" else "make it with torch.as_tensor")
+        )
+
+
+def check_layout(layout: object, *, packed: bool) -> None:
+    if layout != PACKED if packed else not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(
+            f"layout: expected one of {LAYOUTS}, got {layout!r}; b is the batch, h the heads, s the sequence and d "
+            "the head dim"
+        )
+
+
+def check_num_ctas(num_ctas: object) -> None:
+    if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):
+        raise TypeError(f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1 or 2, or leave it out")
+
+
+def check_softcap(limit: Any) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, NUMBER):
+        todo = "call .item() on it" if hasattr(limit, "item") else "give a number, or leave it out"
+        raise TypeError(f"softcap: expected a number or None, got {type_name(limit)}; {todo}")
+    if not LEAST_CAP <= limit <= LARGEST_CAP:  # nor NaN
+        raise ValueError(
+            f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"
+        )
 
 
 def check_bool(name: str, value: object) -> None:
@@ -113,10 +146,8 @@ def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
                 f"{tuple(t.shape)}); flatten batch and sequence into one"
             )
     elif t.dim() != 4:
-        raise ValueError(
-            f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); "
-            + ("unsqueeze a batch of 1" if t.dim() < 4 else "flatten the first ones into one batch")
-        )
+        todo = "unsqueeze a batch of 1" if t.dim() < 4 else "flatten the first ones into one batch"
+        raise ValueError(f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); {todo}")
     if t.dtype not in DTYPES:
         todo = "complex numbers are not supported" if t.is_complex() else "convert with .to(torch.bfloat16)"
         raise TypeError(
@@ -219,7 +250,7 @@ def check_lengths(
 def check_seqlens(max_seqlen_q: object, max_seqlen_k: object) -> tuple[int, int]:
     """Of the longest sequences, both."""
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
+        if isinstance(bound, bool) or not isinstance(bound, INTEGER):
             todo = "call .item() on it" if hasattr(bound, "item") else "give the longest sequence's length"
             raise TypeError(f"{name}: expected an int, got {type_name(bound)}; {todo}")
         if bound < 0:
@@ -348,7 +379,12 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    check_scale(scale)
+    return float(scale)
+
+
+def check_scale(scale: Any) -> None:
+    if isinstance(scale, bool) or not isinstance(scale, NUMBER):
         todo = "call .item() on it" if hasattr(scale, "item") else "give a number"
         raise TypeError(f"scale: expected a float or None, got {type_name(scale)}; {todo}")
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:  # nor NaN
@@ -356,7 +392,6 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
             f"scale: expected a finite positive number from {SMALLEST_SCALE} to {LARGEST_SCALE}, got {scale}; "
             "leave it out for 1/sqrt(head_dim)"
         )
-    return float(scale)
 
 
 def refuse_address(name: str, t: Tensor) -> NoReturn:

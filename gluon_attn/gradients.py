@@ -10,14 +10,14 @@ from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
 from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_of, problem_of
-from .checks import check_memory, hashable, is_suspect, type_name
+from .checks import check_memory, check_scale_tensor, hashable, is_suspect, type_name
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
-from .tensors import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, in_bhsd
+from .tensors import FP8_DTYPES, PACKED, SCALES, TMA_ALIGNMENT_BYTES, in_bhsd
 from .tuning import Table, active, backward_rows_for
 
 ARCHS = (90,)  # for which there are backward kernels
@@ -104,9 +104,7 @@ def differentiate(
 ) -> tuple[Tensor, ...]:
     """`attention_backward` of a call. key: of that call, by `key_of`. of_bias: whether the gradient of its bias is
     asked for."""
-    deterministic = options.deterministic
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = is_deterministic(options)
     dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
     if dlse is not None:
         dlse = dlse.resolve_neg().contiguous()
@@ -214,8 +212,40 @@ def readable_by_tma(t: Tensor) -> Tensor:
     return t if aligned and t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
-def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
-    """NotImplementedError, by name, where attention has no gradients."""
+def check_gradients_of_call(q: Tensor, extras: Extras, options: Options, *, in_graph: bool = False) -> None:
+    """What a call with gradients asks for beyond one without, but for its device's type. in_graph: the card may be
+    another than the one at hand."""
+    require_gradients(q, extras.out, options, in_graph=in_graph)
+    if isinstance(extras.bias, Tensor) and extras.bias.requires_grad:
+        require_gradient_of_bias(q, extras.bias, options.layout, is_deterministic(options))
+    refuse_other_gradients(extras.named())
+    for name, one in zip(SCALES, extras.scales, strict=True):
+        check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
+
+
+def is_deterministic(options: Options) -> bool:
+    """Whether gradients are."""
+    if options.deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    return options.deterministic
+
+
+def refuse_other_gradients(named: dict[str, Any]) -> None:
+    """For a tensor that a call has besides q, k and v, whose gradient is asked for and is not there."""
+    for name, t in named.items():
+        if isinstance(t, Tensor) and name not in ("sinks", "bias") and t.requires_grad:
+            refuse_gradient(name)
+
+
+def refuse_gradient(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: expected a tensor that does not require grad, as only q, k, v, sinks and a bias have gradients, got "
+        "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
+    )
+
+
+def require_gradients(q: Tensor, out: Tensor | None, options: Options, *, in_graph: bool = False) -> None:
+    """NotImplementedError, by name, where attention has no gradients. in_graph: as for `check_gradients_of_call`."""
     device = options.device
     if options.score_mod is not None and options.score_mod.backward is None:
         raise NotImplementedError(
@@ -231,6 +261,8 @@ def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
         raise NotImplementedError(
             f"q: expected float16 or bfloat16, as gradients are asked for and fp8 has none, got {q.dtype}; {instead}"
         )
+    if device is None and in_graph:
+        return
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
     if chosen.arch not in ARCHS:
@@ -308,7 +340,11 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise NotImplementedError(
-            "attention: gradients of its gradients are not supported; leave create_graph=True out, or keep attention "
-            "out of what is differentiated twice"
-        )
+        refuse_second_derivative()
+
+
+def refuse_second_derivative() -> NoReturn:
+    raise NotImplementedError(
+        "attention: gradients of its gradients are not supported; leave create_graph=True out, or keep attention "
+        "out of what is differentiated twice"
+    )

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from gluon_attn.device import Device
+from gluon_attn.ops import ARGUMENTS
 from gluon_attn.tensors import PACKED
 from gluon_attn.varlen import attention_varlen
 
@@ -48,9 +49,10 @@ def test_compiled_whole_it_is_what_it_is_in_eager_mode():
 
 def test_the_operators_are_what_torch_expects():
     q, k, v, cu_q, cu_k = inputs()
-    tensors = (torch.ones(2), None, cu_q, cu_k, None, None, None)
-    given: tuple[Any, ...] = (q, k, v, *tensors, 40, 50, True, *(None,) * 5, PACKED, True, None)
-    torch.library.opcheck(torch.ops.gluon_attn.forward, (*given, "hopper"), raise_exception=True)
+    named = dict.fromkeys(ARGUMENTS) | {"q": q, "k": k, "v": v, "sinks": torch.ones(2), "read": [], "causal": True}
+    named |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 40, "max_seqlen_k": 50}
+    named |= {"layout": PACKED, "deterministic": True, "card": "hopper"}
+    torch.library.opcheck(torch.ops.gluon_attn.forward, tuple(named.values()), raise_exception=True)
 
 
 def test_exported():
