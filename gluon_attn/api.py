@@ -12,6 +12,7 @@ from .call import Extras, Options, Window, both_segment_ids, key_of, problem_of
 from .checks import (
     LOWEST_ADDRESS,
     check_bool,
+    check_device,
     check_memory,
     check_no_overlap,
     check_num_ctas,
@@ -285,13 +286,6 @@ def autocast(q: Any, k: Any, v: Any, convert: Callable[..., Tensor] = Tensor.to)
         return convert(t, dtype=torch.get_autocast_dtype(kind)) if on else t
 
     return converted(q), converted(k), converted(v)
-
-
-def check_device(device: object, q: Tensor) -> None:
-    if device is not None and not isinstance(device, Device):
-        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"
-        todo = on_cpu if q.device.type == "cpu" else "leave it out"
-        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
 
 
 def refuse(unsupported: dict[str, Any], function: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .device import Device
 from .kernels.common.mask import LARGEST_LIMIT
 from .refusals import refuse_unusual
 from .tensors import DTYPES, FP8_DTYPES, LAYOUTS, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
@@ -131,14 +132,18 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {type_name(value)}; give True or False")
 
 
-def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
-    """Memory format, rank, dtype and device."""
+def check_dense(name: str, t: Tensor) -> None:
     if t.is_nested:
         raise TypeError(
             f"{name}: expected a dense tensor, got a nested one; give its .values() and .offsets() to attention_varlen"
         )
     if t.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got one of layout {t.layout}; call .to_dense() on it")
+
+
+def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
+    """Memory format, rank, dtype and device."""
+    check_dense(name, t)
     if layout == PACKED:
         if t.dim() != 3:
             raise ValueError(
@@ -161,9 +166,16 @@ def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
         raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; put all of them on one")
 
 
-def check_strides(name: str, t: Tensor) -> None:
+def check_device(device: object, q: Tensor) -> None:
+    if device is not None and not isinstance(device, Device):
+        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"
+        todo = on_cpu if q.device.type == "cpu" else "leave it out"
+        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
+
+
+def check_strides(name: str, t: Tensor, *, is_written: bool = False) -> None:
     """That TMA can address the tensor by its strides."""
-    todo = "leave it out" if name == "out" else "call .contiguous() on it, nothing is copied silently"
+    todo = "leave it out" if is_written else "call .contiguous() on it, nothing is copied silently"
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {t.stride(-1)}; {todo}")
     for dim in range(t.dim() - 1):
@@ -173,7 +185,7 @@ def check_strides(name: str, t: Tensor) -> None:
                 f"{name}: expected strides that are multiples of {TMA_ALIGNMENT_BYTES} bytes, "
                 f"got {stride_bytes} bytes in dimension {dim}; {todo}"
             )
-    if name == "out":
+    if is_written:
         used = sorted((t.stride(dim), t.shape[dim]) for dim in range(t.dim()) if t.shape[dim] > 1)
         for (stride, size), (next_stride, _) in pairwise([(0, 1), *used]):
             if next_stride < max(1, stride * size):

@@ -4,16 +4,30 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
-from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_of, problem_of
-from .checks import check_memory, check_scale_tensor, hashable, is_suspect, type_name
+from .call import Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
+from .checks import (
+    check_bool,
+    check_dense,
+    check_device,
+    check_memory,
+    check_scale_tensor,
+    check_strides,
+    hashable,
+    is_suspect,
+    refuse_address,
+    type_name,
+)
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
+from .problem import Problem
+from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
@@ -82,11 +96,53 @@ def attention_backward(
         sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids, bias=bias, of_score_mod=read,
         of_mask_mod=read_by_mask,
     )  # fmt: skip
-    if bias is not None and not isinstance(bias, Tensor):
-        raise TypeError(f"bias: expected a torch.Tensor or None, got {type_name(bias)}; give what the call was given")
-    check_memory_of_call(q, k, v, out, lse, extras)
-    of_bias = bias is not None and bias.requires_grad
-    return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options), of_bias)
+    return differentiate_call(dout, dlse, q, k, v, out, lse, extras, options)
+
+
+def differentiate_call(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    options: Options,
+) -> tuple[Tensor, ...]:
+    """`differentiate` of what a caller gives as that of a call before. autograd gives what `attention` has checked."""
+    for name, t in {"q": q, "k": k, "v": v, "out": out, "lse": lse, **extras.named()}.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(t)}; give that of the same call")
+        if t.is_nested:
+            check_dense(name, t)
+    for name, t in (("dout", dout), ("dlse", dlse)):
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor or None, got {type_name(t)}; give None for zeros")
+        if t is not None and t.is_nested:
+            check_dense(name, t)
+    of_bias = extras.bias is not None and extras.bias.requires_grad
+    check_device(options.device, q)
+    if options.deterministic is not None:
+        check_bool("deterministic", options.deterministic)
+    if is_compiling():
+        from .ops import gradients_op
+
+        return gradients_op(dout, dlse, q, k, v, out, lse, extras, options, of_bias)
+    gradients = {name: t for name, t in (("dout", dout), ("dlse", dlse)) if t is not None}
+    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **extras.named()}
+    if any(map(is_suspect, (*given.values(), *gradients.values()))):
+        for name, t in (*given.items(), *gradients.items()):
+            check_dense(name, t)
+        check_memory(**given)
+        refuse_unusual(**gradients)
+    for name, t in (("q", q), ("k", k), ("v", v), ("out", out), ("bias", extras.bias)):
+        if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel():
+            refuse_address(name, t)
+    arguments = (dout, dlse, q, k, v, out, lse, extras, options, of_bias)
+    if torch.is_grad_enabled():  # the others are given for autograd alone, which looks into no Extras
+        return Gradients.apply(*arguments, *extras.each())
+    return differentiate(*arguments)
 
 
 def differentiate(
@@ -99,11 +155,10 @@ def differentiate(
     lse: Tensor,
     extras: Extras,
     options: Options,
-    key: Key,
     of_bias: bool = False,
 ) -> tuple[Tensor, ...]:
-    """`attention_backward` of a call. key: of that call, by `key_of`. of_bias: whether the gradient of its bias is
-    asked for."""
+    """`attention_backward` of a call, whose tensors may have other strides than they had there: autograd keeps them as
+    its hooks say. of_bias: whether the gradient of its bias is asked for."""
     deterministic = is_deterministic(options)
     dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
     if dlse is not None:
@@ -112,18 +167,20 @@ def differentiate(
     like = torch.empty_like if extras.seqused_k is None else torch.zeros_like
     grads = {"dq": torch.empty_like(q), "dk": like(k), "dv": like(v)}
     tables = active()
-    key = (
-        key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse),
-        of_bias, tables,
-    )  # fmt: skip
     try:
+        key = (
+            key_of(q, k, v, extras, options), deterministic, *identity(out), *identity(dout), *identity(lse),
+            dlse if dlse is None else identity(dlse), of_bias, tables,
+        )  # fmt: skip
         launch = _launches[key]
-    except KeyError:
+    except (KeyError, TypeError):  # new; or an option that is no number, as problem_of() says
+        require_gradients(q, None, options)
+        problem = problem_of(q, k, v, extras, options)
         check_outputs(q, v, options.layout, out=out, dout=dout, lse=lse, dlse=dlse)
         if of_bias:
             require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
         shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}
-        launch = prepare(shapes, extras, options, deterministic, of_bias, tables)
+        launch = prepare(problem, shapes, extras, options.device, deterministic, of_bias, tables)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -144,12 +201,6 @@ def differentiate(
     if extras.bias is not None and of_bias:
         grads["dbias"] = grads["dbias"].to(extras.bias.dtype).contiguous()
     return tuple(grads.values())
-
-
-def check_memory_of_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> None:
-    """`check_memory` of what a caller gives as that of a call before. autograd gives what `attention` has checked."""
-    if any(is_suspect(t) for t in (q, k, v, out, lse, *extras.each()) if t is not None):
-        check_memory(q=q, k=k, v=v, out=out, lse=lse, **extras.named())
 
 
 def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -> None:
@@ -173,21 +224,22 @@ def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -
             raise ValueError(
                 f"{name}: expected a contiguous tensor, got strides {t.stride()}; call .contiguous() on it"
             )
+        if name == "out":
+            check_strides(name, t)
 
 
 def prepare(
+    problem: Problem,
     tensors: dict[str, Tensor],
     extras: Extras,
-    options: Options,
+    device: Device | None,
     deterministic: bool,
     of_bias: bool,
     tables: tuple[Table, ...],
 ) -> Launches | None:
     """The launches for tensors of these shapes and strides; None if there is nothing to compute. tables: that are
     loaded."""
-    q, k, v, device = tensors["q"], tensors["k"], tensors["v"], options.device
-    require_gradients(q, None, options)
-    problem = problem_of(q, k, v, extras, options)
+    q = tensors["q"]
     if problem.is_empty:
         return None
     chosen = Device.of(q.device) if device is None else device
@@ -310,7 +362,7 @@ class Attention(torch.autograd.Function):
         read = (*extras.of_score_mod, *extras.of_mask_mod)
         ctx.save_for_backward(q, k, v, out, lse, *(getattr(extras, name) for name in SAVED), *read)
         ctx.read_by_scores = len(extras.of_score_mod)
-        ctx.call = options, key_of(q, k, v, extras, options)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -323,7 +375,7 @@ class Attention(torch.autograd.Function):
         by_scores, by_mask = read[: ctx.read_by_scores], read[ctx.read_by_scores :]
         extras = Extras(**kept, of_score_mod=by_scores, of_mask_mod=by_mask)
         of_bias = ctx.needs_input_grad[4]
-        arguments = (dout, dlse, q, k, v, out, lse, extras, *ctx.call, of_bias)
+        arguments = (dout, dlse, q, k, v, out, lse, extras, ctx.options, of_bias)
         # A graph of the backward pass is made if its caller gives create_graph=True.
         grads = Gradients.apply(*arguments) if torch.is_grad_enabled() else differentiate(*arguments)
         dq, dk, dv, *others = grads
@@ -336,7 +388,7 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        return differentiate(*arguments)
+        return differentiate(*arguments[:10])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .call import Extras, Options, key_of
+from .call import Extras, Options
 from .checks import (
     check_bool,
     check_is_tensor,
@@ -24,7 +24,14 @@ from .checks import (
     type_name,
 )
 from .device import Device
-from .gradients import SAVED, check_gradients_of_call, differentiate, refuse_other_gradients, refuse_second_derivative
+from .gradients import (
+    SAVED,
+    check_gradients_of_call,
+    differentiate,
+    refuse_other_gradients,
+    refuse_second_derivative,
+    require_gradients,
+)
 from .kernels.common.mask import Mask, visible_pairs
 from .named import function_named, name_of
 from .tensors import empty_output, shape_of_lse
@@ -161,9 +168,7 @@ def backward(
         tensors, read, max_seqlen_q, max_seqlen_k, causal, left, right, chunk, softcap, score_mod, mask_mod, scale,
         layout, deterministic, card,
     )  # fmt: skip
-    dq, dk, dv, *others = differentiate(
-        dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options), of_bias
-    )
+    dq, dk, dv, *others = differentiate(dout, dlse, q, k, v, out, lse, extras, options, of_bias)
     dsinks = q.new_empty(0) if sinks is None else others.pop(0)
     return dq, dk, dv, dsinks, others.pop(0) if of_bias else q.new_empty(0)
 
@@ -266,14 +271,49 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Optio
     """What `attention` and `attention_varlen` are in a graph."""
     card = card_in_graph(extras, options)
     check_in_graph(q, k, v, extras, options)
-    causal, (left, right), chunk, softcap, scores, scale, layout, deterministic, num_ctas, *_ = options
+    tensors, read = given_to_operators(extras)
+    return forward(q, k, v, *tensors, read, *extras.scales, *numbers_in_graph(options), options.num_ctas, card)
+
+
+def gradients_op(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    options: Options,
+    of_bias: bool,
+) -> tuple[Tensor, ...]:
+    """What `attention_backward` and `attention_varlen_backward` are in a graph."""
+    card = card_in_graph(extras, options)
+    check_in_graph(q, k, v, extras, options)
+    require_gradients(q, None, options, in_graph=True)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, out, lse, *extras.named().values())):
+        raise NotImplementedError(
+            "attention_backward: expected a call under torch.no_grad() in a graph, as gradients of gradients are not "
+            "supported, got tensors that require grad; call it so, or .detach() them"
+        )
+    tensors, read = given_to_operators(extras)
+    numbers = numbers_in_graph(options)
+    dq, dk, dv, *others = backward(dout, dlse, q, k, v, out, lse, *tensors, read, *numbers, card, of_bias)
+    asked = (extras.sinks is not None, of_bias)
+    return (dq, dk, dv, *(grad for grad, there in zip(others, asked, strict=True) if there))
+
+
+def given_to_operators(extras: Extras) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Those of SAVED, and what functions read."""
+    return [getattr(extras, name) for name in SAVED], [*extras.of_score_mod, *extras.of_mask_mod]
+
+
+def numbers_in_graph(options: Options) -> list[Any]:
+    """Those of OPTIONS, but for the card."""
+    causal, (left, right), chunk, softcap, scores, scale, layout, deterministic, *_ = options
     mask, longest = options.mask_mod, options.max_seqlens or (None, None)
-    return forward(
-        q, k, v, *(getattr(extras, name) for name in SAVED), [*extras.of_score_mod, *extras.of_mask_mod],
-        *extras.scales, *longest, causal, left, right, chunk, softcap,
-        None if scores is None else name_of(scores.handle), None if mask is None else name_of(mask.handle),
-        scale, layout, deterministic, num_ctas, card,
-    )  # fmt: skip
+    names = [None if function is None else name_of(function.handle) for function in (scores, mask)]
+    return [*longest, causal, left, right, chunk, softcap, *names, scale, layout, deterministic]
 
 
 def check_in_graph(q: Any, k: Any, v: Any, extras: Extras, options: Options) -> None:

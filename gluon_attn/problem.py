@@ -109,7 +109,7 @@ class Problem:
             want = (*q.shape[:-1], v.shape[-1])
             raise ValueError(f"out: expected shape {want} ({like}), got {tuple(out.shape)}; leave it out")
         for name, t in named.items():
-            check_strides(name, t)
+            check_strides(name, t, is_written=name == "out")
         for name, one in zip(SCALES, scales, strict=True):
             check_scale_tensor(name, one, q, (batch if sequences is None else sequences, in_bhsd(k, layout).shape[1]))
         if sinks is not None:
