@@ -68,20 +68,24 @@ def hashable(window: Any) -> Any:
     return tuple(window) if isinstance(window, list) else window
 
 
-def checked_window(window: object, chunk: object) -> Window:
+def checked_window(window: object, chunk: Any) -> Window:
     """(left, right). Raises TypeError or ValueError by name."""
     left, right = two_limits("window", window, no_limit="None")
     for limit in (left, right):
         if limit is not None and not 0 <= limit <= LARGEST_LIMIT:
             raise ValueError(f"window: expected numbers from 0 to {LARGEST_LIMIT}, got {limit}; give None for no limit")
+    check_chunk_type(chunk)
     if chunk is not None:
-        if isinstance(chunk, bool) or not isinstance(chunk, INTEGER):
-            raise TypeError(f"chunk: expected an int or None, got {type_name(chunk)}; give a number of keys")
         if chunk < 1:
             raise ValueError(f"chunk: expected at least 1 key, got {chunk}; leave it out for no limit")
         if chunk > LARGEST_LIMIT:
             raise ValueError(f"chunk: expected at most {LARGEST_LIMIT} keys, got {chunk}; leave it out for no limit")
     return left, right
+
+
+def check_chunk_type(chunk: object) -> None:
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, INTEGER)):
+        raise TypeError(f"chunk: expected an int or None, got {type_name(chunk)}; give a number of keys")
 
 
 def two_limits(name: str, window: object, *, no_limit: str) -> Window:
@@ -118,13 +122,17 @@ def check_num_ctas(num_ctas: object) -> None:
 
 
 def check_softcap(limit: Any) -> None:
-    if isinstance(limit, bool) or not isinstance(limit, NUMBER):
-        todo = "call .item() on it" if hasattr(limit, "item") else "give a number, or leave it out"
-        raise TypeError(f"softcap: expected a number or None, got {type_name(limit)}; {todo}")
+    check_softcap_type(limit)
     if not LEAST_CAP <= limit <= LARGEST_CAP:  # nor NaN
         raise ValueError(
             f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"
         )
+
+
+def check_softcap_type(limit: object) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, NUMBER)):
+        todo = "call .item() on it" if hasattr(limit, "item") else "give a number, or leave it out"
+        raise TypeError(f"softcap: expected a number or None, got {type_name(limit)}; {todo}")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -259,15 +267,24 @@ def check_lengths(
     return count
 
 
-def check_seqlens(max_seqlen_q: object, max_seqlen_k: object) -> tuple[int, int]:
+def check_seqlens(max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[int, int]:
     """Of the longest sequences, both."""
+    check_types_of_seqlens(max_seqlen_q, max_seqlen_k)
+    require_no_negative(max_seqlen_q, max_seqlen_k)
+    return max_seqlen_q, max_seqlen_k
+
+
+def require_no_negative(max_seqlen_q: int, max_seqlen_k: int) -> None:
+    if max_seqlen_q < 0 or max_seqlen_k < 0:
+        name, bound = ("max_seqlen_q", max_seqlen_q) if max_seqlen_q < 0 else ("max_seqlen_k", max_seqlen_k)
+        raise ValueError(f"{name}: expected at least 0, got {bound}; give the longest sequence's length")
+
+
+def check_types_of_seqlens(max_seqlen_q: object, max_seqlen_k: object) -> None:
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(bound, bool) or not isinstance(bound, INTEGER):
             todo = "call .item() on it" if hasattr(bound, "item") else "give the longest sequence's length"
             raise TypeError(f"{name}: expected an int, got {type_name(bound)}; {todo}")
-        if bound < 0:
-            raise ValueError(f"{name}: expected at least 0, got {bound}; give the longest sequence's length")
-    return max_seqlen_q, max_seqlen_k  # type: ignore[return-value]  # as the loop has found
 
 
 def check_of_heads(
@@ -391,19 +408,19 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5
-    check_scale(scale)
-    return float(scale)
-
-
-def check_scale(scale: Any) -> None:
-    if isinstance(scale, bool) or not isinstance(scale, NUMBER):
-        todo = "call .item() on it" if hasattr(scale, "item") else "give a number"
-        raise TypeError(f"scale: expected a float or None, got {type_name(scale)}; {todo}")
+    check_scale_type(scale)
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:  # nor NaN
         raise ValueError(
             f"scale: expected a finite positive number from {SMALLEST_SCALE} to {LARGEST_SCALE}, got {scale}; "
             "leave it out for 1/sqrt(head_dim)"
         )
+    return float(scale)
+
+
+def check_scale_type(scale: object) -> None:
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, NUMBER)):
+        todo = "call .item() on it" if hasattr(scale, "item") else "give a number"
+        raise TypeError(f"scale: expected a float or None, got {type_name(scale)}; {todo}")
 
 
 def refuse_address(name: str, t: Tensor) -> NoReturn:
@@ -433,6 +450,11 @@ def check_readable(name: str, t: Tensor) -> None:
             f"{name}: expected a storage of at least {needed} bytes, got one of {found}, freed or resized since the "
             "tensor was made; allocate it again"
         )
+    refuse_tangent(name, t)
+
+
+def refuse_tangent(name: str, t: Tensor) -> None:
+    """NotImplementedError for one of forward-mode differentiation, which would be dropped."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise NotImplementedError(
             f"{name}: expected a tensor without a tangent, as forward-mode differentiation is not supported, got one "

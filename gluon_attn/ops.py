@@ -14,13 +14,15 @@ from torch.utils.flop_counter import register_flop_formula
 from .call import Extras, Options
 from .checks import (
     check_bool,
+    check_chunk_type,
     check_is_tensor,
     check_kind,
     check_layout,
     check_num_ctas,
-    check_scale,
-    check_softcap,
-    checked_window,
+    check_scale_type,
+    check_softcap_type,
+    refuse_tangent,
+    two_limits,
     type_name,
 )
 from .device import Device
@@ -34,6 +36,7 @@ from .gradients import (
 )
 from .kernels.common.mask import Mask, visible_pairs
 from .named import function_named, name_of
+from .refusals import refuse_transformed
 from .tensors import empty_output, shape_of_lse
 
 FORWARD_PRODUCTS = (1, 1)  # S, and O
@@ -317,19 +320,18 @@ def numbers_in_graph(options: Options) -> list[Any]:
 
 
 def check_in_graph(q: Any, k: Any, v: Any, extras: Extras, options: Options) -> None:
-    """What the operator would not refuse by name, when it runs. It refuses all else, shapes among it, of which a graph
-    should know little."""
+    """What the operator would not refuse by name, when it runs. It refuses all else, shapes and sizes of numbers among
+    it, of which a graph should know little."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_is_tensor(name, t)
     check_layout(options.layout, packed=options.max_seqlens is not None)
     check_bool("causal", options.causal)
-    checked_window(options.window, options.chunk)
+    two_limits("window", options.window, no_limit="None")
+    check_chunk_type(options.chunk)
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_kind(name, t, q, options.layout)
-    if options.softcap is not None:
-        check_softcap(options.softcap)
-    if options.scale is not None:
-        check_scale(options.scale)
+    check_softcap_type(options.softcap)
+    check_scale_type(options.scale)
     check_num_ctas(options.num_ctas)
     named = extras.named()
     for name, t in named.items():
@@ -338,6 +340,10 @@ def check_in_graph(q: Any, k: Any, v: Any, extras: Extras, options: Options) -> 
                 f"{name}: expected a torch.Tensor or None, got {type_name(t)}; make it with torch.as_tensor, or leave "
                 "it out"
             )
+    given = {"q": q, "k": k, "v": v, **named}
+    refuse_transformed(**given)
+    for name, t in given.items():
+        refuse_tangent(name, t)
     if torch.is_grad_enabled():
         if any(t.requires_grad for t in (q, k, v, extras.sinks, extras.bias) if t is not None):
             check_gradients_of_call(q, extras, options, in_graph=True)

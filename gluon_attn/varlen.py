@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 
 from .api import attend, autocast, check_differentiable, check_options, wants_gradient
 from .call import Extras, Options, Window
-from .checks import check_seqlens, hashable
+from .checks import check_types_of_seqlens, hashable, require_no_negative
 from .device import Device
 from .forward.configs import ForwardConfig
 from .gradients import Attention, differentiate_call
@@ -84,7 +84,7 @@ def attention_varlen(
         As `attention` does.
     """
     check_options(return_lse, deterministic, unsupported, "attention_varlen")
-    check_seqlens(max_seqlen_q, max_seqlen_k)
+    check_types_of_seqlens(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
     mask, read_by_mask = compiled_mask(mask_mod)
     options = Options(
@@ -98,6 +98,7 @@ def attention_varlen(
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
+    require_no_negative(max_seqlen_q, max_seqlen_k)  # not in a graph, where they may depend on what the card holds
     if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
         q, k, v = autocast(q, k, v)
         check_differentiable(q, k, v, extras, options)
@@ -145,7 +146,9 @@ def attention_varlen_backward(
     Raises:
         As `attention_backward` does.
     """
-    check_seqlens(max_seqlen_q, max_seqlen_k)
+    check_types_of_seqlens(max_seqlen_q, max_seqlen_k)
+    if not is_compiling():
+        require_no_negative(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
     mask, read_by_mask = compiled_mask(mask_mod)
     options = Options(

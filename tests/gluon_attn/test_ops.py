@@ -1,5 +1,6 @@
 """Attention under torch.compile, torch.export and torch.autocast, on gluon_cpu."""
 
+import contextlib
 import dataclasses
 import io
 import re
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -234,7 +236,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a soft cap": ({"softcap": True}, r"softcap: expected a number or None, got bool"),
     "a float as a chunk": ({"chunk": 2.0}, r"chunk: expected an int or None, got float; give a number of keys"),
     "a tensor as a scale": ({"scale": torch.tensor(2.0)}, r"scale: expected a float or None, got torch.Tensor"),
-    "a scale": ({"scale": -1.0}, r"scale: expected a finite positive number from .* got -1.0"),
     "a layout": ({"layout": "sbhd"}, r"layout: expected one of \('bhsd', 'bshd'\), got 'sbhd'"),
     "num_ctas": ({"num_ctas": "2"}, r"num_ctas: expected an int or None, got str; give 1 or 2"),
     "no tensor": ({"k": None}, r"k: expected a torch.Tensor, got NoneType; make it with"),
@@ -287,6 +288,58 @@ def test_refused_in_a_graph(name):
     assert on_cpu or re.match(message, str(supports(**given)))
 
 
+def jvp(function: Any, q: Tensor) -> Tensor | None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        return forward_ad.unpack_dual(function(dual, dual, dual)).tangent
+
+
+def differentiated(function: Any, q: Tensor) -> Tensor:
+    return torch.func.grad(lambda q: function(q, q, q).float().sum())(q)
+
+
+def batched(function: Any, q: Tensor) -> Tensor:
+    return torch.vmap(lambda q: function(q, q, q))(q[None])
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (jvp, "q: expected a tensor without a tangent, as forward-mode differentiation is not supported"),
+        (differentiated, "q: expected a plain tensor, got one that torch.func differentiates"),
+        (
+            batched,
+            r"q: expected a plain tensor, got one that torch.vmap has batched \(put its dimension into",
+        ),
+    ],
+)
+def test_transforms_are_refused_as_without(transform, message):
+    """Under a mode; and in a graph, where forward mode lost its tangent."""
+    attend: Any = partial(attention, device=HOPPER)
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with mode, pytest.raises(NotImplementedError, match=f"^{message}"):
+            transform(attend, Q)
+    if transform is not differentiated:  # which torch itself refuses
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+            torch.compile(transform, backend="aot_eager", fullgraph=True)(attend, Q)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": -1.0}, r"^scale: expected a finite positive number from .* got -1.0"),
+        ({"softcap": 0.0}, r"^softcap: expected a positive number from .* got 0.0"),
+        ({"window": (-1, 0)}, r"^window: expected numbers from 0 to .* got -1"),
+        ({"bias": torch.zeros(1, 2, 24, 23)}, r"^bias: expected shape \(1 or 1, 2 or 1, 24 or 1, 24\), got"),
+    ],
+)
+def test_sizes_are_checked_when_a_graph_runs(options, message):
+    """So that it may be made of ones that are not known."""
+    compiled = torch.compile(partial(attention, device=HOPPER, **options), backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match=message):
+        compiled(Q, Q, Q)
+
+
 def test_no_second_derivative():
     """Under a mode that sees operators, and in a graph, of which torch says it first."""
     inputs: list[Any] = qkv(40, 40)
@@ -297,7 +350,7 @@ def test_no_second_derivative():
             torch.autograd.grad(dq.float().square().sum(), inputs)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     (dq,) = torch.autograd.grad(compiled(*inputs).float().sum(), inputs[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"does not currently support double backward"):
+    with pytest.raises(RuntimeError, match=r"double backward|requires create_graph=False"):
         torch.autograd.grad(dq.float().square().sum(), inputs)
 
 

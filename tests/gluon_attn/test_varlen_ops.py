@@ -47,6 +47,19 @@ def test_compiled_whole_it_is_what_it_is_in_eager_mode():
         torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)  # the bits of dQ depend on the order of its sums
 
 
+def test_bounds_that_the_numbers_tell():
+    """As max_seqlen is often found: no graph asks how large it is."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Any:
+        longest = [int(cu.diff().max().item()) for cu in (cu_q, cu_k)]
+        return attention_varlen(q, k, v, cu_q, cu_k, *longest, causal=True, device=HOPPER)
+
+    given = inputs()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(*given), attend(*given))
+
+
 def test_the_operators_are_what_torch_expects():
     q, k, v, cu_q, cu_k = inputs()
     named = dict.fromkeys(ARGUMENTS) | {"q": q, "k": k, "v": v, "sinks": torch.ones(2), "read": [], "causal": True}
