@@ -98,7 +98,8 @@ def attention_varlen(
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
-    require_no_negative(max_seqlen_q, max_seqlen_k)  # not in a graph, where they may depend on what the card holds
+    if max_seqlen_q < 0 or max_seqlen_k < 0:  # not asked in a graph, where they may be what the card tells
+        require_no_negative(max_seqlen_q, max_seqlen_k)
     if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
         q, k, v = autocast(q, k, v)
         check_differentiable(q, k, v, extras, options)
