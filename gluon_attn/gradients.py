@@ -177,6 +177,7 @@ def differentiate(
         require_gradients(q, None, options)
         problem = problem_of(q, k, v, extras, options)
         check_outputs(q, v, options.layout, out=out, dout=dout, lse=lse, dlse=dlse)
+        check_strides("out", out)
         if of_bias:
             require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
         shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}
@@ -224,8 +225,6 @@ def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -
             raise ValueError(
                 f"{name}: expected a contiguous tensor, got strides {t.stride()}; call .contiguous() on it"
             )
-        if name == "out":
-            check_strides(name, t)
 
 
 def prepare(
