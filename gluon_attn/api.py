@@ -1,7 +1,7 @@
 """The public call: validate, pick a config, launch."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from .call import Extras, Options, Window, both_segment_ids, key_of, problem_of
 from .checks import (
     LOWEST_ADDRESS,
     check_bool,
+    check_device,
     check_memory,
     check_no_overlap,
+    check_num_ctas,
     check_scale_signs,
-    check_scale_tensor,
     hashable,
     is_suspect,
     refuse_address,
@@ -28,7 +29,7 @@ from .forward.fits import require_ctas, require_fits, require_supported
 from .forward.launch import launches_on_card
 from .forward.plan import Plan
 from .forward.table import pick_config
-from .gradients import Attention, require_gradient_of_bias, require_gradients
+from .gradients import Attention, check_gradients_of_call, refuse_gradient
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
 from .ops import attention_op, is_seen_by_a_mode
@@ -36,7 +37,7 @@ from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
-from .tensors import FP8_DTYPES, PACKED, SCALES, TMA_ALIGNMENT_BYTES, empty_output, shape_of_lse
+from .tensors import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, empty_output, shape_of_lse
 from .tuning import Table, active, rows_for
 
 # What flash-attention and torch call it.
@@ -104,7 +105,7 @@ def attention(
 
     On Hopper, in 16 bits, q, k and v have gradients, through O and through LSE; see `gradients.attention_backward`.
     Those gradients have none. Under torch.compile and torch.export it is one operator, `gluon_attn::forward`, and takes
-    no `config`, `out` and scales. Under torch.autocast, q, k and v in fp32 are converted.
+    no `config` and `out`. Under torch.autocast, q, k and v in fp32 are converted.
 
     Only q, k and v are positional. There is no `attn_mask`: masks are `causal`, `window`, `chunk`, `segment_ids` and
     `mask_mod`.
@@ -258,17 +259,7 @@ def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, option
     """What a call with gradients asks for beyond one without."""
     refuse_unusual(q=q, k=k, v=v, **extras.named())
     check_device(options.device, q)
-    require_gradients(q, extras.out, options)
-    if isinstance(extras.bias, Tensor) and extras.bias.requires_grad:
-        deterministic = options.deterministic
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
-    for name, t in extras.named().items():
-        if isinstance(t, Tensor) and t is not extras.sinks and t is not extras.bias and t.requires_grad:
-            refuse_gradient(name)
-    for name, one in zip(SCALES, extras.scales, strict=True):
-        check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
+    check_gradients_of_call(q, extras, options)
 
 
 def wants_gradient(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
@@ -295,13 +286,6 @@ def autocast(q: Any, k: Any, v: Any, convert: Callable[..., Tensor] = Tensor.to)
         return convert(t, dtype=torch.get_autocast_dtype(kind)) if on else t
 
     return converted(q), converted(k), converted(v)
-
-
-def check_device(device: object, q: Tensor) -> None:
-    if device is not None and not isinstance(device, Device):
-        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"
-        todo = on_cpu if q.device.type == "cpu" else "leave it out"
-        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
 
 
 def refuse(unsupported: dict[str, Any], function: str) -> None:
@@ -360,13 +344,6 @@ def check_scales(scales: Sequence[Tensor | None]) -> None:
         check_scale_signs(scales)
 
 
-def refuse_gradient(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}: expected a tensor that does not require grad, as only q, k, v, sinks and a bias have gradients, got "
-        "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
-    )
-
-
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, tables: tuple[Table, ...]
 ) -> Launches | None:
@@ -391,8 +368,7 @@ def plan_of(
     refuse_unusual(q=q, k=k, v=v, **extras.named())
     problem = problem_of(q, k, v, extras, options)
     num_ctas, config, device = options.num_ctas, options.config, options.device
-    if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):
-        raise TypeError(f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1 or 2, or leave it out")
+    check_num_ctas(num_ctas)
     if config is not None and not isinstance(config, ForwardConfig):
         raise TypeError(f"config: expected a ForwardConfig or None, got {type_name(config)}; leave it out")
     if config is not None and num_ctas not in (None, config.num_ctas):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .device import Device
 from .kernels.common.mask import LARGEST_LIMIT
 from .refusals import refuse_unusual
-from .tensors import DTYPES, FP8_DTYPES, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
+from .tensors import DTYPES, FP8_DTYPES, LAYOUTS, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
 
 Window = tuple[int | None, int | None]  # keys before and after a query's own position; None: no limit
 # The kernel multiplies by scale · log2(e) in fp32, where that must be a normal number.
@@ -19,6 +20,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 SMALLEST_SCALE_WITH_BIAS = 1e-30  # the kernel adds the bias divided by it
 LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
 STARTS = "give where each sequence begins, from 0 on, and where the last ends, as torch.int32"
+LEAST_CAP, LARGEST_CAP = 1e-6, 1e6  # scores beyond are no use
+INTEGER, NUMBER = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)  # as they are, and in a graph
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -65,20 +68,24 @@ def hashable(window: Any) -> Any:
     return tuple(window) if isinstance(window, list) else window
 
 
-def checked_window(window: object, chunk: object) -> Window:
+def checked_window(window: object, chunk: Any) -> Window:
     """(left, right). Raises TypeError or ValueError by name."""
     left, right = two_limits("window", window, no_limit="None")
     for limit in (left, right):
         if limit is not None and not 0 <= limit <= LARGEST_LIMIT:
             raise ValueError(f"window: expected numbers from 0 to {LARGEST_LIMIT}, got {limit}; give None for no limit")
+    check_chunk_type(chunk)
     if chunk is not None:
-        if isinstance(chunk, bool) or not isinstance(chunk, int):
-            raise TypeError(f"chunk: expected an int or None, got {type_name(chunk)}; give a number of keys")
         if chunk < 1:
             raise ValueError(f"chunk: expected at least 1 key, got {chunk}; leave it out for no limit")
         if chunk > LARGEST_LIMIT:
             raise ValueError(f"chunk: expected at most {LARGEST_LIMIT} keys, got {chunk}; leave it out for no limit")
     return left, right
+
+
+def check_chunk_type(chunk: object) -> None:
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, INTEGER)):
+        raise TypeError(f"chunk: expected an int or None, got {type_name(chunk)}; give a number of keys")
 
 
 def two_limits(name: str, window: object, *, no_limit: str) -> Window:
@@ -87,10 +94,45 @@ def two_limits(name: str, window: object, *, no_limit: str) -> Window:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"{name}: expected two numbers, got {window!r}; {todo}")
     for limit in window:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, INTEGER)):
             raise TypeError(f"{name}: expected ints or None, got {type_name(limit)}; {todo}")
     left, right = window
     return left, right
+
+
+def check_is_tensor(name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, got {type_name(t)}; "
+            + ("leave it out" if name == "out" else "make it with torch.as_tensor")
+        )
+
+
+def check_layout(layout: object, *, packed: bool) -> None:
+    if layout != PACKED if packed else not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(
+            f"layout: expected one of {LAYOUTS}, got {layout!r}; b is the batch, h the heads, s the sequence and d "
+            "the head dim"
+        )
+
+
+def check_num_ctas(num_ctas: object) -> None:
+    if num_ctas is not None and (not isinstance(num_ctas, int) or isinstance(num_ctas, bool)):
+        raise TypeError(f"num_ctas: expected an int or None, got {type_name(num_ctas)}; give 1 or 2, or leave it out")
+
+
+def check_softcap(limit: Any) -> None:
+    check_softcap_type(limit)
+    if not LEAST_CAP <= limit <= LARGEST_CAP:  # nor NaN
+        raise ValueError(
+            f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"
+        )
+
+
+def check_softcap_type(limit: object) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, NUMBER)):
+        todo = "call .item() on it" if hasattr(limit, "item") else "give a number, or leave it out"
+        raise TypeError(f"softcap: expected a number or None, got {type_name(limit)}; {todo}")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -98,14 +140,18 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {type_name(value)}; give True or False")
 
 
-def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
-    """Memory format, rank, dtype and device."""
+def check_dense(name: str, t: Tensor) -> None:
     if t.is_nested:
         raise TypeError(
             f"{name}: expected a dense tensor, got a nested one; give its .values() and .offsets() to attention_varlen"
         )
     if t.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got one of layout {t.layout}; call .to_dense() on it")
+
+
+def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
+    """Memory format, rank, dtype and device."""
+    check_dense(name, t)
     if layout == PACKED:
         if t.dim() != 3:
             raise ValueError(
@@ -113,10 +159,8 @@ def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
                 f"{tuple(t.shape)}); flatten batch and sequence into one"
             )
     elif t.dim() != 4:
-        raise ValueError(
-            f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); "
-            + ("unsqueeze a batch of 1" if t.dim() < 4 else "flatten the first ones into one batch")
-        )
+        todo = "unsqueeze a batch of 1" if t.dim() < 4 else "flatten the first ones into one batch"
+        raise ValueError(f"{name}: expected 4 dimensions, got {t.dim()} (shape {tuple(t.shape)}); {todo}")
     if t.dtype not in DTYPES:
         todo = "complex numbers are not supported" if t.is_complex() else "convert with .to(torch.bfloat16)"
         raise TypeError(
@@ -130,9 +174,16 @@ def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
         raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; put all of them on one")
 
 
-def check_strides(name: str, t: Tensor) -> None:
+def check_device(device: object, q: Tensor) -> None:
+    if device is not None and not isinstance(device, Device):
+        on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"
+        todo = on_cpu if q.device.type == "cpu" else "leave it out"
+        raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
+
+
+def check_strides(name: str, t: Tensor, *, is_written: bool = False) -> None:
     """That TMA can address the tensor by its strides."""
-    todo = "leave it out" if name == "out" else "call .contiguous() on it, nothing is copied silently"
+    todo = "leave it out" if is_written else "call .contiguous() on it, nothing is copied silently"
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {t.stride(-1)}; {todo}")
     for dim in range(t.dim() - 1):
@@ -142,7 +193,7 @@ def check_strides(name: str, t: Tensor) -> None:
                 f"{name}: expected strides that are multiples of {TMA_ALIGNMENT_BYTES} bytes, "
                 f"got {stride_bytes} bytes in dimension {dim}; {todo}"
             )
-    if name == "out":
+    if is_written:
         used = sorted((t.stride(dim), t.shape[dim]) for dim in range(t.dim()) if t.shape[dim] > 1)
         for (stride, size), (next_stride, _) in pairwise([(0, 1), *used]):
             if next_stride < max(1, stride * size):
@@ -216,15 +267,24 @@ def check_lengths(
     return count
 
 
-def check_seqlens(max_seqlen_q: object, max_seqlen_k: object) -> tuple[int, int]:
+def check_seqlens(max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[int, int]:
     """Of the longest sequences, both."""
+    check_types_of_seqlens(max_seqlen_q, max_seqlen_k)
+    require_no_negative(max_seqlen_q, max_seqlen_k)
+    return max_seqlen_q, max_seqlen_k
+
+
+def require_no_negative(max_seqlen_q: int, max_seqlen_k: int) -> None:
+    if max_seqlen_q < 0 or max_seqlen_k < 0:
+        name, bound = ("max_seqlen_q", max_seqlen_q) if max_seqlen_q < 0 else ("max_seqlen_k", max_seqlen_k)
+        raise ValueError(f"{name}: expected at least 0, got {bound}; give the longest sequence's length")
+
+
+def check_types_of_seqlens(max_seqlen_q: object, max_seqlen_k: object) -> None:
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
+        if isinstance(bound, bool) or not isinstance(bound, INTEGER):
             todo = "call .item() on it" if hasattr(bound, "item") else "give the longest sequence's length"
             raise TypeError(f"{name}: expected an int, got {type_name(bound)}; {todo}")
-        if bound < 0:
-            raise ValueError(f"{name}: expected at least 0, got {bound}; give the longest sequence's length")
-    return max_seqlen_q, max_seqlen_k  # type: ignore[return-value]  # as the loop has found
 
 
 def check_of_heads(
@@ -348,15 +408,19 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        todo = "call .item() on it" if hasattr(scale, "item") else "give a number"
-        raise TypeError(f"scale: expected a float or None, got {type_name(scale)}; {todo}")
+    check_scale_type(scale)
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:  # nor NaN
         raise ValueError(
             f"scale: expected a finite positive number from {SMALLEST_SCALE} to {LARGEST_SCALE}, got {scale}; "
             "leave it out for 1/sqrt(head_dim)"
         )
     return float(scale)
+
+
+def check_scale_type(scale: object) -> None:
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, NUMBER)):
+        todo = "call .item() on it" if hasattr(scale, "item") else "give a number"
+        raise TypeError(f"scale: expected a float or None, got {type_name(scale)}; {todo}")
 
 
 def refuse_address(name: str, t: Tensor) -> NoReturn:
@@ -386,6 +450,11 @@ def check_readable(name: str, t: Tensor) -> None:
             f"{name}: expected a storage of at least {needed} bytes, got one of {found}, freed or resized since the "
             "tensor was made; allocate it again"
         )
+    refuse_tangent(name, t)
+
+
+def refuse_tangent(name: str, t: Tensor) -> None:
+    """NotImplementedError for one of forward-mode differentiation, which would be dropped."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise NotImplementedError(
             f"{name}: expected a tensor without a tangent, as forward-mode differentiation is not supported, got one "

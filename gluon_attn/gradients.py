@@ -4,20 +4,34 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
-from .call import Extras, Key, Options, Window, both_segment_ids, identity, key_of, problem_of
-from .checks import check_memory, hashable, is_suspect, type_name
+from .call import Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
+from .checks import (
+    check_bool,
+    check_dense,
+    check_device,
+    check_memory,
+    check_scale_tensor,
+    check_strides,
+    hashable,
+    is_suspect,
+    refuse_address,
+    type_name,
+)
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
+from .problem import Problem
+from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches
 from .score_mod import ScoreMod, compiled_part
-from .tensors import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, in_bhsd
+from .tensors import FP8_DTYPES, PACKED, SCALES, TMA_ALIGNMENT_BYTES, in_bhsd
 from .tuning import Table, active, backward_rows_for
 
 ARCHS = (90,)  # for which there are backward kernels
@@ -82,11 +96,53 @@ def attention_backward(
         sinks=sinks, alibi_slopes=alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids, bias=bias, of_score_mod=read,
         of_mask_mod=read_by_mask,
     )  # fmt: skip
-    if bias is not None and not isinstance(bias, Tensor):
-        raise TypeError(f"bias: expected a torch.Tensor or None, got {type_name(bias)}; give what the call was given")
-    check_memory_of_call(q, k, v, out, lse, extras)
-    of_bias = bias is not None and bias.requires_grad
-    return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options), of_bias)
+    return differentiate_call(dout, dlse, q, k, v, out, lse, extras, options)
+
+
+def differentiate_call(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    options: Options,
+) -> tuple[Tensor, ...]:
+    """`differentiate` of what a caller gives as that of a call before. autograd gives what `attention` has checked."""
+    for name, t in {"q": q, "k": k, "v": v, "out": out, "lse": lse, **extras.named()}.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(t)}; give that of the same call")
+        if t.is_nested:
+            check_dense(name, t)
+    for name, t in (("dout", dout), ("dlse", dlse)):
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor or None, got {type_name(t)}; give None for zeros")
+        if t is not None and t.is_nested:
+            check_dense(name, t)
+    of_bias = extras.bias is not None and extras.bias.requires_grad
+    check_device(options.device, q)
+    if options.deterministic is not None:
+        check_bool("deterministic", options.deterministic)
+    if is_compiling():
+        from .ops import gradients_op
+
+        return gradients_op(dout, dlse, q, k, v, out, lse, extras, options, of_bias)
+    gradients = {name: t for name, t in (("dout", dout), ("dlse", dlse)) if t is not None}
+    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **extras.named()}
+    if any(map(is_suspect, (*given.values(), *gradients.values()))):
+        for name, t in (*given.items(), *gradients.items()):
+            check_dense(name, t)
+        check_memory(**given)
+        refuse_unusual(**gradients)
+    for name, t in (("q", q), ("k", k), ("v", v), ("out", out), ("bias", extras.bias)):
+        if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel():
+            refuse_address(name, t)
+    arguments = (dout, dlse, q, k, v, out, lse, extras, options, of_bias)
+    if torch.is_grad_enabled():  # the others are given for autograd alone, which looks into no Extras
+        return Gradients.apply(*arguments, *extras.each())
+    return differentiate(*arguments)
 
 
 def differentiate(
@@ -99,14 +155,11 @@ def differentiate(
     lse: Tensor,
     extras: Extras,
     options: Options,
-    key: Key,
     of_bias: bool = False,
 ) -> tuple[Tensor, ...]:
-    """`attention_backward` of a call. key: of that call, by `key_of`. of_bias: whether the gradient of its bias is
-    asked for."""
-    deterministic = options.deterministic
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    """`attention_backward` of a call, whose tensors may have other strides than they had there: autograd keeps them as
+    its hooks say. of_bias: whether the gradient of its bias is asked for."""
+    deterministic = is_deterministic(options)
     dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
     if dlse is not None:
         dlse = dlse.resolve_neg().contiguous()
@@ -114,18 +167,21 @@ def differentiate(
     like = torch.empty_like if extras.seqused_k is None else torch.zeros_like
     grads = {"dq": torch.empty_like(q), "dk": like(k), "dv": like(v)}
     tables = active()
-    key = (
-        key, deterministic, *identity(out), *identity(dout), *identity(lse), dlse if dlse is None else identity(dlse),
-        of_bias, tables,
-    )  # fmt: skip
     try:
+        key = (
+            key_of(q, k, v, extras, options), deterministic, *identity(out), *identity(dout), *identity(lse),
+            dlse if dlse is None else identity(dlse), of_bias, tables,
+        )  # fmt: skip
         launch = _launches[key]
-    except KeyError:
+    except (KeyError, TypeError):  # new; or an option that is no number, as problem_of() says
+        require_gradients(q, None, options)
+        problem = problem_of(q, k, v, extras, options)
         check_outputs(q, v, options.layout, out=out, dout=dout, lse=lse, dlse=dlse)
+        check_strides("out", out)
         if of_bias:
             require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
         shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}
-        launch = prepare(shapes, extras, options, deterministic, of_bias, tables)
+        launch = prepare(problem, shapes, extras, options.device, deterministic, of_bias, tables)
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -146,12 +202,6 @@ def differentiate(
     if extras.bias is not None and of_bias:
         grads["dbias"] = grads["dbias"].to(extras.bias.dtype).contiguous()
     return tuple(grads.values())
-
-
-def check_memory_of_call(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> None:
-    """`check_memory` of what a caller gives as that of a call before. autograd gives what `attention` has checked."""
-    if any(is_suspect(t) for t in (q, k, v, out, lse, *extras.each()) if t is not None):
-        check_memory(q=q, k=k, v=v, out=out, lse=lse, **extras.named())
 
 
 def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -> None:
@@ -178,18 +228,17 @@ def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -
 
 
 def prepare(
+    problem: Problem,
     tensors: dict[str, Tensor],
     extras: Extras,
-    options: Options,
+    device: Device | None,
     deterministic: bool,
     of_bias: bool,
     tables: tuple[Table, ...],
 ) -> Launches | None:
     """The launches for tensors of these shapes and strides; None if there is nothing to compute. tables: that are
     loaded."""
-    q, k, v, device = tensors["q"], tensors["k"], tensors["v"], options.device
-    require_gradients(q, None, options)
-    problem = problem_of(q, k, v, extras, options)
+    q = tensors["q"]
     if problem.is_empty:
         return None
     chosen = Device.of(q.device) if device is None else device
@@ -214,8 +263,40 @@ def readable_by_tma(t: Tensor) -> Tensor:
     return t if aligned and t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
-def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
-    """NotImplementedError, by name, where attention has no gradients."""
+def check_gradients_of_call(q: Tensor, extras: Extras, options: Options, *, in_graph: bool = False) -> None:
+    """What a call with gradients asks for beyond one without, but for its device's type. in_graph: the card may be
+    another than the one at hand."""
+    require_gradients(q, extras.out, options, in_graph=in_graph)
+    if isinstance(extras.bias, Tensor) and extras.bias.requires_grad:
+        require_gradient_of_bias(q, extras.bias, options.layout, is_deterministic(options))
+    refuse_other_gradients(extras.named())
+    for name, one in zip(SCALES, extras.scales, strict=True):
+        check_scale_tensor(name, one, q, (0, 0))  # of 16 bits: none may be there
+
+
+def is_deterministic(options: Options) -> bool:
+    """Whether gradients are."""
+    if options.deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    return options.deterministic
+
+
+def refuse_other_gradients(named: dict[str, Any]) -> None:
+    """For a tensor that a call has besides q, k and v, whose gradient is asked for and is not there."""
+    for name, t in named.items():
+        if isinstance(t, Tensor) and name not in ("sinks", "bias") and t.requires_grad:
+            refuse_gradient(name)
+
+
+def refuse_gradient(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: expected a tensor that does not require grad, as only q, k, v, sinks and a bias have gradients, got "
+        "requires_grad=True in grad mode; call under torch.no_grad(), or .detach() it"
+    )
+
+
+def require_gradients(q: Tensor, out: Tensor | None, options: Options, *, in_graph: bool = False) -> None:
+    """NotImplementedError, by name, where attention has no gradients. in_graph: as for `check_gradients_of_call`."""
     device = options.device
     if options.score_mod is not None and options.score_mod.backward is None:
         raise NotImplementedError(
@@ -231,6 +312,8 @@ def require_gradients(q: Tensor, out: Tensor | None, options: Options) -> None:
         raise NotImplementedError(
             f"q: expected float16 or bfloat16, as gradients are asked for and fp8 has none, got {q.dtype}; {instead}"
         )
+    if device is None and in_graph:
+        return
     chosen = Device.of(q.device) if device is None else device
     chosen.require_supported()
     if chosen.arch not in ARCHS:
@@ -278,7 +361,7 @@ class Attention(torch.autograd.Function):
         read = (*extras.of_score_mod, *extras.of_mask_mod)
         ctx.save_for_backward(q, k, v, out, lse, *(getattr(extras, name) for name in SAVED), *read)
         ctx.read_by_scores = len(extras.of_score_mod)
-        ctx.call = options, key_of(q, k, v, extras, options)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -291,7 +374,7 @@ class Attention(torch.autograd.Function):
         by_scores, by_mask = read[: ctx.read_by_scores], read[ctx.read_by_scores :]
         extras = Extras(**kept, of_score_mod=by_scores, of_mask_mod=by_mask)
         of_bias = ctx.needs_input_grad[4]
-        arguments = (dout, dlse, q, k, v, out, lse, extras, *ctx.call, of_bias)
+        arguments = (dout, dlse, q, k, v, out, lse, extras, ctx.options, of_bias)
         # A graph of the backward pass is made if its caller gives create_graph=True.
         grads = Gradients.apply(*arguments) if torch.is_grad_enabled() else differentiate(*arguments)
         dq, dk, dv, *others = grads
@@ -304,11 +387,15 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        return differentiate(*arguments)
+        return differentiate(*arguments[:10])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise NotImplementedError(
-            "attention: gradients of its gradients are not supported; leave create_graph=True out, or keep attention "
-            "out of what is differentiated twice"
-        )
+        refuse_second_derivative()
+
+
+def refuse_second_derivative() -> NoReturn:
+    raise NotImplementedError(
+        "attention: gradients of its gradients are not supported; leave create_graph=True out, or keep attention "
+        "out of what is differentiated twice"
+    )

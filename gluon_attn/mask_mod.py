@@ -1,19 +1,20 @@
 """Functions that say, within a kernel, which keys a query sees, and which blocks of keys are left out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from .kernels.common.documents import keys_of_documents, rows_of_documents, same_document
-from .score_mod import check_functions, checked_constants, source_key, types_of_tensors
+from .named import interned
+from .score_mod import check_functions, checked_constants, refuse_in_a_graph, source_key, types_of_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskFunction:
     """What a kernel is compiled with of a `MaskMod`: all but its tensors. Hashable. The fields are as there; tensors:
     Triton's types of what it reads. found_before: they are made by the kernel before, see documents.py, and have room
-    for whole blocks."""
+    for whole blocks. handle, written: as of a `ScoreFunction`."""
 
     function: Any
     keys: Any | None = None
@@ -23,6 +24,11 @@ class MaskFunction:
     lengths: bool = False
     found_before: bool = False
     tensors: tuple[str, ...] = ()
+    handle: str = field(default="", compare=False, repr=False)
+    written: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "written", repr(self.constants))
 
     @property
     def cache_key(self) -> str:
@@ -74,15 +80,18 @@ class MaskMod:
         aligned: bool = False,
         lengths: bool = False,
     ) -> None:
+        refuse_in_a_graph("mask_mod")
         check_functions("mask_mod", function=function, keys=keys, rows=rows)
-        self.function = MaskFunction(
-            function=function,
-            keys=keys,
-            rows=rows,
-            constants=checked_constants("mask_mod", constants),
-            aligned=aligned,
-            lengths=lengths,
-            tensors=types_of_tensors("mask_mod", tensors),
+        self.function = interned(
+            MaskFunction(
+                function=function,
+                keys=keys,
+                rows=rows,
+                constants=checked_constants("mask_mod", constants),
+                aligned=aligned,
+                lengths=lengths,
+                tensors=types_of_tensors("mask_mod", tensors),
+            )
         )
         self.tensors = tuple(tensors)
 

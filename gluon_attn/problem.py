@@ -12,7 +12,9 @@ from .checks import (
     check_bias,
     check_bool,
     check_head_dim,
+    check_is_tensor,
     check_kind,
+    check_layout,
     check_lengths,
     check_of_heads,
     check_scale_tensor,
@@ -20,12 +22,11 @@ from .checks import (
     check_strides,
     checked_scale,
     checked_window,
-    type_name,
 )
 from .kernels.common.mask import Mask
 from .mask_mod import MaskFunction
 from .score_mod import ScoreFunction, kind_of
-from .tensors import LAYOUTS, PACKED, PADDED_HEAD_DIMS, SCALES, in_bhsd
+from .tensors import PADDED_HEAD_DIMS, SCALES, in_bhsd
 
 # Of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and seqused_k, as they are given.
 Lengths = tuple[object, object, object, object, object]
@@ -91,16 +92,8 @@ class Problem:
         """
         named = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
         for name, t in named.items():
-            if not isinstance(t, Tensor):
-                raise TypeError(
-                    f"{name}: expected a torch.Tensor, got {type_name(t)}; "
-                    + ("leave it out" if name == "out" else "make it with torch.as_tensor")
-                )
-        if layout != PACKED if lengths else not isinstance(layout, str) or layout not in LAYOUTS:
-            raise ValueError(
-                f"layout: expected one of {LAYOUTS}, got {layout!r}; b is the batch, h the heads, s the sequence and d "
-                "the head dim"
-            )
+            check_is_tensor(name, t)
+        check_layout(layout, packed=bool(lengths))
         check_bool("causal", causal)
         left, right = checked_window(window, chunk)
         for name, t in named.items():
@@ -116,7 +109,7 @@ class Problem:
             want = (*q.shape[:-1], v.shape[-1])
             raise ValueError(f"out: expected shape {want} ({like}), got {tuple(out.shape)}; leave it out")
         for name, t in named.items():
-            check_strides(name, t)
+            check_strides(name, t, is_written=name == "out")
         for name, one in zip(SCALES, scales, strict=True):
             check_scale_tensor(name, one, q, (batch if sequences is None else sequences, in_bhsd(k, layout).shape[1]))
         if sinks is not None:

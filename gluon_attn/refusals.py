@@ -36,8 +36,22 @@ def unusual(t: Tensor) -> str | None:
     """What it is, if it is not plain."""
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"a {type(t).__name__}, a tensor subclass that stands for other tensors or for none"
+    return transformed(t)
+
+
+def refuse_transformed(**tensors: Any) -> None:
+    """`refuse_unusual` of what an operator is given, whose tensors may stand for none. torch.compile knows nothing of
+    those that torch.func differentiates."""
+    for name, t in tensors.items():
+        kind = transformed(t, batched_alone=is_compiling())
+        if kind is not None:
+            raise NotImplementedError(f"{name}: expected a plain tensor, got {kind}; {INSTEAD}")
+
+
+def transformed(t: Tensor, *, batched_alone: bool = False) -> str | None:
+    """By which of torch's functions, if it is. batched_alone: look for one of them."""
     if _functorch.is_batchedtensor(t):
         return "one that torch.vmap has batched (put its dimension into the batch of q, k and v instead)"
-    if _functorch.is_gradtrackingtensor(t):
+    if not batched_alone and _functorch.is_gradtrackingtensor(t):
         return "one that torch.func differentiates, which is not supported: call backward() or torch.autograd.grad"
     return None

@@ -3,18 +3,18 @@
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .checks import type_name
+from .checks import check_softcap, type_name
 from .kernels.common.score_mods import cap, cap_backward, slope
+from .named import interned
 
 MAX_TENSORS = 4
-LEAST_CAP, LARGEST_CAP = 1e-6, 1e6  # scores beyond are no use
 # e^55 is below 2^80: sums of 2^20 such exponentials times values of 2^27 are numbers in fp32, and e^-55 is one in bf16.
 NEAR_ZERO = 55.0
 TENSOR_TYPES = {
@@ -30,6 +30,15 @@ def source_key(functions: Sequence[Any], numbers: tuple[Any, ...]) -> str:
     """For Triton's cache: of the source of these functions, None for one that there is not, and of the numbers."""
     sources = [f and f"{f.fn.__module__}.{f.fn.__qualname__} {f.cache_key}" for f in functions]
     return hashlib.sha256(repr((sources, *numbers)).encode()).hexdigest()
+
+
+def refuse_in_a_graph(of: str) -> None:
+    """NotImplementedError while torch.compile or torch.export traces what makes one. of: which argument it is for."""
+    if is_compiling():
+        raise NotImplementedError(
+            f"{of}: expected one that is made outside of what torch.compile or torch.export traces, got one made "
+            "within; make it before"
+        )
 
 
 def check_functions(of: str, **functions: Any) -> None:
@@ -77,7 +86,8 @@ class ScoreFunction:
     tensors: Triton's types of what it reads. before, after: what scores are multiplied with before the function, and
     what comes out of it. by_distance: forward is instead `forward(head, batch, *constants, *tensors) -> slope`, and
     scores are reduced by the slope times the distance of query and key. near_zero: what comes out of it is at most
-    NEAR_ZERO from 0.
+    NEAR_ZERO from 0. handle: of a caller's own, see named.py. written: the constants, which 1, 1.0 and True are not
+    alike in.
     """
 
     forward: Any
@@ -89,6 +99,11 @@ class ScoreFunction:
     tensors: tuple[str, ...] = ()
     by_distance: bool = False
     near_zero: bool = False
+    handle: str = field(default="", compare=False, repr=False)
+    written: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "written", repr(self.constants))
 
     @property
     def cache_key(self) -> str:
@@ -134,13 +149,16 @@ class ScoreMod:
         tensors: tuple[Tensor, ...] = (),
         aligned: bool = False,
     ) -> None:
+        refuse_in_a_graph("score_mod")
         check_functions("score_mod", forward=forward, backward=backward)
-        self.function = ScoreFunction(
-            forward=forward,
-            backward=backward,
-            constants=checked_constants("score_mod", constants),
-            aligned=aligned,
-            tensors=types_of_tensors("score_mod", tensors),
+        self.function = interned(
+            ScoreFunction(
+                forward=forward,
+                backward=backward,
+                constants=checked_constants("score_mod", constants),
+                aligned=aligned,
+                tensors=types_of_tensors("score_mod", tensors),
+            )
         )
         self.tensors = tuple(tensors)
 
@@ -164,13 +182,7 @@ def softcap(limit: float) -> ScoreFunction:
 
 
 def capped(limit: float) -> ScoreFunction:
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
-        todo = "call .item() on it" if hasattr(limit, "item") else "give a number, or leave it out"
-        raise TypeError(f"softcap: expected a number or None, got {type_name(limit)}; {todo}")
-    if not LEAST_CAP <= limit <= LARGEST_CAP:  # nor NaN
-        raise ValueError(
-            f"softcap: expected a positive number from {LEAST_CAP} to {LARGEST_CAP}, got {limit}; leave it out for none"
-        )
+    check_softcap(limit)
     return ScoreFunction(
         forward=cap, backward=cap_backward, before=1 / limit, after=limit, near_zero=limit <= NEAR_ZERO
     )

@@ -176,10 +176,11 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With sums in a fixed order where `torch.use_deterministic_algorithms` asks for it."""
     tensors = (dout, None, q, k, v, readable_by_tma(out), lse.contiguous())
-    if "cu_seqlens_q" in options:
-        dq, dk, dv = attention_varlen_backward(*tensors, **options)
-    else:
-        dq, dk, dv = attention_backward(*tensors, layout=layout, **options)
+    with torch.no_grad():  # who records gradients is torch's operator
+        if "cu_seqlens_q" in options:
+            dq, dk, dv = attention_varlen_backward(*tensors, **options)
+        else:
+            dq, dk, dv = attention_backward(*tensors, layout=layout, **options)
     return dq, dk, dv
 
 

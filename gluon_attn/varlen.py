@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .api import attend, autocast, check_differentiable, check_options, wants_gradient
-from .call import Extras, Options, Window, key_of
-from .checks import check_seqlens, hashable
+from .call import Extras, Options, Window
+from .checks import check_types_of_seqlens, hashable, require_no_negative
 from .device import Device
 from .forward.configs import ForwardConfig
-from .gradients import Attention, check_memory_of_call, differentiate
+from .gradients import Attention, differentiate_call
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
 from .ops import attention_op, is_seen_by_a_mode
@@ -84,7 +84,7 @@ def attention_varlen(
         As `attention` does.
     """
     check_options(return_lse, deterministic, unsupported, "attention_varlen")
-    check_seqlens(max_seqlen_q, max_seqlen_k)
+    check_types_of_seqlens(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
     mask, read_by_mask = compiled_mask(mask_mod)
     options = Options(
@@ -98,6 +98,8 @@ def attention_varlen(
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
+    if max_seqlen_q < 0 or max_seqlen_k < 0:  # not asked in a graph, where they may be what the card tells
+        require_no_negative(max_seqlen_q, max_seqlen_k)
     if torch.is_grad_enabled() and wants_gradient(q, k, v, sinks):
         q, k, v = autocast(q, k, v)
         check_differentiable(q, k, v, extras, options)
@@ -127,6 +129,7 @@ def attention_varlen_backward(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
     device: Device | None = None,
@@ -144,15 +147,17 @@ def attention_varlen_backward(
     Raises:
         As `attention_backward` does.
     """
-    check_seqlens(max_seqlen_q, max_seqlen_k)
+    check_types_of_seqlens(max_seqlen_q, max_seqlen_k)
+    if not is_compiling():
+        require_no_negative(max_seqlen_q, max_seqlen_k)
     function, read = compiled_part(score_mod)
+    mask, read_by_mask = compiled_mask(mask_mod)
     options = Options(
-        causal, hashable(window), chunk, softcap, function, scale, PACKED, deterministic, device=device,
+        causal, hashable(window), chunk, softcap, function, scale, PACKED, deterministic, device=device, mask_mod=mask,
         max_seqlens=(max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
     extras = Extras(
         sinks=sinks, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k, of_score_mod=read,
+        seqused_k=seqused_k, of_score_mod=read, of_mask_mod=read_by_mask,
     )  # fmt: skip
-    check_memory_of_call(q, k, v, out, lse, extras)
-    return differentiate(dout, dlse, q, k, v, out, lse, extras, options, key_of(q, k, v, extras, options))
+    return differentiate_call(dout, dlse, q, k, v, out, lse, extras, options)

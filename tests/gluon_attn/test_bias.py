@@ -8,12 +8,10 @@ import torch
 
 from gluon_attn import attention, attention_varlen
 from gluon_attn.bias import Bias, view_of_bias
-from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.fits import require_fits
 from gluon_attn.forward.table import hopper_config, pick_config
-from gluon_attn.ops import attention_op
 from gluon_attn.problem import Problem
 from gluon_attn.tensors import PADDED_HEAD_DIMS
 from tests.gluon_attn.problems import problem
@@ -118,12 +116,6 @@ def test_rows_that_need_padding_are_refused_with_how_to_pad_them():
         attention(q, k, v, bias=bias, device=HOPPER)
     advice = str(caught.value).partition("pad its rows, ")[2].partition(":")[0] + ":27]"
     attention(q, k, v, bias=eval(advice, {"torch": torch, "bias": bias}), device=HOPPER)
-
-
-def test_refused_in_a_graph():
-    extras = Extras(bias=torch.zeros(1, 2, 24, 24))
-    with pytest.raises(NotImplementedError, match=r"^bias: expected None under torch.compile"):
-        attention_op(Q, Q, Q, extras, Options(device=HOPPER))
 
 
 def test_refused_in_fp8_and_of_packed_sequences():

@@ -126,17 +126,3 @@ def test_attention_refuses(name):
         attention(q, q, q, device=HOPPER, **options)
     assert supports(q, q, q, device=HOPPER, **options) == str(raised.value)
     assert supports(q, q, q, device=HOPPER, segment_ids=IDS) is None
-
-
-def test_not_in_a_graph():
-    q = torch.zeros(1, 2, 24, 64, dtype=torch.bfloat16)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def call(q: torch.Tensor) -> Any:
-        return attention(q, q, q, mask_mod=MASK, device=HOPPER)
-
-    with pytest.raises(Exception, match=r"mask_mod"):
-        call(q)
-
-
-MASK = MaskMod(later)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from gluon_attn.device import Device
+from gluon_attn.ops import ARGUMENTS
 from gluon_attn.tensors import PACKED
 from gluon_attn.varlen import attention_varlen
 
@@ -46,11 +47,25 @@ def test_compiled_whole_it_is_what_it_is_in_eager_mode():
         torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)  # the bits of dQ depend on the order of its sums
 
 
+def test_bounds_that_the_numbers_tell():
+    """As max_seqlen is often found: no graph asks how large it is."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Any:
+        longest = [int(cu.diff().max().item()) for cu in (cu_q, cu_k)]
+        return attention_varlen(q, k, v, cu_q, cu_k, *longest, causal=True, device=HOPPER)
+
+    given = inputs()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(*given), attend(*given))
+
+
 def test_the_operators_are_what_torch_expects():
     q, k, v, cu_q, cu_k = inputs()
-    tensors = (torch.ones(2), None, cu_q, cu_k, None, None, None)
-    given: tuple[Any, ...] = (q, k, v, *tensors, 40, 50, True, *(None,) * 5, PACKED, True, None)
-    torch.library.opcheck(torch.ops.gluon_attn.forward, (*given, "hopper"), raise_exception=True)
+    named = dict.fromkeys(ARGUMENTS) | {"q": q, "k": k, "v": v, "sinks": torch.ones(2), "read": [], "causal": True}
+    named |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 40, "max_seqlen_k": 50}
+    named |= {"layout": PACKED, "deterministic": True, "card": "hopper"}
+    torch.library.opcheck(torch.ops.gluon_attn.forward, tuple(named.values()), raise_exception=True)
 
 
 def test_exported():

@@ -1,6 +1,7 @@
 """The gradients of attention on CPU tensors, executed by gluon_cpu: numbers, edges, refusals, races."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -247,7 +248,7 @@ def test_nothing_to_compute(q_len, kv_len):
 def test_deterministic_follows_torch(monkeypatch):
     q, k, v, dout, _ = tensors("one block")
     asked = []
-    monkeypatch.setattr("gluon_attn.gradients.prepare", lambda *given: asked.append(given[3]))
+    monkeypatch.setattr("gluon_attn.gradients.prepare", lambda *given: asked.append(given[4]))
     monkeypatch.setattr("gluon_attn.gradients._launches", {})
     out, lse = attention(q, k, v, device=Device.hopper(), return_lse=True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -282,15 +283,33 @@ def test_tensors_of_another_call_are_refused():
     q, k, v, dout, _ = tensors("one block")
     out, lse = attention(q, k, v, device=HOPPER, return_lse=True)
     given: dict[str, Any] = {"dout": dout, "dlse": lse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    wrong: dict[str, tuple[Tensor, str]] = {
-        "dout": (dout[:, :, :8], r"expected shape \(1, 1, 64, 128\)"),
-        "out": (out.float(), "expected dtype torch.bfloat16"),
-        "lse": (lse.double(), "expected dtype torch.float32"),
-        "dlse": (lse[..., :3], r"expected shape \(1, 1, 64\)"),
-    }
-    for name, (tensor, message) in wrong.items():
+    wrong: list[tuple[str, Any, str]] = [
+        ("dout", dout[:, :, :8], r"expected shape \(1, 1, 64, 128\)"),
+        ("out", out.float(), "expected dtype torch.bfloat16"),
+        ("lse", lse.double(), "expected dtype torch.float32"),
+        ("dlse", lse[..., :3], r"expected shape \(1, 1, 64\)"),
+        ("q", q.double(), "expected dtype float16, bfloat16, .* got torch.float64"),
+        ("out", out.mT.contiguous().mT, r"expected stride 1 in the last dimension, got 64; call .contiguous\(\) on it"),
+        ("sinks", [0.0], "expected a torch.Tensor, got list; give that of the same call"),
+        ("bias", [0.0], "expected a torch.Tensor, got list"),
+        ("dlse", 0.0, "expected a torch.Tensor or None, got float; give None for zeros"),
+        ("dout", dout.to_sparse(), r"expected a dense tensor, got one of layout torch.sparse_coo; call .to_dense\(\)"),
+        ("v", torch.nested.nested_tensor([v[0]]), "expected a dense tensor, got a nested one"),
+        ("deterministic", 1, "expected a bool, got int; give True or False"),
+        ("layout", "thd", r"expected one of \('bhsd', 'bshd'\), got 'thd'"),
+        ("scale", [1.0], "expected a float or None, got list; give a number"),
+        ("device", "cuda", "expected a gluon_attn Device or None, got str"),
+    ]
+    wrong += [
+        (name, None, "expected a torch.Tensor, got NoneType; give that") for name in ("q", "k", "v", "out", "lse")
+    ]
+    for name in ("q", "k", "v", "out"):
+        shifted = torch.empty(given[name].numel() + 1, dtype=BF16)[1:].view(given[name].shape)
+        wrong.append((name, shifted, "expected a base address that is a multiple of 16 bytes, got 0x.*slice at"))
+    attention_backward(**given, device=HOPPER)  # of which the launch is known
+    for name, value, message in wrong:
         with pytest.raises((TypeError, ValueError), match=f"^{name}: {message}"):
-            attention_backward(**given | {name: tensor}, device=HOPPER)
+            attention_backward(**{"device": HOPPER, **given, name: value})
     with pytest.raises(NotImplementedError, match="expected a Hopper card"):
         attention_backward(**given, device=Device.blackwell())
 
@@ -311,6 +330,60 @@ def test_memory_that_is_not_what_it_reads_as_is_refused(name):
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=f"^{name}: expected a storage of at least"):
         attention_backward(dout, dlse, **given | {name: freed}, device=HOPPER)
+
+
+def test_tensors_that_autograd_keeps_elsewhere():
+    """As torch.autograd.graph.save_on_cpu does, whose tensors come back contiguous, whatever they were."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 24, 64, generator=generator).bfloat16() for _ in range(4))
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    options: dict[str, Any] = {"device": HOPPER, "deterministic": True}
+    want = torch.autograd.grad(attention(*inputs, **options), inputs, dout)
+
+    def kept(t: Tensor) -> Tensor:
+        return t.clone(memory_format=torch.contiguous_format)
+
+    with torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
+        out = attention(*inputs, **options)
+    for one, other in zip(torch.autograd.grad(out, inputs, dout), want, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["q", "sinks", "bias"])
+def test_no_second_derivative_of_the_explicit_call(name):
+    """Results say so if they are differentiated, whatever requires grad."""
+    given: dict[str, Any] = {
+        "q": torch.ones(1, 2, 24, 64, dtype=BF16),
+        "sinks": torch.ones(2),
+        "bias": torch.ones(1, 2, 24, 24),
+    }
+    out, lse = attention(k=given["q"], v=given["q"], **given, return_lse=True, device=HOPPER)
+    given[name].requires_grad_()
+    call: Any = partial(attention_backward, out, lse, k=given["q"].detach(), v=given["q"].detach(), out=out, lse=lse)
+    dq, *_ = call(**given, device=HOPPER)
+    with pytest.raises(NotImplementedError, match=r"^attention: gradients of its gradients are not supported"):
+        dq.float().sum().backward()
+    with torch.no_grad():
+        assert not call(**given, device=HOPPER)[0].requires_grad
+
+
+def test_the_explicit_call_in_a_graph():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 24, 64, generator=generator).bfloat16() for _ in range(4))
+    bias = torch.randn(1, 2, 24, 24, generator=generator).requires_grad_()
+    options: dict[str, Any] = {"sinks": torch.ones(2), "bias": bias, "causal": True, "device": HOPPER}
+    with torch.no_grad():
+        out, lse = attention(q, k, v, **options, return_lse=True)
+    call: Any = partial(attention_backward, **options, deterministic=True)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        found, want = (function(dout, None, q, k, v, out, lse) for function in (compiled, call))
+    assert len(want) == 5
+    for one, other in zip(found, want, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"attention_backward: expected a call under torch.no_grad"):
+        compiled(dout, None, q, k, v, out, lse)
 
 
 @pytest.mark.slow
@@ -335,5 +408,5 @@ def test_no_schedule_finds_a_race(case, deterministic):
 def test_a_bias_that_is_no_tensor():
     q = torch.zeros(1, 1, 8, 64, dtype=BF16)
     lse = torch.zeros(1, 1, 8)
-    with pytest.raises(TypeError, match=r"^bias: expected a torch.Tensor or None, got list"):
+    with pytest.raises(TypeError, match=r"^bias: expected a torch.Tensor, got list"):
         attention_backward(None, None, q, q, q, q, lse, bias=[1.0], device=HOPPER)  # type: ignore[arg-type]

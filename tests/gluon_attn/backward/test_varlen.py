@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import reference_attention
+from channels.compat import gl, jit
+from gluon_attn import MaskMod, reference_attention
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.varlen import attention_varlen, attention_varlen_backward
@@ -261,3 +262,37 @@ def test_tensors_of_another_call_are_refused():
     negated = given | {"cu_seqlens_k": torch._neg_view(-given["cu_seqlens_k"])}
     with pytest.raises(ValueError, match=r"^cu_seqlens_k: expected a tensor that is stored as it reads"):
         attention_varlen_backward(dout, None, out=out, lse=lse, **negated, device=card(1))
+
+
+@jit
+def of_parity(q_index, k_index, head, batch, offsets):
+    return (q_index + k_index + gl.load(offsets + batch)) % 2 == 0
+
+
+def test_a_mask_of_ones_own_against_float64():
+    """By autograd and by the explicit call; its `batch` is the number of the sequence."""
+    q_lens, k_lens = [40, 0, 70], [60, 20, 100]
+    given, dout, dlse = packed((q_lens, k_lens, (2, 3)), 64, {"causal": True})
+    offsets = torch.tensor([1, 0, 0], dtype=torch.int32)
+    options: dict[str, Any] = {"mask_mod": MaskMod(of_parity, tensors=(offsets,)), "device": card(2)}
+    inputs = [given[name].detach().requires_grad_() for name in "qkv"]
+    out, lse = forward(given | dict(zip("qkv", inputs, strict=True)), **options)
+    by_autograd = torch.autograd.grad([out, lse], inputs, [dout, dlse])
+    direct = attention_varlen_backward(dout, dlse, out=out.detach(), lse=lse.detach(), **given, **options)
+    exact: list[Tensor] = [torch.zeros_like(given[name], dtype=torch.float64) for name in "qkv"]
+    for i, (queries, keys, _) in enumerate(each(given)):
+        if queries.start == queries.stop:
+            continue
+        rows = (queries, keys, keys)
+        q, k, v = (given[n][r].double().transpose(0, 1).requires_grad_() for n, r in zip("qkv", rows, strict=True))
+        at, of = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+        seen = (of <= at + k.shape[1] - q.shape[1]) & ((at + of + offsets[i]) % 2 == 0)
+        k_of_heads, v_of_heads = (t.repeat_interleave(HEADS // KV_HEADS, 0) for t in (k, v))
+        scores = (q @ k_of_heads.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+        loss = (scores.softmax(-1) @ v_of_heads * dout[queries].transpose(0, 1)).sum()
+        loss = loss + (scores.logsumexp(-1) * dlse[:, queries]).sum()
+        for grad, one, r in zip(exact, torch.autograd.grad(loss, (q, k, v)), rows, strict=True):
+            grad[r] = one.transpose(0, 1)
+    for grads in (by_autograd, direct):
+        for one, want in zip(grads, exact, strict=True):
+            assert (one.double() - want).norm() <= 0.01 * want.norm()
