@@ -186,7 +186,8 @@ OF_FEATURES: dict[str, tuple[Device, int, int, torch.dtype]] = {  # head dim, CT
     "Blackwell, D=128, e4m3": (BLACKWELL, 128, 1, FP8),
 }
 # Under these no key block is shared: too few rows see each, or it is not known how many.
-NEVER_SHARED = {name for name in FEATURES if name.startswith(("window", "chunk", "packed"))} | {"documents"}
+NEVER_SHARED = {name for name in FEATURES if name.startswith(("window", "wide", "chunk", "packed"))} 
+NEVER_SHARED |= {"documents", "documents, alternating"}
 
 
 def with_features() -> dict[str, Callable[[], Twin]]:

@@ -104,6 +104,18 @@ def documents(lengths: tuple[int, int], heads: int, **same: Any) -> Asked:
     )
 
 
+def documents_alternating(lengths: tuple[int, int], heads: int) -> Asked:
+    """Two, of which each stretch of 64 queries has another one than the next: so the first rows of a block may see
+    later keys than its last ones, and neither any of the others'."""
+    ids = ((1 + torch.arange(lengths[0]) // 64) % 2, torch.arange(lengths[1]) * 2 // lengths[1])
+    q_ids, k_ids = (of.int()[None] for of in ids)
+    return Asked(
+        options={"causal": True},
+        extras={"q_segment_ids": q_ids, "k_segment_ids": k_ids},
+        reference={"causal": True, "segment_ids": (q_ids, k_ids)},
+    )
+
+
 def by_prefix(lengths: tuple[int, int], heads: int) -> Asked:
     """A function that leaves out blocks, and says of others that all is seen."""
     length = lengths[1] // 3
@@ -143,9 +155,11 @@ WINDOW = {"window": (130, 0), "causal": True}
 FEATURES: dict[str, Feature] = {
     "window": Feature(argument="window", asked=always(**WINDOW)),
     "window to both sides": Feature(argument="window", asked=always(window=(70, 20))),
+    "wide window": Feature(argument="window", asked=always(window=(330, 0), causal=True)),
     "chunk": Feature(argument="chunk", asked=always(chunk=150, causal=True)),
     "documents": Feature(argument="segment_ids", asked=functools.partial(documents, causal=True)),
     "documents, full": Feature(argument="segment_ids", asked=documents),
+    "documents, alternating": Feature(argument="segment_ids", asked=documents_alternating),
     "mask_mod": Feature(argument="mask_mod", asked=by_prefix),
     "mask_mod, no ranges": Feature(argument="mask_mod", asked=by_stripes),
     "softcap": Feature(argument="softcap", asked=always(softcap=15.0, causal=True)),
@@ -286,6 +300,7 @@ class FeatureBackwardRun:
         self.tensors: Tensors = {**NOT_THERE, **call.extras.given(), **described, "lse": lse.float(), "dlse": None}
         self.tensors |= self.between | self.grads
         self.exact = self.gradients(torch.float64)
+        self.kept: list[Tensor] | None = None
 
     def gradients(self, dtype: torch.dtype) -> Sequence[Tensor]:
         """By autograd of the reference, in that dtype."""
@@ -305,6 +320,16 @@ class FeatureBackwardRun:
     def bits(self) -> Sequence[Tensor]:
         """What has the same bits under every schedule."""
         return [grad for name, grad in self.grads.items() if self.deterministic or name != "dq"]
+
+    def keep_bits(self) -> None:
+        """Launch it and remember them."""
+        self(mode="lowered")
+        self.check()
+        self.kept = [grad.clone() for grad in self.bits()]
+
+    def has_kept_bits(self) -> bool:
+        assert self.kept is not None
+        return all(map(torch.equal, self.bits(), self.kept))
 
     def check(self, what: str = "") -> None:
         """The gradients of the last launch against float64."""
