@@ -1,6 +1,6 @@
 """Every synchronisation operation of the kernels, broken one by one: is it found?
 
-    python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT] [--without TEXT ...] [--shard 1/4]
+    python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT] [--without TEXT] [--shard 1/4]
 
 Each wait, arrive, commit, fence, expect, init, invalidation, cluster barrier and store wait is deleted; each count,
 byte count, number of pending operations and phase is changed; each barrier of a product is dropped. A mutant runs under

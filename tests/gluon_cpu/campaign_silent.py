@@ -67,7 +67,9 @@ def schedules(seeds: Iterable[int], policies: Iterable[str]) -> Iterator[gluon_c
     return itertools.starmap(gluon_cpu.Schedule, ((policy, seed) for seed in seeds for policy in policies))
 
 
-def checked_once(run: Run | BackwardRun | FeatureRun | FeatureBackwardRun, numbers: Callable[[], Iterable[torch.Tensor]]) -> Twin:
+def checked_once(
+    run: Run | BackwardRun | FeatureRun | FeatureBackwardRun, numbers: Callable[[], Iterable[torch.Tensor]]
+) -> Twin:
     """The numbers of the first run are compared with float64."""
     checked = False
 
@@ -186,7 +188,7 @@ OF_FEATURES: dict[str, tuple[Device, int, int, torch.dtype]] = {  # head dim, CT
     "Blackwell, D=128, e4m3": (BLACKWELL, 128, 1, FP8),
 }
 # Under these no key block is shared: too few rows see each, or it is not known how many.
-NEVER_SHARED = {name for name in FEATURES if name.startswith(("window", "wide", "chunk", "packed"))} 
+NEVER_SHARED = {name for name in FEATURES if name.startswith(("window", "wide", "chunk", "packed"))}
 NEVER_SHARED |= {"documents", "documents, alternating"}
 
 

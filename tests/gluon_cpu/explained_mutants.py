@@ -73,10 +73,11 @@ WAITED_AGAIN = in_softmax(
     "ends.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch"
 )
 
-SKIPS = "|".join(
-    line_of(HOPPER, "wires.py", text) for text in ("k, keys = self.keys.acquire()", "v, values = self.values.acquire()")
-)
+KEYS_SKIPPED = line_of(HOPPER, "wires.py", "k, keys = self.keys.acquire()")
+VALUES_SKIPPED = line_of(HOPPER, "wires.py", "v, values = self.values.acquire()")
+SKIPS = f"{KEYS_SKIPPED}|{VALUES_SKIPPED}"
 
+SKIPS_LATE = in_softmax("ends = ends.skip()", slice(1))
 SKIPS_EARLY = in_softmax("ends = ends.skip()", LAST)
 
 LOADED_ONCE = line_of(HOPPER_TRANSPOSE, "kernel.py", "slot, empty = empty.acquire()")
@@ -196,9 +197,19 @@ EXPLAINED: tuple[Explanation, ...] = (
         "the last role: its turn for the block before came after all others had freed the slot's last lap",
     ),
     Explanation(
-        rf"(window|documents|packed), (one|two)[^|]*, turns \| delete: wait_barrier #\d+ partition0 at "
-        rf"(shared_memory\.py:\d+ < )+({SKIPS}) < {SKIPS_EARLY}",
-        "the last role: its turn came after the first had freed the slot's last lap, two steps before",
+        rf"(window|documents), [^|]* \| delete: wait_barrier #\d+ \w+ at (shared_memory\.py:\d+ < )+"
+        rf"{KEYS_SKIPPED} < {SKIPS_EARLY}",
+        "V of the block before, which has been waited for, is loaded after these keys",
+    ),
+    Explanation(
+        rf"documents, [^|]*, turns \| delete: wait_barrier #\d+ partition0 at (shared_memory\.py:\d+ < )+"
+        rf"{KEYS_SKIPPED} < {SKIPS_LATE}",
+        "the last role: its turn for the block before came after the first had freed the slot's last lap",
+    ),
+    Explanation(
+        rf"(window|documents), [^|]*, turns \| delete: wait_barrier #\d+ partition0 at (shared_memory\.py:\d+ < )+"
+        rf"{VALUES_SKIPPED} < {SKIPS_EARLY}",
+        "the last role: its turn came after the first had freed the slot's last lap, in the step before",
     ),
     Explanation(
         r".* \| delete: barrier #",

@@ -67,8 +67,8 @@ def halved_back(dscore, score, modified, q_index, k_index, head, batch):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a call asks for besides q, k and v: by what `Options` and `Extras` call it, and by what `reference_attention`
-    calls that."""
+    """What a call asks for besides q, k and v: by the names of `Options` and `Extras`, and of `reference_attention`'s
+    arguments."""
 
     options: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
@@ -238,7 +238,13 @@ class FeatureRun:
     `launch` is that of attention."""
 
     def __init__(
-        self, call: FeatureCall, *, device: Device, programs: int, config: ForwardConfig | None = None, num_ctas: int = 1
+        self,
+        call: FeatureCall,
+        *,
+        device: Device,
+        programs: int,
+        config: ForwardConfig | None = None,
+        num_ctas: int = 1,
     ) -> None:
         """programs, config, num_ctas: as for `Run`."""
         self.call, (q, k, v) = call, (call.q, call.k, call.v)
