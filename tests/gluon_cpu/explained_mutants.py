@@ -156,6 +156,10 @@ EXPLAINED: tuple[Explanation, ...] = (
         "the load role has waited before its first claim, of which it has told the others",
     ),
     Explanation(
+        rf"gradients, D=64, packed[^|]* \| delete: grid_dependency_wait #\d+ (default|partition1) at {LIST_WAITED_FOR}",
+        "the load role has waited before its first claim, which the other roles wait for before they read the list",
+    ),
+    Explanation(
         rf"{GRADIENTS} \| delete: wait_barrier #\d+ partition0 .* {CLAIM_ACQUIRED} < {FIRST_CLAIM}",
         "the first claim's slot is free: its first acquire passes at once",
     ),
@@ -203,7 +207,7 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         rf"documents, [^|]*, turns \| delete: wait_barrier #\d+ partition0 at (shared_memory\.py:\d+ < )+"
-        rf"{KEYS_SKIPPED} < {SKIPS_LATE}",
+        rf"({SKIPS}) < {SKIPS_LATE}",
         "the last role: its turn for the block before came after the first had freed the slot's last lap",
     ),
     Explanation(

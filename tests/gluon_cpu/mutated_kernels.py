@@ -332,14 +332,15 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
         f"gradients, D={head_dim}, {feature}{', in order' * order}": FeaturedBackward(
             feature=feature,
             head_dim=head_dim,
-            lengths=((300, 420), (400, 200), (100, 300)) if head_dim == 64 else ((200, 420), (60, 300)),
+            lengths=lengths,
             deterministic=order,
         )
-        for head_dim, feature, order in (
-            (64, "wide window", False),
-            (64, "packed, causal", False),
-            (64, "packed, causal", True),
-            (128, "wide window", True),
+        for head_dim, feature, order, lengths in (
+            (64, "wide window", False, ((300, 420), (400, 200), (100, 300))),
+            (64, "packed, causal", False, ((300, 420), (400, 200), (100, 300))),
+            # Four key blocks of the last sequence, two of which walk all rows.
+            (64, "packed, causal", True, ((450, 630), (400, 200))),
+            (128, "wide window", True, ((200, 420), (60, 300))),
         )
     },
 }
