@@ -296,7 +296,7 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
         f"{name}, one CTA, turns": Featured(
             feature=feature,
             also=also,
-            lengths=((580, 649), (384, 387), (300, 600)),
+            lengths=((580, 649), (400, 100), (384, 387), (300, 600)),
             config=hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2),
         )
         for name, feature, also in (

@@ -74,15 +74,17 @@ def test_windows_and_chunks_synchronise_alike(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_are_a_mask_mod_that_waits_for_the_kernel_before(kind):
-    """Backward, where each kernel waits for the one before it anyway, a mask_mod with ranges is a window."""
+    """Backward each kernel waits for the one before it anyway. Where no role skips blocks, both are a window."""
     assert of("documents, full", kind) == of("documents, alternating", kind) == of("documents", kind)
     waits = [line for line in of("documents", kind) if line not in of("mask_mod", kind)]
     if kind in CONFIGS:
         assert len(waits) == 1
         assert "grid_dependency_wait" in waits[0]
         assert without(of("documents", kind), "grid_dependency_wait") == list(of("mask_mod", kind))
-    else:
-        assert of("documents", kind) == of("mask_mod", kind) == of("window", kind)
+    if kind not in ("Hopper", "Hopper, turns"):  # there each role skips what only others see
+        assert of("mask_mod", kind) == of("window", kind)
+    if kind not in CONFIGS:
+        assert of("documents", kind) == of("mask_mod", kind)
 
 
 @pytest.mark.slow
