@@ -14,7 +14,9 @@ from gluon_attn.forward.launch import NOT_GIVEN, build_of, compiled, launches_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import BLACKWELL, Row
 from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.mask_mod import MaskFunction
 from gluon_attn.problem import Problem
+from gluon_attn.score_mod import ScoreFunction, alibi, softcap
 from gluon_attn.tensors import FP8_DTYPES, SCALES, output_dtype
 
 from .attention_ptx import (
@@ -72,7 +74,7 @@ LIMITS = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A launch to prove something about. clusters: how many the described card has room for: fewer than row blocks make
-    the programs walk over several."""
+    the programs walk over several. Masks and changed scores: as `Problem.of` has them; sinks: whether there are any."""
 
     dtype: torch.dtype
     head_dim: int
@@ -84,11 +86,23 @@ class Case:
     kv_heads: int = 1
     clusters: int = 148
     arch: int = ARCH
+    window: tuple[int | None, int | None] = (None, None)
+    chunk: int | None = None
+    mask_function: MaskFunction | None = None
+    score_mod: ScoreFunction | None = None
+    sinks: bool = False
 
     def launch(self) -> Launch:
         mask, plan, values = self.call()
-        kernel = compiled(self.dtype, self.head_dim, mask, self.config, arch=self.arch)
+        kernel = compiled(
+            self.dtype, self.head_dim, mask, self.config, score_mod=self.score_mod, sinks=self.sinks_dtype,
+            arch=self.arch,
+        )  # fmt: skip
         return describe(kernel, (plan.programs,), values)
+
+    @property
+    def sinks_dtype(self) -> torch.dtype | None:
+        return torch.float32 if self.sinks else None
 
     def proof(self, name: str, limits: Limits, **more: Any) -> Proof:
         return Proof(name=name, launch=self.launch, source=self.source, limits=limits, **more)
@@ -96,7 +110,7 @@ class Case:
     def source(self) -> str:
         """All that `launch` is made from, without compiling it; see source.py."""
         mask, plan, values = self.call()
-        made = front_end(self.dtype, self.head_dim, mask, self.config, self.arch)
+        made = front_end(self.dtype, self.head_dim, mask, self.config, self.arch, self.score_mod, self.sinks_dtype)
         return hash_of(made, str(plan.programs), arguments_text(values, RUN_TIME))
 
     def call(self) -> tuple[Mask, Plan, dict[str, Any]]:
@@ -106,21 +120,35 @@ class Case:
         v, out, lse = torch.empty_like(k), torch.empty_like(q, dtype=output_dtype(self.dtype)), torch.empty(q.shape[:3])
         fp8 = self.dtype in FP8_DTYPES
         scales = {name: torch.empty(k.shape[:2]) if fp8 else None for name in SCALES}
-        problem = Problem.of(q, k, v, causal=self.causal, scale=None, layout="bhsd")
+        sinks = torch.empty(self.heads) if self.sinks else None
+        problem = Problem.of(
+            q, k, v, causal=self.causal, window=self.window, chunk=self.chunk, mask_function=self.mask_function,
+            score_mod=self.score_mod, sinks=sinks,
+        )  # fmt: skip
+        read = [] if self.score_mod is None else self.score_mod.tensors
+        given: dict[str, Any] = {f"aux{i}": torch.empty(self.heads) for i in range(len(read))} | {"sinks": sinks}
         device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.config.num_ctas)
         plan = Plan.of(problem, self.config, device)
         (launch,) = launches_of(plan, q, k, v, out)
         return (
             problem.mask,
             plan,
-            launch.arguments({**NOT_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse, **scales}),
+            launch.arguments({**NOT_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse, **scales, **given}),
         )
 
 
 @functools.lru_cache(maxsize=256)
-def front_end(dtype: torch.dtype, head_dim: int, mask: Mask, config: BlackwellConfig, arch: int) -> str:
+def front_end(
+    dtype: torch.dtype,
+    head_dim: int,
+    mask: Mask,
+    config: BlackwellConfig,
+    arch: int,
+    score_mod: ScoreFunction | None = None,
+    sinks: torch.dtype | None = None,
+) -> str:
     """A hash of what the kernel's machine code depends on. Two proofs in a row are often of one kernel."""
-    return hash_of(build_of(dtype, head_dim, mask, config).front_end(arch))
+    return hash_of(build_of(dtype, head_dim, mask, config, score_mod, sinks).front_end(arch))
 
 
 def one_row_block(dtype: torch.dtype, row: Row) -> Case:
@@ -199,6 +227,26 @@ def rescale_proofs(case: Case, row: Row, name: str) -> Iterator[Proof]:
     yield case.proof(f"{name}-no-rescale", limits, decisions=RescaleDecision(skipped=True))
 
 
+# By name: what a case has besides. Windows of four key blocks: the wide one has unmasked ones between masked ones, in
+# the narrow one each query tile walks blocks that only the other sees. Chunks are not among them: their ends are found
+# by divisions, after which the verifier knows no trip count (`control_predicate_not_static`).
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"window": (300, 0), "kv_len": 512},
+    "narrow-window": {"window": (60, 20), "kv_len": 512},
+    "softcap": {"score_mod": softcap(15.0)},
+    "alibi": {"score_mod": alibi(torch.empty(1))},
+    "sinks": {"sinks": True},
+}
+
+
+def feature_proofs(case: Case, name: str) -> Iterator[Proof]:
+    """One kind of mask, changed scores or sinks at a time. What reads from memory which key blocks there are, as
+    documents and packed sequences do, the verifier cannot follow: it knows no contents of memory."""
+    for feature, options in FEATURES.items():
+        limits = LIMITS[case.config.num_ctas]
+        yield dataclasses.replace(case, **options).proof(f"{name}-{feature}", limits)
+
+
 def proofs_of(row: Row) -> Iterator[Proof]:
     n = row.config.num_ctas
     for dtype_name, dtype in DTYPES.items():
@@ -222,6 +270,7 @@ def proofs_of(row: Row) -> Iterator[Proof]:
             yield more.proof(f"{name}-{suffix}", LIMITS[n], quick=quick)
         if name == "d64-bf16-full-1cta":
             yield from lever_proofs(case, name)
+            yield from feature_proofs(case, name)
             yield equals_softmax(case, f"{name}-equals-softmax")
 
 

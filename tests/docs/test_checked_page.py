@@ -35,6 +35,14 @@ def test_tables_of_mutants_add_up(kind):
     assert tables["| found as | mutants |"] == [found]
 
 
+def test_table_of_mutants_of_features_adds_up():
+    section = PAGE.split("## Mutants: features\n")[1].split("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    [table] = [sums(t) for t in tables if "neither" in t.splitlines()[0]]
+    assert table == summary("windows, documents, packed: mutants")
+    assert table[0] == sum(table[1:])
+
+
 def test_readme_has_the_sums():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| mutants: (?:found|redundant) \|.*\| (\d+) \|$", readme, re.MULTILINE)

@@ -1,6 +1,6 @@
 """Every synchronisation operation of the kernels, broken one by one: is it found?
 
-    python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT] [--shard 1/4]
+    python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT] [--without TEXT] [--shard 1/4]
 
 Each wait, arrive, commit, fence, expect, init, invalidation, cluster barrier and store wait is deleted; each count,
 byte count, number of pending operations and phase is changed; each barrier of a product is dropped. A mutant runs under
@@ -28,6 +28,7 @@ from gluon_cpu.ir.parse import parse_module
 from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import BackwardRun
 from tests.gluon_cpu.explained_mutants import reason_of
+from tests.gluon_cpu.features import FeatureBackwardRun
 from tests.gluon_cpu.mutants import Mutant, mutants
 from tests.gluon_cpu.mutated_kernels import KERNELS, AnyRun
 
@@ -84,13 +85,19 @@ def verdict(runs: Sequence[AnyRun], mutant: Mutant, seeds: Iterable[int]) -> str
                 run.check()
             except AssertionError:
                 return f"WRONG NUMBERS, no finding ({policy}, seed {seed})"
-            if isinstance(run, BackwardRun) and not run.has_kept_bits():
+            if isinstance(run, BackwardRun | FeatureBackwardRun) and not run.has_kept_bits():
                 return f"other bits ({policy}, seed {seed})"
     return ""
 
 
 def campaign(
-    kernel: str, seeds: int, hunt: int, only: str, shard: tuple[int, int] = (1, 1), before: int = 0
+    kernel: str,
+    seeds: int,
+    hunt: int,
+    only: str,
+    shard: tuple[int, int] = (1, 1),
+    before: int = 0,
+    without: Sequence[str] = (),
 ) -> tuple[int, int, int]:
     """(mutants, those tried, unexplained survivors). Of `parts` mutants one is tried, counting on from the `before` of
     the kernels before this one."""
@@ -98,7 +105,7 @@ def campaign(
     runs = KERNELS[kernel].runs()
     there = tried = survived = 0
     for mutant in mutants(text_of(runs[0])):
-        if only not in mutant.name:
+        if only not in mutant.name or any(text in mutant.name for text in without):
             continue
         there += 1
         if (before + there - part) % parts:
@@ -124,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernel", default="", help="only kernels whose names begin like this; default: all")
     parser.add_argument("--seeds", type=at_least_one, default=3, help="schedules of each policy")
     parser.add_argument("--only", default="", help="only mutants with this in their name")
+    parser.add_argument("--without", nargs="+", default=(), help="no mutants with one of these in their name")
     parser.add_argument("--hunt", type=int, default=40, help="as many for those that survive without an explanation")
     parser.add_argument("--shard", type=shard, default=(1, 1), help="I/N: part I of N, to run on several machines")
     options = parser.parse_args(arguments)
@@ -133,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not names:
         parser.error(f"--kernel: no name begins with {options.kernel!r}; there are {', '.join(KERNELS)}")
     for name in names:
-        of_kernel, tried, survived = campaign(name, options.seeds, options.hunt, options.only, options.shard, there)
+        of_kernel, tried, survived = campaign(
+            name, options.seeds, options.hunt, options.only, options.shard, there, options.without
+        )
         there, total, survivors = there + of_kernel, total + tried, survivors + survived
     if not total:
         part, parts = options.shard

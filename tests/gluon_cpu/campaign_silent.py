@@ -3,8 +3,9 @@
     python -m tests.gluon_cpu.campaign_silent [--seeds 200] [--only TEXT] [--shard 1/4] [--seconds N] [...]
 
 They are those of the tuning table, in code and in files, and, with names that begin with "gradients", the three of each
-backward pass; of both, with a bias too ("bias" in their names). And, with names that begin with "twins", the right
-twins of small kernels with a bug.
+backward pass; of both, with a bias too ("bias" in their names). With names that begin with "feature", those with masks,
+changed scores, sinks and packed sequences. And, with names that begin with "twins", the right twins of small kernels
+with a bug.
 Prints a line for each kernel and dtype and one with the sum, and ends with status 1 at the first finding.
 """
 
@@ -26,6 +27,7 @@ from gluon_attn.forward.table import OTHER_HEAD_DIMS, TABLE, Row
 from gluon_attn.tuning import gradient_kernels_of_cards, kernels_of_cards
 from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import BackwardRun, Run, bias_of, kv_scales, normal_qkv
+from tests.gluon_cpu.features import FEATURES, FeatureBackwardRun, FeatureCall, FeatureRun
 from tests.gluon_cpu.twins import TWINS, Twin
 
 HOPPER, BLACKWELL, BLACKWELL_ULTRA = Device.hopper(), Device.blackwell(), Device.blackwell_ultra()
@@ -65,7 +67,9 @@ def schedules(seeds: Iterable[int], policies: Iterable[str]) -> Iterator[gluon_c
     return itertools.starmap(gluon_cpu.Schedule, ((policy, seed) for seed in seeds for policy in policies))
 
 
-def checked_once(run: Run | BackwardRun, numbers: Callable[[], Iterable[torch.Tensor]]) -> Twin:
+def checked_once(
+    run: Run | BackwardRun | FeatureRun | FeatureBackwardRun, numbers: Callable[[], Iterable[torch.Tensor]]
+) -> Twin:
     """The numbers of the first run are compared with float64."""
     checked = False
 
@@ -148,6 +152,59 @@ def with_bias() -> dict[str, Callable[[], Twin]]:
     }
 
 
+def of_feature(name: str, device: Device, head_dim: int, num_ctas: int, dtype: torch.dtype) -> Twin:
+    """The forward kernel with a feature, in the table's config: programs walk several row blocks, of several key
+    blocks; lengths as in `run_of`."""
+    if device.arch == 90:
+        call = FeatureCall(name, (333, 401), head_dim=head_dim, dtype=dtype)
+        run = FeatureRun(call, device=device, programs=2 // num_ctas, num_ctas=num_ctas)
+    else:
+        call = FeatureCall(name, (256 * num_ctas - 15, 601), heads=2, kv_heads=2, head_dim=head_dim, dtype=dtype)
+        run = FeatureRun(call, device=device, programs=1, num_ctas=num_ctas)
+    return checked_once(run, run.bits)
+
+
+def of_gradients_with_feature(name: str, head_dim: int, deterministic: bool, shared: bool) -> Twin:
+    """`of_gradients`, or `of_shared`, with a feature; the former with four key blocks, none of which is shared."""
+    q_len, kv_len, *programs = SHARED[head_dim] if shared else (*FOUR_KEY_BLOCKS[head_dim], 2, 2)
+    call = FeatureCall(name, (q_len, kv_len), heads=2, kv_heads=1, head_dim=head_dim)
+    run = FeatureBackwardRun(call, deterministic=deterministic, programs=programs[deterministic])
+    assert run.sharers == (programs[deterministic] if shared else 0)
+    return checked_once(run, run.bits)
+
+
+FOUR_KEY_BLOCKS = {64: (400, 400), 128: (200, 400), 256: (200, 220)}
+FP8 = torch.float8_e4m3fn
+OF_FEATURES: dict[str, tuple[Device, int, int, torch.dtype]] = {  # head dim, CTAs, dtype
+    "Hopper, D=64": (HOPPER, 64, 1, torch.float16),
+    "Hopper, D=128": (HOPPER, 128, 1, torch.float16),
+    "Hopper, D=256": (HOPPER, 256, 1, torch.float16),
+    "Hopper, D=64, 2 CTAs": (HOPPER, 64, 2, torch.float16),
+    "Hopper, D=64, e4m3": (HOPPER, 64, 1, FP8),
+    "Hopper, D=256, e4m3": (HOPPER, 256, 1, FP8),  # V is transposed before
+    "Blackwell, D=64": (BLACKWELL, 64, 1, torch.float16),
+    "Blackwell, D=128, 2 CTAs": (BLACKWELL, 128, 2, torch.float16),
+    "Blackwell, D=64, 4 CTAs": (BLACKWELL, 64, 4, torch.float16),
+    "Blackwell, D=128, e4m3": (BLACKWELL, 128, 1, FP8),
+}
+# Under these no key block is shared: too few rows see each, or it is not known how many.
+NEVER_SHARED = {name for name in FEATURES if name.startswith(("window", "wide", "chunk", "packed"))}
+NEVER_SHARED |= {"documents", "documents, alternating"}
+
+
+def with_features() -> dict[str, Callable[[], Twin]]:
+    found: dict[str, Callable[[], Twin]] = {}
+    for name, (kind, of) in itertools.product(FEATURES, OF_FEATURES.items()):
+        found[f"feature {name}: {kind}"] = functools.partial(of_feature, name, *of)
+    for name, head_dim, deterministic in itertools.product(FEATURES, (64, 128, 256), (False, True)):
+        order = ", in order" * deterministic
+        of_kind = functools.partial(of_gradients_with_feature, name, head_dim, deterministic)
+        found[f"feature {name}: backward, D={head_dim}{order}"] = functools.partial(of_kind, False)
+        if name not in NEVER_SHARED and head_dim == 128:
+            found[f"feature {name}: backward, D={head_dim}, shared{order}"] = functools.partial(of_kind, True)
+    return found
+
+
 def gradients() -> dict[str, Callable[[], Twin]]:
     """With the configs in code, and with those of files, each with and without a mask."""
     configs: list[tuple[str, int, HopperBackward | None]] = [("", head_dim, None) for head_dim in LENGTHS]
@@ -209,6 +266,7 @@ def kernels() -> dict[str, Callable[[], Twin]]:
         **table,
         **gradients(),
         **with_bias(),
+        **with_features(),
         **{name: functools.partial(TWINS.__getitem__, name) for name in TWINS},
     }
 

@@ -10,7 +10,7 @@ from gluon_attn.kernels.blackwell.forward import kernel as blackwell_kernel
 from gluon_attn.kernels.hopper.backward import kernel as backward_kernel
 from gluon_attn.kernels.hopper.forward import kernel as hopper_kernel
 from gluon_attn.kernels.hopper.transpose import kernel as transpose_kernel
-from tests.gluon_cpu.mutated_kernels import KERNELS, Kernel
+from tests.gluon_cpu.mutated_kernels import KERNELS, Featured, Kernel
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ ACQUIRED = line_of(CHANNELS, "shared_memory.py", "self.channel.wait_until_free(a
 WITHOUT_TURNS = "|".join(
     name
     for name, kernel in KERNELS.items()
-    if isinstance(kernel, Kernel) and isinstance(kernel.config, HopperConfig) and not kernel.config.turns
+    if isinstance(kernel, Kernel | Featured) and isinstance(kernel.config, HopperConfig) and not kernel.config.turns
 )
 TURNS_INIT = line_of(CHANNELS, "signals.py", "init_barriers(self.sent, signal_arrivals(sending_roles=1))")
 LAST_FENCE = line_of(CHANNELS, "barriers.py", "cluster_fence()", LAST)
@@ -73,9 +73,12 @@ WAITED_AGAIN = in_softmax(
     "ends.values.wait_again()  # passes at once, but the assembler moves no exponential past its branch"
 )
 
-SKIPS = "|".join(
-    line_of(HOPPER, "wires.py", text) for text in ("k, keys = self.keys.acquire()", "v, values = self.values.acquire()")
-)
+KEYS_SKIPPED = line_of(HOPPER, "wires.py", "k, keys = self.keys.acquire()")
+VALUES_SKIPPED = line_of(HOPPER, "wires.py", "v, values = self.values.acquire()")
+SKIPS = f"{KEYS_SKIPPED}|{VALUES_SKIPPED}"
+
+SKIPS_LATE = in_softmax("ends = ends.skip()", slice(1))
+SKIPS_EARLY = in_softmax("ends = ends.skip()", LAST)
 
 LOADED_ONCE = line_of(HOPPER_TRANSPOSE, "kernel.py", "slot, empty = empty.acquire()")
 FILLED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.filled, filled_arrivals(filling_roles=1))")
@@ -118,6 +121,11 @@ STATISTICS_WAITED_FOR = line_of(
 CLAIM_ACQUIRED = line_of(BACKWARD, "work.py", "slot, end = end.acquire()")
 CLAIM_TOLD = line_of(BACKWARD, "work.py", "slot.publish()")
 CLAIM_READ = line_of(BACKWARD, "work.py", "slot.release_accessed()")
+LIST_WAITED_FOR = line_of(
+    BACKWARD,
+    "work.py",
+    "gdc_wait()  # for the kernel that sets the count to 0; and, in all roles, for the list of packed sequences",
+)
 FIRST_CLAIM = line_of(
     BACKWARD, "work.py", "return claim(order, claims[0].producer() if CLAIMS else claims[0].consumer(), CLAIMS)"
 )
@@ -146,6 +154,10 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"{CLAIMED} \| delete: grid_dependency_wait .* ({STATISTICS_WAITED_FOR}|{GRIDS_WAITED_FOR})",
         "the load role has waited before its first claim, of which it has told the others",
+    ),
+    Explanation(
+        rf"gradients, D=64, packed[^|]* \| delete: grid_dependency_wait #\d+ (default|partition1) at {LIST_WAITED_FOR}",
+        "the load role has waited before its first claim, which the other roles wait for before they read the list",
     ),
     Explanation(
         rf"{GRADIENTS} \| delete: wait_barrier #\d+ partition0 .* {CLAIM_ACQUIRED} < {FIRST_CLAIM}",
@@ -187,6 +199,21 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"one CTA, turns \| delete: wait_barrier .* partition1 at .* < ({SKIPS})",
         "the last role: its turn for the block before came after all others had freed the slot's last lap",
+    ),
+    Explanation(
+        rf"(window|documents), [^|]* \| delete: wait_barrier #\d+ \w+ at (shared_memory\.py:\d+ < )+"
+        rf"{KEYS_SKIPPED} < {SKIPS_EARLY}",
+        "V of the block before, which has been waited for, is loaded after these keys",
+    ),
+    Explanation(
+        rf"documents, [^|]*, turns \| delete: wait_barrier #\d+ partition0 at (shared_memory\.py:\d+ < )+"
+        rf"({SKIPS}) < {SKIPS_LATE}",
+        "the last role: its turn for the block before came after the first had freed the slot's last lap",
+    ),
+    Explanation(
+        rf"(window|documents), [^|]*, turns \| delete: wait_barrier #\d+ partition0 at (shared_memory\.py:\d+ < )+"
+        rf"{VALUES_SKIPPED} < {SKIPS_EARLY}",
+        "the last role: its turn came after the first had freed the slot's last lap, in the step before",
     ),
     Explanation(
         r".* \| delete: barrier #",

@@ -14,8 +14,9 @@ from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import blackwell_config, hopper_config
 from gluon_attn.problem import Problem
 from tests.gluon_cpu.attention import BackwardRun, Run, TransposeRun, bias_of, kv_scales, normal_qkv
+from tests.gluon_cpu.features import FeatureBackwardRun, FeatureCall, FeatureRun
 
-AnyRun = Run | TransposeRun | BackwardRun
+AnyRun = Run | TransposeRun | BackwardRun | FeatureRun | FeatureBackwardRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,49 @@ class Backward:
         return runs
 
 
+@dataclass(frozen=True, kw_only=True)
+class Featured:
+    """The forward kernel with a feature of features.py, and the problems (Sq, Sk) that its mutants are tried on, by one
+    program; packed: of all sequences together. Of two heads: a short first row block is followed by a long last one.
+    also: another feature with the same kernel, for the same problems."""
+
+    feature: str
+    also: str = ""
+    lengths: tuple[tuple[int, int], ...]
+    config: ForwardConfig
+    head_dim: int = 64
+
+    def runs(self) -> Sequence[AnyRun]:
+        device = Device.blackwell() if isinstance(self.config, BlackwellConfig) else Device.hopper()
+        features = (self.feature, self.also) if self.also else (self.feature,)
+        calls = [
+            FeatureCall(feature, of, heads=2, kv_heads=1, head_dim=self.head_dim)
+            for of in self.lengths
+            for feature in features
+        ]
+        return [FeatureRun(call, device=device, programs=1, config=self.config) for call in calls]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturedBackward:
+    """The main kernel of the gradients with a feature, and the problems (Sq, Sk) that its mutants are tried on, by one
+    program; the first one also by two, of which one waits for the other, and in a fixed order by three."""
+
+    feature: str
+    lengths: tuple[tuple[int, int], ...]
+    head_dim: int = 64
+    deterministic: bool = False
+
+    def runs(self) -> Sequence[AnyRun]:
+        calls = [FeatureCall(self.feature, of, heads=2, kv_heads=1, head_dim=self.head_dim) for of in self.lengths]
+        programs = [(calls[0], 3 if self.deterministic else 2), *((call, 1) for call in calls)]
+        runs = [FeatureBackwardRun(call, deterministic=self.deterministic, programs=n) for call, n in programs]
+        assert not any(run.sharers for run in runs)
+        for run in runs:
+            run.keep_bits()
+        return runs
+
+
 def transpose_run(q: Tensor, k: Tensor, v: Tensor, config: ForwardConfig, device: Device) -> TransposeRun:
     plan = Plan.of(Problem.of(q, k, v), config, device)
     before, _ = launches_of(plan, q, k, v, q)
@@ -109,7 +153,7 @@ BACKWARD_LENGTHS = {64: ((400, 200), (100, 300)), 128: ((200, 200), (60, 300)), 
 # Of those in a fixed order, more: with more keys than queries, so that of four key blocks two walk all rows. So others
 # wait for who adds to the last row that it walks, and for who waits itself.
 IN_ORDER_LENGTHS = {64: (300, 420), 128: (200, 420), 256: (150, 200)}
-KERNELS: dict[str, Kernel | Backward] = {
+KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     "two CTAs, turns": Kernel(
         head_dim=64,
         causal=True,
@@ -245,5 +289,58 @@ KERNELS: dict[str, Kernel | Backward] = {
         )
         for head_dim, lengths in BACKWARD_LENGTHS.items()
         for which in ("before", "after")
+    },
+    # Those of features whose synchronisation differs, see test_synchronisation.py. A window so wide that between masked
+    # blocks there are others.
+    **{
+        f"{name}, one CTA, turns": Featured(
+            feature=feature,
+            also=also,
+            lengths=((580, 649), (400, 100), (384, 387), (300, 600)),
+            config=hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2),
+        )
+        for name, feature, also in (
+            ("window", "wide window", ""),
+            ("documents", "documents", "documents, alternating"),
+            ("packed", "packed, causal", ""),
+        )
+    },
+    "window, one CTA, four roles": Featured(
+        feature="wide window",
+        lengths=((580, 580), (300, 517)),  # in the first, pairs of row blocks, of which the roles exchange shares
+        config=hopper_config(4, 64, 1, 2, 112, last_heads_longest_first=True),
+    ),
+    "window, two CTAs, turns": Featured(
+        feature="wide window",
+        lengths=((1160, 1229), (800, 100), (384, 446)),
+        config=hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2),
+    ),
+    **{
+        f"Blackwell, {ctas}, {name}": Featured(
+            feature=feature,
+            lengths=(*((q * num_ctas, kv) for q, kv in BLACKWELL_LENGTHS), (256 * num_ctas, 325 * num_ctas)),
+            config=blackwell_config(3, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
+        )
+        for ctas, num_ctas, name, feature in (
+            ("one CTA", 1, "window", "wide window"),
+            ("one CTA", 1, "documents", "documents, full"),
+            ("one CTA", 1, "packed", "packed, causal"),
+            ("two CTAs", 2, "window", "wide window"),
+        )
+    },
+    **{
+        f"gradients, D={head_dim}, {feature}{', in order' * order}": FeaturedBackward(
+            feature=feature,
+            head_dim=head_dim,
+            lengths=lengths,
+            deterministic=order,
+        )
+        for head_dim, feature, order, lengths in (
+            (64, "wide window", False, ((300, 420), (400, 200), (100, 300))),
+            (64, "packed, causal", False, ((300, 420), (400, 200), (100, 300))),
+            # Four key blocks of the last sequence, two of which walk all rows.
+            (64, "packed, causal", True, ((450, 630), (400, 200))),
+            (128, "wide window", True, ((200, 420), (60, 300))),
+        )
     },
 }

@@ -57,6 +57,11 @@ def test_a_shard_of_some_counts_among_these(tried, capsys):
     assert "1 mutants, 0 survived" in capsys.readouterr().out
 
 
+def test_some_are_left_out(tried):
+    assert main(["--kernel", "a", "--without", "#1", "#3"]) == 0
+    assert [number for _, number in tried.run] == [0, 2, 4]
+
+
 def test_what_survives_is_no_success(tried, capsys):
     tried.said["d", 3] = ""
     assert main([]) == 1
