@@ -115,3 +115,37 @@ def test_figures_of_the_readme():
     ahead = sum(p["ours_over_fa3"] >= 1 and p["ours_over_fa3"] * p["fa3_over_cudnn_bf16"] >= 1 for p in bf16)
     behind = {(p["head_dim"], p["causal"], p["length"]) for p in h100["points_behind"] if p["dtype"] == "bf16"}
     assert shown["points"] == f"{ahead} | {len(bf16) - len(behind)}"
+
+
+def test_means_of_gradients():
+    """In README and on the page of gradients."""
+    results = results_of_gradients("h200_gradients.json").values()
+
+    def mean(of: str, over: str) -> float:
+        return math.exp(sum(math.log(r[of]["tflops"] / r[over]["tflops"]) for r in results) / len(results))
+
+    page, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/backward.md", "README.md"))
+    lowest = min(r["ours"]["ratio_to_cudnn"] for r in results)
+    assert f"**{mean('ours', 'cudnn'):.2f} × cuDNN**, the lowest point {lowest:.2f}" in page
+    assert f"[{mean('ours', 'cudnn'):.2f} × cuDNN](docs/backward.md#how-fast)" in readme
+    assert f"The geometric mean is {mean('ours, deterministic', 'ours'):.2f}." in page
+    assert f"geometric mean is {mean('ours, deterministic', 'fa2, deterministic'):.2f}." in page
+
+
+def test_costs_of_masks_in_the_readme():
+    """At D=128 forward: over our own causal call, and over FlashAttention-4's time."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "bench/results/h200_features.json").read_text(encoding="utf-8"))["points"][0]
+    assert found["name"] == "D=128 B=1 H=16 16384 forward"
+    calls = [found["results"][f"ours {name}"] for name in ("window 128", "window 1024", "softcap 30", "alibi", "bias")]
+    for row, over in (("ours, causal", "over_ours_causal"), ("FlashAttention-4's", "over_fa4_carried")):
+        cells = [call.get(over) for call in calls]
+        assert f"\n| {row} | {' | '.join('–' if c is None else f'{c:.2f}' for c in cells)} |\n" in readme
+
+
+def test_time_of_packed_sequences_in_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    points = json.loads((ROOT / "bench/results/h200_varlen_claims.json").read_text(encoding="utf-8"))["points"]
+    [mix] = [point["results"] for point in points if point["name"] == "D=128 causal mix of 64 forward"]
+    time = mix["fa2 packed"]["tflops"] / mix["ours packed"]["tflops"]
+    assert f"take {time:.2f} of FlashAttention-2's time" in readme
