@@ -61,7 +61,7 @@ class BackwardRow(Sizes):
 
 PACKAGED = (
     *(
-        BackwardRow((d, d), config, result_file=RESULT_FILES[d], card="NVIDIA H200", date="2026-11-23")
+        BackwardRow((d, d), config, result_file=RESULT_FILES[d], card="NVIDIA H200", date="2026-11-27")
         for d, config in HOPPER.items()
     ),
     *(
