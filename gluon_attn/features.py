@@ -33,7 +33,7 @@ FEATURES = {
     "grouped heads": Feature(name="fewer KV heads than query heads"),
     "head dim 128": Feature(name="head dims up to 128"),
     "head dim 256": Feature(name="head dims up to 256", blackwell=(False, False, False)),
-    "v's head dim": Feature(name="v's head dim unlike q's", blackwell=(False, False, False)),
+    "v's head dim": Feature(name="v's head dim unlike q's"),
     "layout": Feature(name='`layout="bhsd"`, `"bshd"`'),
     "scale": Feature(name="`scale=`"),
     "return_lse": Feature(name="`return_lse=True`"),

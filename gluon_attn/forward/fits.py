@@ -7,6 +7,7 @@ from ..score_mod import NEAR_ZERO
 from ..tensors import FP8_DTYPES
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 
+LARGEST_HEAD_DIM_V = 128  # on Blackwell
 MOST_ROLES_WITH_BIAS = 2  # of each row: a role with others' rows now and then would have to choose its tile
 
 
@@ -14,15 +15,12 @@ def require_supported(problem: Problem, device: Device) -> None:
     """NotImplementedError for a problem that the kernel of the device's architecture does not compute."""
     if device.arch != 90 and problem.bias is not None:
         raise NotImplementedError(f"bias: not supported on {device.name} so far, only on a Hopper card; leave it out")
-    if device.arch != 90 and problem.padded_head_dim != problem.padded_head_dim_v:
+    if device.arch != 90 and problem.padded_head_dim_v > LARGEST_HEAD_DIM_V:
+        name = "q" if problem.head_dim == problem.head_dim_v else "v"
         raise NotImplementedError(
-            f"v: head_dim {problem.head_dim_v} with q of {problem.head_dim} is not supported on a Blackwell card so "
-            "far; pad v with zeros and drop these columns of O"
-        )
-    if device.arch != 90 and problem.padded_head_dim > 128:
-        raise NotImplementedError(
-            f"q: head_dim {problem.head_dim} on a Blackwell card is not supported: expected at most 128, as two query "
-            "tiles with outputs of 256 columns leave no tensor memory for their scores"
+            f"{name}: head_dim {problem.head_dim_v} on a Blackwell card is not supported: expected at most "
+            f"{LARGEST_HEAD_DIM_V}, as two query tiles with outputs of 256 columns leave no tensor memory for their "
+            "scores" + "; v's alone counts" * (name == "q")
         )
 
 

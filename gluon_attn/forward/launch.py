@@ -78,7 +78,7 @@ def build_of(
     """
     before = config.transposes_before(dtype.itemsize)
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    columns, columns_v = piece_columns(padded_head_dim), piece_columns(head_dim_v)
+    columns, columns_v = config.piece_columns(padded_head_dim), config.piece_columns(head_dim_v)
     on_hopper = isinstance(config, HopperConfig)
     staged = isinstance(config, HopperConfig) and config.stage_in_queries
     columns_of = {"q": columns, "k": columns, "v": columns_v, "out": min(columns, columns_v) if staged else columns_v}
@@ -104,7 +104,7 @@ def build_of(
             "MASK": mask,
             "SCORE_MOD": score_mod,
             "CONFIG": config,
-            **({"PIECES": (padded_head_dim // columns, head_dim_v // columns_v)} if on_hopper else {}),
+            "PIECES": (padded_head_dim // columns, head_dim_v // columns_v),
             **absent,
         },
         num_ctas=config.num_ctas,

@@ -19,6 +19,8 @@ from .plan import Plan
 
 LONG = 1280  # keys, from where on it pays to compute the last heads' row blocks longest first
 
+UNLIKE_ON_BLACKWELL = ((64, 128), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))  # of Q and V, padded
+
 CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 
 
@@ -299,6 +301,32 @@ def blackwell_rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def blackwell_rows_of_unlike_head_dims() -> Iterator[Row]:
+    """Of a V head dim unlike Q's, at most 128: with as many keys to a block, and then as many slots, as have room. None
+    is measured."""
+    device = Device.blackwell()
+    for head_dims, arch, causal, num_ctas, element_bytes in itertools.product(
+        UNLIKE_ON_BLACKWELL, (103, 100), (False, True), (1, 2, 4), (2, 1)
+    ):
+        config = blackwell_config(
+            kv_slots=6,
+            softmax_registers=192,
+            num_ctas=num_ctas,
+            exp_pieces=4,
+            max_in_load=arch == 103,
+            polynomial_columns=2 if arch == 100 else 0,
+            rescale_threshold=8.0 if element_bytes == 2 else 0.0,
+            longest_first=causal,
+        )
+        choices = (
+            replace(config, block_n=block_n, result_slots=result_slots, kv_slots=kv_slots)
+            for block_n, result_slots in ((128, 2), (128, 1), (64, 1))
+            for kv_slots in range(config.kv_slots, 1, -1)
+        )
+        roomy = next(c for c in choices if c.smem_bytes(head_dims[0], element_bytes, head_dims[1]) <= device.smem_bytes)
+        yield Row(head_dims[0], causal, roomy, element_bytes, padded_head_dim_v=head_dims[1])
+
+
 def configs_with_bias() -> Iterator[HopperConfig]:
     """Where a bias of each row leaves no room for the table's config, the first of these that fits: with as many keys
     to a block, roles and slots as have room."""
@@ -316,7 +344,8 @@ WITH_BIAS = tuple(configs_with_bias())
 BLACKWELL = blackwell_rows()
 TABLE = HOPPER + BLACKWELL
 OTHER_HEAD_DIMS = tuple(rows_of_other_head_dims())
-PACKAGED = TABLE + OTHER_HEAD_DIMS
+BLACKWELL_UNLIKE = tuple(blackwell_rows_of_unlike_head_dims())
+PACKAGED = TABLE + OTHER_HEAD_DIMS + BLACKWELL_UNLIKE
 
 
 def pick_config(

@@ -461,7 +461,7 @@ def test_kernels_of_a_v_head_dim_of_its_own(causal):
 @pytest.mark.parametrize(
     ("head_dims", "message"),
     [
-        (("64", "128"), "--head-dim-v: expected one padded as that of Q, 64, for sm_100, got 128"),
+        (("64", "136"), "--head-dim-v: expected a multiple of 8 up to 128 for sm_100, got 136"),
         (("64", "60"), "got 60"),
     ],
 )

@@ -3,9 +3,17 @@
 from channels import tma
 from gluon_attn.runtime.compat import gl, jit
 
+from ...common.pieces import coords_of_pieces
 from ...common.sequence import key_coords, query_coords
-from .wires import QUERY_TILES
+from .wires import QUERY_TILES, producer_of
 from .work import first_work
+
+
+@jit
+def load_pieces(slot, desc, coords):
+    """Fill a slot with a tile of Q or of K, of as many pieces as the slot has parts. coords: of the first."""
+    PIECES: gl.constexpr = slot.PARTS
+    tma.load(slot, (desc,) * PIECES, coords_of_pieces(coords, desc.block_shape[-1], PIECES))
 
 
 @jit
@@ -13,7 +21,7 @@ def load(wires, order, operands):
     """Fills queries, keys and values, in the order in which the products ask for them; asks for work."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
     ROWS: gl.constexpr = operands.q.block_shape[-2]
-    queries, keys_values = wires.queries.producer(), wires.keys_values.producer()
+    queries, keys_values = wires.queries.producer(), producer_of(wires.keys_values)
     asking = wires.items.producer()
 
     work = first_work(wires, order)
@@ -25,19 +33,19 @@ def load(wires, order, operands):
         kv_head = operands.kv_head(row_block)
 
         q, queries = queries.acquire()
-        tma.load(q, operands.q, query_coords(row_block, row_block.first_row))
+        load_pieces(q, operands.q, query_coords(row_block, row_block.first_row))
         key = key_range.block(0) * BLOCK_N
-        k, keys_values = keys_values.acquire()
-        tma.load(k, operands.k, key_coords(row_block, kv_head, key))
+        k, keys_values = keys_values.acquire_keys()
+        load_pieces(k, operands.k, key_coords(row_block, kv_head, key))
         q, queries = queries.acquire()
-        tma.load(q, operands.q, query_coords(row_block, row_block.first_row + ROWS))
+        load_pieces(q, operands.q, query_coords(row_block, row_block.first_row + ROWS))
         for step in range(1, key_range.steps()):
-            v, keys_values = keys_values.acquire()
+            v, keys_values = keys_values.acquire_values()
             tma.load(v, operands.v, key_coords(row_block, kv_head, key))
             key = key_range.block(step) * BLOCK_N
-            k, keys_values = keys_values.acquire()
-            tma.load(k, operands.k, key_coords(row_block, kv_head, key))
-        v, keys_values = keys_values.acquire()
+            k, keys_values = keys_values.acquire_keys()
+            load_pieces(k, operands.k, key_coords(row_block, kv_head, key))
+        v, keys_values = keys_values.acquire_values()
         tma.load(v, operands.v, key_coords(row_block, kv_head, key))
         work = work.next()
     queries.drain()
