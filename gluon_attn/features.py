@@ -26,7 +26,7 @@ FEATURES = {
     "softcap": Feature(name="`softcap=`"),
     "alibi_slopes": Feature(name="`alibi_slopes=`"),
     "sinks": Feature(name="`sinks=`"),
-    "bias": Feature(name="`bias=`", hopper=(True, False, True), blackwell=(False, False, False)),
+    "bias": Feature(name="`bias=`", hopper=(True, False, True), blackwell=(True, False, False)),
     "score_mod": Feature(name="`score_mod=`"),
     "cu_seqlens_q": Feature(name="packed sequences: `attention_varlen`"),
     "unequal lengths": Feature(name="Sq ≠ Sk, any lengths"),

@@ -86,6 +86,10 @@ class ForwardConfig:
         of V, padded; None: as Q's."""
 
     @abstractmethod
+    def bias_bytes(self, bias: Bias) -> int:
+        """Shared memory that a bias takes besides."""
+
+    @abstractmethod
     def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
         """(rows, CGA layout) of the tiles in which that tensor is copied."""
 
@@ -175,7 +179,6 @@ class HopperConfig(ForwardConfig):
         return queries + self.kv_slots * self.block_n * columns * element_bytes + BARRIER_BYTES
 
     def bias_bytes(self, bias: Bias) -> int:
-        """Shared memory that a bias takes besides."""
         tiles = self.softmax_roles if bias.each_row else 1
         return self.kv_slots * tiles * bias.tile_bytes(self.rows_per_role, self.block_n)
 
@@ -308,6 +311,9 @@ class BlackwellConfig(ForwardConfig):
             columns = self.key_slots * head_dim + self.value_slots * head_dim_v
         keys_values = self.block_n * columns * element_bytes // min(2, self.num_ctas)
         return queries + results + keys_values + BARRIER_BYTES
+
+    def bias_bytes(self, bias: Bias) -> int:
+        return self.QUERY_TILES * bias.tile_bytes(self.ROWS_PER_CTA, self.block_n)
 
     def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
         if name in ("q", "out"):

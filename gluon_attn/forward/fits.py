@@ -13,8 +13,6 @@ MOST_ROLES_WITH_BIAS = 2  # of each row: a role with others' rows now and then w
 
 def require_supported(problem: Problem, device: Device) -> None:
     """NotImplementedError for a problem that the kernel of the device's architecture does not compute."""
-    if device.arch != 90 and problem.bias is not None:
-        raise NotImplementedError(f"bias: not supported on {device.name} so far, only on a Hopper card; leave it out")
     if device.arch != 90 and problem.padded_head_dim_v > LARGEST_HEAD_DIM_V:
         name = "q" if problem.head_dim == problem.head_dim_v else "v"
         raise NotImplementedError(
@@ -63,7 +61,7 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
         )
     require_fits_scores(config, problem)
     needed = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize, problem.padded_head_dim_v)
-    if problem.bias is not None and isinstance(config, HopperConfig):
+    if problem.bias is not None:
         require_fits_bias(config, problem.bias)
         needed += config.bias_bytes(problem.bias)
     if needed > device.smem_bytes:
@@ -127,13 +125,18 @@ def require_fits_scores(config: ForwardConfig, problem: Problem) -> None:
         )
 
 
-def require_fits_bias(config: HopperConfig, bias: Bias) -> None:
-    """ValueError for more CTAs than one, whose K is the same and whose rows are not; and for many roles."""
+def require_fits_bias(config: ForwardConfig, bias: Bias) -> None:
+    """ValueError for more CTAs than one, whose K is the same and whose rows are not; for many roles; and for a lever
+    that looks at scores without it."""
     if config.num_ctas > 1:
         raise ValueError(
             f"config: expected one CTA with a bias, got {config.num_ctas}; give num_ctas=1, or leave it out"
         )
-    if bias.each_row and config.softmax_roles > MOST_ROLES_WITH_BIAS:
+    if isinstance(config, BlackwellConfig) and config.max_in_load:
+        raise ValueError(
+            "config: expected max_in_load=False with a bias, as it finds the maxima of scores before that, got True"
+        )
+    if isinstance(config, HopperConfig) and bias.each_row and config.softmax_roles > MOST_ROLES_WITH_BIAS:
         raise ValueError(
             f"config: expected at most {MOST_ROLES_WITH_BIAS} softmax_roles with a bias of each row, got "
             f"{config.softmax_roles}"

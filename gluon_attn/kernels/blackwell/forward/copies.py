@@ -3,6 +3,7 @@
 from channels import tma
 from gluon_attn.runtime.compat import gl, jit
 
+from ...common.bias import bias_coords
 from ...common.pieces import coords_of_pieces
 from ...common.sequence import key_coords, query_coords
 from .wires import QUERY_TILES, producer_of
@@ -17,12 +18,32 @@ def load_pieces(slot, desc, coords):
 
 
 @jit
+def producers_of_bias(wires):
+    ends = ()
+    for i in gl.static_range(len(wires.biases)):
+        ends += (wires.biases[i].producer(),)
+    return ends
+
+
+@jit
+def load_bias(ends, bias, row_block, key, ROWS: gl.constexpr):
+    """Fill a slot for each query tile with the bias of the block of keys from `key` on; nothing, if there is none.
+    Returns the next ends."""
+    following = ()
+    for i in gl.static_range(len(ends)):
+        slot, end = ends[i].acquire()
+        tma.load(slot, bias[0], bias_coords(bias[0], row_block, row_block.first_row + i * ROWS, key))
+        following += (end,)
+    return following
+
+
+@jit
 def load(wires, order, operands):
-    """Fills queries, keys and values, in the order in which the products ask for them; asks for work."""
+    """Fills queries, keys, values and biases, in the order in which the products ask for them; asks for work."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
     ROWS: gl.constexpr = operands.q.block_shape[-2]
     queries, keys_values = wires.queries.producer(), producer_of(wires.keys_values)
-    asking = wires.items.producer()
+    biases, asking = producers_of_bias(wires), wires.items.producer()
 
     work = first_work(wires, order)
     while work.is_left():
@@ -39,12 +60,14 @@ def load(wires, order, operands):
         load_pieces(k, operands.k, key_coords(row_block, kv_head, key))
         q, queries = queries.acquire()
         load_pieces(q, operands.q, query_coords(row_block, row_block.first_row + ROWS))
+        biases = load_bias(biases, wires.bias, row_block, key, ROWS)
         for step in range(1, key_range.steps()):
             v, keys_values = keys_values.acquire_values()
             tma.load(v, operands.v, key_coords(row_block, kv_head, key))
             key = key_range.block(step) * BLOCK_N
             k, keys_values = keys_values.acquire_keys()
             load_pieces(k, operands.k, key_coords(row_block, kv_head, key))
+            biases = load_bias(biases, wires.bias, row_block, key, ROWS)
         v, keys_values = keys_values.acquire_values()
         tma.load(v, operands.v, key_coords(row_block, kv_head, key))
         work = work.next()

@@ -23,6 +23,8 @@ class Wires:
                 channel; or, where tiles of K and of V are not equally large, one for K and one for V, which have the
                 slots between them. The CTAs of a pair hold half of each: of K its rows, of V its columns, as the
                 products want their right operand. With four CTAs one load fills a slot in both pairs (multicast).
+    biases:     load -> softmax; what is added to the scores of a key block, a tile [ROWS, BLOCK_N] or a row for all; freed
+                by softmax when it has added it. A channel of one slot for each query tile; none, if there is no bias.
     scores:     mma -> softmax; filled by QKᵀ; freed by softmax when P is in its place (see tmem.py). As all that
                 follows but `results` and `items`: one ring or signal of the channel for each query tile.
     tails:      softmax -> mma: the last quarter of P is there too (if early_p).
@@ -40,6 +42,7 @@ class Wires:
 
     queries: SharedMemoryChannel
     keys_values: gl.tuple  # of one channel, or of two
+    biases: gl.tuple  # of one channel for each query tile, or of none
     scores: TensorMemoryChannel
     tails: SignalChannel
     alphas: SignalChannel
@@ -50,6 +53,7 @@ class Wires:
     turns: SignalChannel
     items: WorkChannel
     CONFIG: gl.constexpr
+    bias: gl.tuple  # of one: the descriptor of a bias; or None
 
     @jit
     def channels(self):
@@ -57,7 +61,7 @@ class Wires:
         turns = (self.turns,) if self.CONFIG.exp_turns else ()
         items = (self.items,) if self.CONFIG.dynamic else ()
         always = (self.alphas, self.outputs, self.statistics, self.statistics_read, self.results)
-        return (self.queries,) + self.keys_values + (self.scores,) + tails + always + turns + items
+        return (self.queries,) + self.keys_values + self.biases + (self.scores,) + tails + always + turns + items
 
 
 @aggregate
@@ -116,8 +120,18 @@ def alloc_keys_values(k_desc, v_desc, CONFIG: gl.constexpr, PIECES: gl.constexpr
 
 
 @jit
-def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr, PIECES: gl.constexpr):
-    """The channels for tiles of these descriptors. PIECES: of a tile of Q, or of K."""
+def alloc_biases(bias):
+    channels = ()
+    if bias[0] is not None:
+        for _ in gl.static_range(QUERY_TILES):
+            channels += (SharedMemoryChannel.alloc(bias[0], SLOTS=1, CONSUMERS=1),)
+    return channels
+
+
+@jit
+def alloc_wires(q_desc, k_desc, v_desc, o_desc, bias, CONFIG: gl.constexpr, PIECES: gl.constexpr):
+    """The channels for tiles of these descriptors. bias: of one, its descriptor, or None. PIECES: of a tile of Q, or of
+    K."""
     BLOCK_N: gl.constexpr = k_desc.block_shape[-2]
     ROWS: gl.constexpr = q_desc.block_shape[-2]
     SCORES: gl.constexpr = accumulator_layout(q_desc.layout, BLOCK_N)
@@ -126,6 +140,7 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr, PIECES: gl
     return Wires(
         queries=SharedMemoryChannel.alloc((q_desc,) * PIECES, SLOTS=QUERY_TILES, CONSUMERS=0, TWO_CTAS=PAIR),
         keys_values=alloc_keys_values(k_desc, v_desc, CONFIG, PIECES, PAIR),
+        biases=alloc_biases(bias),
         scores=TensorMemoryChannel.alloc(gl.float32, [ROWS, BLOCK_N], SCORES, RINGS=QUERY_TILES),
         tails=SignalChannel.alloc(QUERY_TILES, TWO_CTAS=PAIR),
         alphas=SignalChannel.alloc(QUERY_TILES),
@@ -136,4 +151,5 @@ def alloc_wires(q_desc, k_desc, v_desc, o_desc, CONFIG: gl.constexpr, PIECES: gl
         turns=SignalChannel.alloc(QUERY_TILES),
         items=WorkChannel.alloc(ITEM_SLOTS, ROLES),
         CONFIG=CONFIG,
+        bias=bias,
     )

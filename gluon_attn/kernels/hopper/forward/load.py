@@ -3,6 +3,7 @@
 from channels import tma
 from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
+from ...common.bias import bias_coords
 from ...common.pieces import coords_of_pieces, from_column
 from ...common.sequence import key_coords, query_coords, transposed_value_coords
 from ..pieces import from_row
@@ -48,16 +49,6 @@ def load(wires, order, operands, heads_per_kv_head):
         v, values = values.acquire()
         load_values(v, wires, operands, row_block, kv_head, key)
         work = work.next()
-
-
-@jit
-def bias_coords(desc, row_block, row, key):
-    """Of the tile of a bias that is added to the scores of queries from `row` on and keys from `key` on."""
-    if desc.block_shape[2] == 1:
-        row = gl.to_tensor(0)
-    # A dimension of size 1 is the same for all.
-    batch, head = gl.minimum(row_block.batch, desc.shape[0] - 1), gl.minimum(row_block.head, desc.shape[1] - 1)
-    return [batch, head, row, key]
 
 
 @jit
