@@ -46,6 +46,7 @@ from .tensors import FP8_DTYPES, MAX_HEAD_DIM, NAMED_DTYPES
 
 ARCHS = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
 SINKS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CARDS = {90: Device.hopper(), 100: Device.blackwell(), 103: Device.blackwell_ultra()}
 LARGEST_HEAD_DIM_V_OF = {90: MAX_HEAD_DIM, 100: LARGEST_HEAD_DIM_V, 103: LARGEST_HEAD_DIM_V}
 BAR_WIDTH = 24
 AnyRow = TypeVar("AnyRow", bound=Sizes)
@@ -201,7 +202,7 @@ def jobs_of(options: argparse.Namespace, arch: int, device: Device | None = None
     if options.bias is not None:
         bias = Bias(dtype=SINKS[options.bias], each_row=not options.bias_of_keys, shared=options.bias_of_keys)
         features = replace(features, bias=bias)
-        require_bias(bias, dtypes, arch)
+        require_bias(bias, dtypes)
     if options.backward:
         require_gradients(dtypes, arch)
     for head_dim in options.head_dim:
@@ -282,9 +283,7 @@ def of_used(used: bool) -> str:
     return ", used keys" * used
 
 
-def require_bias(bias: Bias, dtypes: Sequence[torch.dtype], arch: int) -> None:
-    if arch != 90:
-        raise ValueError(f"--bias: expected --arch sm_90, as no other card has it so far, got sm_{arch}")
+def require_bias(bias: Bias, dtypes: Sequence[torch.dtype]) -> None:
     for dtype in dtypes:
         if dtype in FP8_DTYPES or bias.dtype not in (dtype, torch.float32):
             raise ValueError(f"--bias: expected fp32, or the dtype of q, fp16 or bf16; got {bias.dtype} and {dtype}")
@@ -345,7 +344,7 @@ def forward_jobs(
         config = for_scores(row, features.score_mod, dtype)
         if features.bias is not None:
             asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
-            config = for_bias(row.config, asked, Device.hopper())
+            config = for_bias(row.config, asked, CARDS[arch])
         served = [
             f"from {row.min_kv_len} keys" * (row.min_kv_len > 1),
             f"up to {row.max_kv_len} keys" * (row.max_kv_len is not None),

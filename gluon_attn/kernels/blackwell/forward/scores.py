@@ -31,8 +31,8 @@ def load_scores(scores, bias, rows, block, scale, MASKED: gl.constexpr, CONFIG: 
 
 @jit
 def with_bias(scores, bias, scale_log2, FIRST_COLUMN: gl.constexpr, PACKED: gl.constexpr):
-    """Raw scores [ROWS, N], with what is added to them, in their units. bias: the slot that has it for all columns, from
-    FIRST_COLUMN on for these; a tuple of one, or of none."""
+    """Raw scores [ROWS, N], those of columns from FIRST_COLUMN on, and what is added to them, in their units. bias: the
+    slot that has it, for all columns; a tuple of one, or of none."""
     if len(bias) == 0:
         return scores
     else:

@@ -23,8 +23,8 @@ class Wires:
                 channel; or, where tiles of K and of V are not equally large, one for K and one for V, which have the
                 slots between them. The CTAs of a pair hold half of each: of K its rows, of V its columns, as the
                 products want their right operand. With four CTAs one load fills a slot in both pairs (multicast).
-    biases:     load -> softmax; what is added to the scores of a key block, a tile [ROWS, BLOCK_N] or a row for all; freed
-                by softmax when it has added it. A channel of one slot for each query tile; none, if there is no bias.
+    biases:     load -> softmax; what is added to the scores of a key block, a tile [ROWS, BLOCK_N] or a row for all;
+                freed by softmax, which has added it. A channel of one slot for each query tile; none without a bias.
     scores:     mma -> softmax; filled by QKᵀ; freed by softmax when P is in its place (see tmem.py). As all that
                 follows but `results` and `items`: one ring or signal of the channel for each query tile.
     tails:      softmax -> mma: the last quarter of P is there too (if early_p).
