@@ -161,14 +161,15 @@ def of_gradients_with_bias(head_dim: int, kind: str) -> Twin:
 
 
 def with_bias() -> dict[str, Callable[[], Twin]]:
+    kinds: tuple[tuple[str, Callable[[int, str], Twin], tuple[int, ...]], ...] = (
+        ("sm_90", of_bias, (64, 128, 256)),
+        ("gradients", of_gradients_with_bias, (64, 128, 256)),
+        ("sm_100", of_bias_on_blackwell, (64, 128)),
+    )
     return {
         f"{name} D={head_dim} causal bias {kind}": functools.partial(of_kind, head_dim, kind)
-        for (name, of_kind), head_dim, kind in itertools.product(
-            (("sm_90", of_bias), ("gradients", of_gradients_with_bias)), (64, 128, 256), ("a row each", "one row")
-        )
-    } | {
-        f"sm_100 D={head_dim} causal bias {kind}": functools.partial(of_bias_on_blackwell, head_dim, kind)
-        for head_dim, kind in itertools.product((64, 128), ("a row each", "one row"))
+        for name, of_kind, head_dims in kinds
+        for head_dim, kind in itertools.product(head_dims, ("a row each", "one row"))
     }
 
 

@@ -19,7 +19,7 @@ def load_pieces(slot, desc, coords):
 
 @jit
 def producers_of_bias(wires):
-    ends = ()
+    ends = wires.biases[:0]
     for i in gl.static_range(len(wires.biases)):
         ends += (wires.biases[i].producer(),)
     return ends
@@ -29,7 +29,7 @@ def producers_of_bias(wires):
 def load_bias(ends, bias, row_block, key, ROWS: gl.constexpr):
     """Fill a slot for each query tile with the bias of the block of keys from `key` on; nothing, if there is none.
     Returns the next ends."""
-    following = ()
+    following = ends[:0]
     for i in gl.static_range(len(ends)):
         slot, end = ends[i].acquire()
         tma.load(slot, bias[0], bias_coords(bias[0], row_block, row_block.first_row + i * ROWS, key))
