@@ -29,6 +29,7 @@ from .documents import documents_build
 from .explain import window
 from .features import APART
 from .forward.configs import BlackwellConfig, ForwardConfig
+from .forward.fits import LARGEST_HEAD_DIM_V
 from .forward.launch import build_of, list_build, transpose_build
 from .forward.plan import LARGEST_LENGTH
 from .forward.table import Row, for_bias, for_scores, rows_by_default
@@ -41,12 +42,12 @@ from .runtime.compiler import check_triton_version
 from .runtime.kernel import Build
 from .score_mod import ScoreFunction, alibi, softcap
 from .sizes import Sizes
-from .tensors import FP8_DTYPES, NAMED_DTYPES
+from .tensors import FP8_DTYPES, MAX_HEAD_DIM, NAMED_DTYPES
 
 ARCHS = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
 SINKS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-LARGEST_HEAD_DIM = {90: 256, 100: 128, 103: 128}
-HEAD_DIMS_APART = (90,)  # where V's may be another one than Q's
+CARDS = {90: Device.hopper(), 100: Device.blackwell(), 103: Device.blackwell_ultra()}
+LARGEST_HEAD_DIM_V_OF = {90: MAX_HEAD_DIM, 100: LARGEST_HEAD_DIM_V, 103: LARGEST_HEAD_DIM_V}
 BAR_WIDTH = 24
 AnyRow = TypeVar("AnyRow", bound=Sizes)
 # Of arguments of a call that exclude others: the option for it.
@@ -201,26 +202,24 @@ def jobs_of(options: argparse.Namespace, arch: int, device: Device | None = None
     if options.bias is not None:
         bias = Bias(dtype=SINKS[options.bias], each_row=not options.bias_of_keys, shared=options.bias_of_keys)
         features = replace(features, bias=bias)
-        require_bias(bias, dtypes, arch)
+        require_bias(bias, dtypes)
     if options.backward:
         require_gradients(dtypes, arch)
     for head_dim in options.head_dim:
         head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
         multiple = 16 if any(dtype in FP8_DTYPES for dtype in dtypes) else 8
-        for option, given in {"--head-dim": head_dim, "--head-dim-v": head_dim_v}.items():
-            if not 0 < given <= LARGEST_HEAD_DIM[arch] or given % multiple:
+        of_v = "--head-dim" if options.head_dim_v is None else "--head-dim-v"
+        for option, given, largest in (
+            (of_v, head_dim_v, LARGEST_HEAD_DIM_V_OF[arch]), ("--head-dim", head_dim, MAX_HEAD_DIM),
+        ):  # fmt: skip
+            if not 0 < given <= largest or given % multiple:
                 raise ValueError(
-                    f"{option}: expected a multiple of {multiple} up to {LARGEST_HEAD_DIM[arch]} for sm_{arch}, got "
-                    f"{given}"
+                    f"{option}: expected a multiple of {multiple} up to {largest} for sm_{arch}, got {given}"
                 )
         forward, backward = (
             (Problem.padded(head_dim), Problem.padded(head_dim_v)),
             padded_head_dims(head_dim, head_dim_v),
         )
-        if arch not in HEAD_DIMS_APART and forward[0] != forward[1]:
-            raise ValueError(
-                f"--head-dim-v: expected one padded as that of Q, {forward[0]}, for sm_{arch}, got {head_dim_v}"
-            )
         for name, dtype in zip(options.dtype, dtypes, strict=True):
             for mask, keys in masks_of(options).items():
                 parts = (
@@ -284,9 +283,7 @@ def of_used(used: bool) -> str:
     return ", used keys" * used
 
 
-def require_bias(bias: Bias, dtypes: Sequence[torch.dtype], arch: int) -> None:
-    if arch != 90:
-        raise ValueError(f"--bias: expected --arch sm_90, as no other card has it so far, got sm_{arch}")
+def require_bias(bias: Bias, dtypes: Sequence[torch.dtype]) -> None:
     for dtype in dtypes:
         if dtype in FP8_DTYPES or bias.dtype not in (dtype, torch.float32):
             raise ValueError(f"--bias: expected fp32, or the dtype of q, fp16 or bf16; got {bias.dtype} and {dtype}")
@@ -347,7 +344,7 @@ def forward_jobs(
         config = for_scores(row, features.score_mod, dtype)
         if features.bias is not None:
             asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
-            config = for_bias(row.config, asked, Device.hopper())
+            config = for_bias(row.config, asked, CARDS[arch])
         served = [
             f"from {row.min_kv_len} keys" * (row.min_kv_len > 1),
             f"up to {row.max_kv_len} keys" * (row.max_kv_len is not None),

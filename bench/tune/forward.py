@@ -54,6 +54,7 @@ BLACKWELL: dict[str, tuple[Any, ...]] = {
     "rescale_threshold": (0.0, 8.0),
     "dynamic": (False, True),
     "longest_first": (False, True),
+    "result_slots": (1, 2),
     "cga_layout": ((), ((1, 0),), ((1, 0), (2, 0))),
     "softmax_registers": (176, 184, 192, 200),
 }

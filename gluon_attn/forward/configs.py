@@ -51,6 +51,10 @@ class ForwardConfig:
         """Whether, for elements of that size, a kernel of its own transposes V before."""
         return False
 
+    def piece_columns(self, padded_head_dim: int) -> int:
+        """In tiles of how many columns a tensor of that head dim is: of all; or of PIECE, as many as make it up."""
+        return piece_columns(padded_head_dim)
+
     @property
     @abstractmethod
     def archs(self) -> tuple[int, ...]:
@@ -80,6 +84,10 @@ class ForwardConfig:
     def smem_bytes(self, head_dim: int, element_bytes: int, head_dim_v: int | None = None) -> int:
         """Shared memory of a CTA for a padded head dim, with barriers and the compiler's own use. head_dim_v: the one
         of V, padded; None: as Q's."""
+
+    @abstractmethod
+    def bias_bytes(self, bias: Bias) -> int:
+        """Shared memory that a bias takes besides."""
 
     @abstractmethod
     def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
@@ -171,7 +179,6 @@ class HopperConfig(ForwardConfig):
         return queries + self.kv_slots * self.block_n * columns * element_bytes + BARRIER_BYTES
 
     def bias_bytes(self, bias: Bias) -> int:
-        """Shared memory that a bias takes besides."""
         tiles = self.softmax_roles if bias.each_row else 1
         return self.kv_slots * tiles * bias.tile_bytes(self.rows_per_role, self.block_n)
 
@@ -187,7 +194,9 @@ class BlackwellConfig(ForwardConfig):
 
     A CTA computes two tiles of 128 query rows at a time; two CTAs are a pair whose products are issued together.
 
-    kv_slots: depth of the one channel that keys and values share.
+    kv_slots: depth of the one channel that keys and values share; where K and V have unlike head dims, of the two that
+        they have then, together.
+    result_slots: depth of the channel of O on its way to global memory, 1 or 2; O is there in 16 bits.
     load_registers: of the load, mma and store roles.
     load_pieces: in how many pieces the scores are loaded from tensor memory: 1, 2 or 4.
     exp_pieces: in how many pieces the exponentials are taken and the probabilities stored, a multiple of load_pieces:
@@ -214,6 +223,7 @@ class BlackwellConfig(ForwardConfig):
     rescale_threshold: float = 0.0
     dynamic: bool = False
     longest_first: bool = False
+    result_slots: int = 2
 
     QUERY_TILES = 2
     ROWS_PER_CTA = 128  # of a query tile: lanes of tensor memory
@@ -228,6 +238,8 @@ class BlackwellConfig(ForwardConfig):
         super().__post_init__()
         if self.kv_slots < 2:
             raise ValueError(f"{self.kv_slots=} must be at least 2: the products hold a block of V and the next of K")
+        if self.result_slots not in (1, 2):
+            raise ValueError(f"{self.result_slots=} must be 1 or 2, as a CTA has two query tiles")
         if self.cga_layout not in ((), ((1, 0),), ((1, 0), (2, 0))):
             raise ValueError(
                 f"{self.cga_layout=} must be () for one CTA, ((1, 0),) for two or ((1, 0), (2, 0)) for four, sharded "
@@ -273,6 +285,19 @@ class BlackwellConfig(ForwardConfig):
         asked = self.QUERY_TILES * self.softmax_registers + self.load_registers
         return REGISTERS_PER_SM // WARPGROUP - asked
 
+    def piece_columns(self, padded_head_dim: int) -> int:
+        return padded_head_dim if padded_head_dim <= 2 * PIECE else PIECE
+
+    @property
+    def key_slots(self) -> int:
+        """Of the channel that keys have for themselves."""
+        return self.kv_slots - self.value_slots
+
+    @property
+    def value_slots(self) -> int:
+        """Likewise of values, of which the products hold one block only."""
+        return self.kv_slots // 2
+
     def tensor_memory_columns(self, head_dim_v: int) -> int:
         """Columns of tensor memory for a padded head dim of V, of the 512 there are."""
         return self.QUERY_TILES * (self.block_n + head_dim_v)
@@ -280,9 +305,15 @@ class BlackwellConfig(ForwardConfig):
     def smem_bytes(self, head_dim: int, element_bytes: int, head_dim_v: int | None = None) -> int:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         queries = self.QUERY_TILES * self.ROWS_PER_CTA * head_dim * element_bytes
-        results = self.QUERY_TILES * self.ROWS_PER_CTA * head_dim_v * 2
-        keys_values = self.kv_slots * self.block_n * head_dim * element_bytes // min(2, self.num_ctas)
+        results = self.result_slots * self.ROWS_PER_CTA * head_dim_v * 2
+        columns = self.kv_slots * head_dim
+        if head_dim_v != head_dim:
+            columns = self.key_slots * head_dim + self.value_slots * head_dim_v
+        keys_values = self.block_n * columns * element_bytes // min(2, self.num_ctas)
         return queries + results + keys_values + BARRIER_BYTES
+
+    def bias_bytes(self, bias: Bias) -> int:
+        return self.QUERY_TILES * bias.tile_bytes(self.ROWS_PER_CTA, self.block_n)
 
     def operand(self, name: Literal["q", "k", "v", "out"]) -> tuple[int, Bases]:
         if name in ("q", "out"):
@@ -313,6 +344,7 @@ def label(config: ForwardConfig) -> str:
         )
         levers += f"p{config.polynomial_columns}" * (config.polynomial_columns > 0)
         levers += f"r{config.rescale_threshold:g}" * (config.rescale_threshold > 0) + "d" * config.dynamic
+        levers += "o" * (config.result_slots == 1)
         name = f"{config.block_n} kv{config.kv_slots} {pieces}{levers}"
     return f"{name}{'l' * orders_heads(config)} {config.num_ctas}cta"
 

@@ -7,22 +7,18 @@ from ..score_mod import NEAR_ZERO
 from ..tensors import FP8_DTYPES
 from .configs import BlackwellConfig, ForwardConfig, HopperConfig, piece_columns
 
+LARGEST_HEAD_DIM_V = 128  # on Blackwell
 MOST_ROLES_WITH_BIAS = 2  # of each row: a role with others' rows now and then would have to choose its tile
 
 
 def require_supported(problem: Problem, device: Device) -> None:
     """NotImplementedError for a problem that the kernel of the device's architecture does not compute."""
-    if device.arch != 90 and problem.bias is not None:
-        raise NotImplementedError(f"bias: not supported on {device.name} so far, only on a Hopper card; leave it out")
-    if device.arch != 90 and problem.padded_head_dim != problem.padded_head_dim_v:
+    if device.arch != 90 and problem.padded_head_dim_v > LARGEST_HEAD_DIM_V:
+        name = "q" if problem.head_dim == problem.head_dim_v else "v"
         raise NotImplementedError(
-            f"v: head_dim {problem.head_dim_v} with q of {problem.head_dim} is not supported on a Blackwell card so "
-            "far; pad v with zeros and drop these columns of O"
-        )
-    if device.arch != 90 and problem.padded_head_dim > 128:
-        raise NotImplementedError(
-            f"q: head_dim {problem.head_dim} on a Blackwell card is not supported: expected at most 128, as two query "
-            "tiles with outputs of 256 columns leave no tensor memory for their scores"
+            f"{name}: head_dim {problem.head_dim_v} on a Blackwell card is not supported: expected at most "
+            f"{LARGEST_HEAD_DIM_V}, as two query tiles with outputs of 256 columns leave no tensor memory for their "
+            "scores" + "; v's alone counts" * (name == "q")
         )
 
 
@@ -65,7 +61,7 @@ def require_fits(config: ForwardConfig, problem: Problem, device: Device) -> Non
         )
     require_fits_scores(config, problem)
     needed = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize, problem.padded_head_dim_v)
-    if problem.bias is not None and isinstance(config, HopperConfig):
+    if problem.bias is not None:
         require_fits_bias(config, problem.bias)
         needed += config.bias_bytes(problem.bias)
     if needed > device.smem_bytes:
@@ -129,13 +125,18 @@ def require_fits_scores(config: ForwardConfig, problem: Problem) -> None:
         )
 
 
-def require_fits_bias(config: HopperConfig, bias: Bias) -> None:
-    """ValueError for more CTAs than one, whose K is the same and whose rows are not; and for many roles."""
+def require_fits_bias(config: ForwardConfig, bias: Bias) -> None:
+    """ValueError for more CTAs than one, whose K is the same and whose rows are not; for many roles; and for a lever
+    that looks at scores without it."""
     if config.num_ctas > 1:
         raise ValueError(
             f"config: expected one CTA with a bias, got {config.num_ctas}; give num_ctas=1, or leave it out"
         )
-    if bias.each_row and config.softmax_roles > MOST_ROLES_WITH_BIAS:
+    if isinstance(config, BlackwellConfig) and config.max_in_load:
+        raise ValueError(
+            "config: expected max_in_load=False with a bias, as it finds the maxima of scores before that, got True"
+        )
+    if isinstance(config, HopperConfig) and bias.each_row and config.softmax_roles > MOST_ROLES_WITH_BIAS:
         raise ValueError(
             f"config: expected at most {MOST_ROLES_WITH_BIAS} softmax_roles with a bias of each row, got "
             f"{config.softmax_roles}"

@@ -46,7 +46,9 @@ BIAS = Tma("bias_desc", "bias")  # None where there is none
 HOPPER = Kernel(
     hopper.attention_forward, *OPERANDS, BIAS, *STATISTICS, *SCORES, RECORDS, *NUMBERS, Scalar("last_heads")
 )
-BLACKWELL = Kernel(blackwell.attention_forward, *OPERANDS, *STATISTICS, *SCORES, RECORDS, *NUMBERS, Scalar("l2_heads"))
+BLACKWELL = Kernel(
+    blackwell.attention_forward, *OPERANDS, BIAS, *STATISTICS, *SCORES, RECORDS, *NUMBERS, Scalar("l2_heads")
+)
 TRANSPOSE = Kernel(transpose_values, Tma("v_desc", "v"), Tma("out_desc", "transposed_v"), *LENGTHS[1:])
 LIST = Kernel(
     list_row_blocks, *LENGTHS, RECORDS,
@@ -78,8 +80,7 @@ def build_of(
     """
     before = config.transposes_before(dtype.itemsize)
     head_dim_v = padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    columns, columns_v = piece_columns(padded_head_dim), piece_columns(head_dim_v)
-    on_hopper = isinstance(config, HopperConfig)
+    columns, columns_v = config.piece_columns(padded_head_dim), config.piece_columns(head_dim_v)
     staged = isinstance(config, HopperConfig) and config.stage_in_queries
     columns_of = {"q": columns, "k": columns, "v": columns_v, "out": min(columns, columns_v) if staged else columns_v}
     blocks = {}
@@ -95,7 +96,7 @@ def build_of(
     absent |= {} if packed else {RECORDS.name: None}
     if bias is not None:
         blocks[BIAS.tensor] = bias.block(config.operand("q")[0], config.block_n)
-    elif on_hopper:
+    else:
         absent |= {BIAS.name: None}
     return Build(
         kernel=kernel_of(config),
@@ -104,7 +105,7 @@ def build_of(
             "MASK": mask,
             "SCORE_MOD": score_mod,
             "CONFIG": config,
-            **({"PIECES": (padded_head_dim // columns, head_dim_v // columns_v)} if on_hopper else {}),
+            "PIECES": (padded_head_dim // columns, head_dim_v // columns_v),
             **absent,
         },
         num_ctas=config.num_ctas,

@@ -1,7 +1,7 @@
 """Configurations: what can be chosen, what was measured, and the choice."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from .fits import head_dims_of, require_ctas, require_fits, require_supported
 from .plan import Plan
 
 LONG = 1280  # keys, from where on it pays to compute the last heads' row blocks longest first
+
+UNLIKE_ON_BLACKWELL = ((64, 128), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))  # of Q and V, padded
 
 CGA_LAYOUTS: dict[int, Bases] = {1: (), 2: ((1, 0),), 4: ((1, 0), (2, 0))}
 
@@ -299,6 +301,35 @@ def blackwell_rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def with_less_memory(config: BlackwellConfig) -> Iterator[BlackwellConfig]:
+    """This config, and such as take ever less shared memory: fewer slots, and then fewer keys to a block."""
+    for block_n, result_slots in ((128, 2), (128, 1), (64, 1)):
+        for kv_slots in range(config.kv_slots, 1, -1):
+            yield replace(config, block_n=block_n, result_slots=result_slots, kv_slots=kv_slots)
+
+
+def blackwell_rows_of_unlike_head_dims() -> Iterator[Row]:
+    """Of a V head dim unlike Q's, at most 128: with as many keys to a block, and then as many slots, as have room. None
+    is measured."""
+    device = Device.blackwell()
+    for head_dims, arch, causal, num_ctas, element_bytes in itertools.product(
+        UNLIKE_ON_BLACKWELL, (103, 100), (False, True), (1, 2, 4), (2, 1)
+    ):
+        config = blackwell_config(
+            kv_slots=6,
+            softmax_registers=192,
+            num_ctas=num_ctas,
+            exp_pieces=4,
+            max_in_load=arch == 103,
+            polynomial_columns=2 if arch == 100 else 0,
+            rescale_threshold=8.0 if element_bytes == 2 else 0.0,
+            longest_first=causal,
+        )
+        cuts = with_less_memory(config)
+        roomy = next(c for c in cuts if c.smem_bytes(head_dims[0], element_bytes, head_dims[1]) <= device.smem_bytes)
+        yield Row(head_dims[0], causal, roomy, element_bytes, padded_head_dim_v=head_dims[1])
+
+
 def configs_with_bias() -> Iterator[HopperConfig]:
     """Where a bias of each row leaves no room for the table's config, the first of these that fits: with as many keys
     to a block, roles and slots as have room."""
@@ -316,7 +347,8 @@ WITH_BIAS = tuple(configs_with_bias())
 BLACKWELL = blackwell_rows()
 TABLE = HOPPER + BLACKWELL
 OTHER_HEAD_DIMS = tuple(rows_of_other_head_dims())
-PACKAGED = TABLE + OTHER_HEAD_DIMS
+BLACKWELL_UNLIKE = tuple(blackwell_rows_of_unlike_head_dims())
+PACKAGED = TABLE + OTHER_HEAD_DIMS + BLACKWELL_UNLIKE
 
 
 def pick_config(
@@ -392,8 +424,13 @@ def for_scores(row: Row, score_mod: ScoreFunction | None, dtype: torch.dtype) ->
 
 def for_bias(config: ForwardConfig, problem: Problem, device: Device) -> ForwardConfig:
     """The config for scores that a bias is added to: this one, or else the first that has room for it."""
-    wide = problem.padded_head_dim_v > 128  # too many registers for scores of 128 keys
-    for one in (config, *(c for c in WITH_BIAS if c.block_n == 64 or not wide)):
+    candidates: Iterable[ForwardConfig]
+    if isinstance(config, BlackwellConfig):
+        candidates = with_less_memory(replace(config, max_in_load=False))
+    else:
+        wide = problem.padded_head_dim_v > 128  # too many registers for scores of 128 keys
+        candidates = (config, *(c for c in WITH_BIAS if c.block_n == 64 or not wide))
+    for one in candidates:
         try:
             require_fits(one, problem, device)
         except ValueError:

@@ -9,9 +9,9 @@ import torch
 from gluon_attn import attention, attention_varlen
 from gluon_attn.bias import Bias, view_of_bias
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import HopperConfig
+from gluon_attn.forward.configs import BlackwellConfig, HopperConfig
 from gluon_attn.forward.fits import require_fits
-from gluon_attn.forward.table import hopper_config, pick_config
+from gluon_attn.forward.table import UNLIKE_ON_BLACKWELL, blackwell_config, hopper_config, pick_config
 from gluon_attn.problem import Problem
 from gluon_attn.tensors import PADDED_HEAD_DIMS
 from tests.gluon_attn.problems import problem
@@ -60,6 +60,29 @@ def test_there_is_a_config_for_all():
     assert kept > 0
 
 
+# Of head dims of Q and V, where a bias of each row has no room on Blackwell, whatever the config.
+NO_ROOM = {(256, 128): (BF16, FP32), (256, 64): (FP32,), (192, 128): (FP32,)}
+
+
+@pytest.mark.parametrize("device", [BLACKWELL, Device.blackwell_ultra()], ids=lambda device: device.name)
+def test_there_is_a_config_on_blackwell_where_one_has_room(device):
+    for head_dims, causal, bias in itertools.product(
+        ((64, 64), (128, 128), *UNLIKE_ON_BLACKWELL), (False, True), KINDS
+    ):
+        asked = problem(head_dim=head_dims[0], head_dim_v=head_dims[1], kv_len=4096, causal=causal, bias=bias)
+        if bias.each_row and bias.dtype in NO_ROOM.get(head_dims, ()):
+            with pytest.raises(ValueError, match=r"^config: none has room for a bias"):
+                pick_config(asked, device)
+        else:
+            config = pick_config(asked, device)
+            assert isinstance(config, BlackwellConfig)
+            assert not config.max_in_load
+            require_fits(config, asked, device)
+            tiles = 2 * (128 if bias.each_row else 1) * config.block_n * bias.dtype.itemsize
+            assert config.bias_bytes(bias) == tiles
+            assert config.smem_bytes(head_dims[0], 2, head_dims[1]) + tiles <= device.smem_bytes
+
+
 Q = torch.zeros(1, 2, 24, 64, dtype=BF16)
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no tensor": (3, {}, TypeError, r"^bias: expected a torch.Tensor of shape \(1 or 1, 2 or 1, 24 or 1, 24\) or None"),
@@ -87,8 +110,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         torch.zeros(1, 2, 24, 24), {"config": hopper_config(2, 64, 2, 2, 232, num_ctas=2)}, ValueError,
         r"^config: expected one CTA with a bias, got 2",
     ),
-    "Blackwell": (
-        torch.zeros(1, 2, 24, 24), {"device": BLACKWELL}, NotImplementedError, r"^bias: not supported on NVIDIA B200",
+    "two CTAs of Blackwell": (
+        torch.zeros(1, 2, 24, 24), {"device": BLACKWELL, "num_ctas": 2}, ValueError,
+        r"^num_ctas: expected 1 or None with a bias, got 2",
+    ),
+    "maxima of scores without it": (
+        torch.zeros(1, 2, 24, 24),
+        {"device": Device.blackwell_ultra(), "config": blackwell_config(2, 192, max_in_load=True)}, ValueError,
+        r"^config: expected max_in_load=False with a bias",
+    ),
+    "no room on Blackwell": (
+        torch.zeros(1, 2, 24, 24), {"device": BLACKWELL, "config": blackwell_config(6, 192)}, ValueError,
+        r"^config: expected a config that fits the 232448 bytes .*got one that needs 295936",
     ),
     "a tiny scale": (torch.zeros(1, 2, 24, 24), {"scale": 1e-35}, ValueError, r"^scale: expected at least 1e-30 with"),
     "three roles": (

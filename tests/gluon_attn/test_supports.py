@@ -65,6 +65,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "a shift of 16 bytes": lambda: call(shifted(8)),
     "requires grad": lambda: call(q_of().requires_grad_()),
     "a bias": lambda: call(bias=torch.zeros(1, 4, 24, 24)),
+    "a bias on Blackwell": lambda: call(bias=torch.zeros(1, 4, 24, 24), device=BLACKWELL),
     "a parameter": lambda: call(torch.nn.Parameter(q_of())),
 }
 BAD: dict[str, Callable[[], dict[str, Any]]] = {
@@ -110,7 +111,7 @@ BAD: dict[str, Callable[[], dict[str, Any]]] = {
     "slopes in 16 bits": lambda: call(alibi_slopes=torch.zeros(2).half()),
     "a cap of 0": lambda: call(softcap=0.0),
     "a bias of a misplaced row": lambda: call(bias=torch.zeros(4 * 24 * 24 + 1)[1:].view(1, 4, 24, 24)),
-    "a bias on Blackwell": lambda: call(bias=torch.zeros(1, 4, 24, 24), device=BLACKWELL),
+    "a bias with two CTAs": lambda: call(bias=torch.zeros(1, 4, 24, 24), device=BLACKWELL, num_ctas=2),
     "a bias that is freed": lambda: call(bias=freed_bias()),
     "two changes of scores": lambda: call(softcap=2.0, alibi_slopes=torch.zeros(2)),
     "a mask": lambda: call(attn_mask=torch.ones(24, 24)),

@@ -23,7 +23,7 @@ import gluon_cpu
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellConfig, HopperConfig
-from gluon_attn.forward.table import OTHER_HEAD_DIMS, TABLE, Row
+from gluon_attn.forward.table import BLACKWELL_UNLIKE, OTHER_HEAD_DIMS, TABLE, Row
 from gluon_attn.tuning import gradient_kernels_of_cards, kernels_of_cards
 from tests.gluon_cpu.arguments import at_least_one, shard
 from tests.gluon_cpu.attention import BackwardRun, Run, bias_of, kv_scales, normal_qkv
@@ -135,6 +135,27 @@ def of_bias(head_dim: int, kind: str) -> Twin:
     return checked_once(run, lambda: (run.out, run.lse))
 
 
+def of_bias_on_blackwell(head_dim: int, kind: str) -> Twin:
+    q, k, v = normal_qkv(heads=4, kv_heads=2, q_len=533, kv_len=401, head_dim=head_dim)
+    run = Run(q, k, v, causal=True, programs=2, bias=bias_of(kind, q, k), device=Device.blackwell())
+    return checked_once(run, lambda: (run.out, run.lse))
+
+
+def of_unlike_head_dims(row: Row) -> Twin:
+    """A row for V's head dim unlike Q's: as `of_bias`, but without one."""
+    head_dim, head_dim_v = row.head_dims
+    dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
+    ctas = row.config.num_ctas
+    q, k, v = normal_qkv(
+        heads=2, kv_heads=1, q_len=533 * ctas, kv_len=401, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype
+    )
+    scales = kv_scales(1, 1) if row.element_bytes == 1 else ()
+    arch = row.config.archs[0]
+    device = Device.blackwell() if arch == 100 else Device.blackwell_ultra()
+    run = Run(q, k, v, *scales, causal=row.causal, programs=2, config=row.config, device=device)
+    return checked_once(run, lambda: (run.out, run.lse))
+
+
 def of_gradients_with_bias(head_dim: int, kind: str) -> Twin:
     """`of_gradients`, with a bias and its gradient. kind: as for `bias_of`."""
     q_len, kv_len = LENGTHS[head_dim]
@@ -144,11 +165,26 @@ def of_gradients_with_bias(head_dim: int, kind: str) -> Twin:
 
 
 def with_bias() -> dict[str, Callable[[], Twin]]:
+    kinds: tuple[tuple[str, Callable[[int, str], Twin], tuple[int, ...]], ...] = (
+        ("sm_90", of_bias, (64, 128, 256)),
+        ("gradients", of_gradients_with_bias, (64, 128, 256)),
+        ("sm_100", of_bias_on_blackwell, (64, 128)),
+    )
     return {
         f"{name} D={head_dim} causal bias {kind}": functools.partial(of_kind, head_dim, kind)
-        for (name, of_kind), head_dim, kind in itertools.product(
-            (("sm_90", of_bias), ("gradients", of_gradients_with_bias)), (64, 128, 256), ("a row each", "one row")
+        for name, of_kind, head_dims in kinds
+        for head_dim, kind in itertools.product(head_dims, ("a row each", "one row"))
+    }
+
+
+def with_unlike_head_dims() -> dict[str, Callable[[], Twin]]:
+    """On Blackwell, of sm_100 the causal rows, of sm_103 the others."""
+    return {
+        f"{name_of(row, torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn)} V's {row.head_dims[1]}": (
+            functools.partial(of_unlike_head_dims, row)
         )
+        for row in BLACKWELL_UNLIKE
+        if row.causal == (row.config.archs[0] == 100)
     }
 
 
@@ -267,6 +303,7 @@ def kernels() -> dict[str, Callable[[], Twin]]:
         **gradients(),
         **with_bias(),
         **with_features(),
+        **with_unlike_head_dims(),
         **{name: functools.partial(TWINS.__getitem__, name) for name in TWINS},
     }
 

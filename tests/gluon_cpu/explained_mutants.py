@@ -87,7 +87,7 @@ FREED_INIT = line_of(CHANNELS, "shared_memory.py", "init_barriers(self.freed, fr
 HELD_FIRST = line_of(BLACKWELL, "mma.py", "held, scores = wires.scores.producer(QUERY_TILE).acquire()")
 FIRST_TURN = line_of(BLACKWELL, "softmax.py", "ends = ends.take_turn()", FIRST)
 
-FIRST_KEY = line_of(BLACKWELL, "copies.py", "k, keys_values = keys_values.acquire()", FIRST)
+FIRST_KEY = line_of(BLACKWELL, "copies.py", "k, keys_values = keys_values.acquire_keys()", FIRST)
 SECOND_QUERY = line_of(BLACKWELL, "copies.py", "q, queries = queries.acquire()", slice(1, 2))
 QUERIES_DRAIN = line_of(BLACKWELL, "copies.py", "queries.drain()")
 KEYS_DRAIN = line_of(BLACKWELL, "copies.py", "keys_values.drain()")

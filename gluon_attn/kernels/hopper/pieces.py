@@ -1,4 +1,4 @@
-"""Tiles as wide as a head dim that is no power of two, as Gluon's tensors are: pieces of its columns, side by side.
+"""What Hopper does with tiles in pieces, see ../common/pieces.py.
 
 A product that sums over the head dim is a sum over pieces; one whose columns it is has an accumulator for each.
 """
@@ -7,26 +7,8 @@ from gluon_attn.runtime.compat import gl, jit, warpgroup_mma
 
 
 @jit
-def pieces_of(slot, SHAPE, first, PIECES):
-    """The pieces of one tile in a slot, its parts from `first` on: a tuple of views, each of that shape."""
-    pieces = (slot.view(SHAPE, part=first),)
-    for i in gl.static_range(1, PIECES):
-        pieces += (slot.view(SHAPE, part=first + i),)
-    return pieces
-
-
-@jit
-def from_column(coords, column):
-    """Coordinates of a tile, from that column on."""
-    if len(coords) == 5:  # of packed sequences
-        return [coords[0], coords[1], coords[2], coords[3], column]
-    else:
-        return [coords[0], coords[1], coords[2], column]
-
-
-@jit
 def from_row(coords, row):
-    """The same of a transposed tensor."""
+    """Coordinates of a tile of a transposed tensor, from that row on."""
     return [coords[0], coords[1], row, coords[3]]
 
 

@@ -22,6 +22,7 @@ from tests.slow import slow_if
 
 HOPPER, BLACKWELL = Device.hopper(), Device.blackwell()
 FEW = dataclasses.replace(HOPPER, sm_count=3)  # so that a program has several row blocks
+FEW_BLACKWELL = dataclasses.replace(BLACKWELL, sm_count=3)
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 B, H, KV_HEADS = 2, 4, 2
 
@@ -113,6 +114,20 @@ def test_against_float64(name):
     check(q, k, v, bias, **case.options)
 
 
+ON_BLACKWELL = [
+    name for name, case in CASES.items() if (case.head_dim_v or case.head_dim) <= 128 and "config" not in case.options
+]
+QUICK_BLACKWELL = ("of all, causal", "fp32, D=128")
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK_BLACKWELL, ON_BLACKWELL))
+def test_against_float64_on_blackwell(name):
+    case = CASES[name]
+    q, k, v = normal_qkv(case.lengths, case.head_dim, case.head_dim_v, case.dtype)
+    bias = normal_bias(*case.shape, case.lengths[1], dtype=case.bias_dtype or case.dtype)
+    check(q, k, v, bias, device=FEW_BLACKWELL, **case.options)
+
+
 def test_heads_after_tokens():
     """The bias is (B, H, Sq, Sk) there too."""
     q, k, v = (t.transpose(1, 2).contiguous() for t in normal_qkv((100, 130), 64))
@@ -129,11 +144,12 @@ def test_strides(strides):
     check(q, k, v, bias, causal=True)
 
 
-def test_beside_sinks_and_documents():
+@pytest.mark.parametrize("device", slow_if(lambda device: device is FEW, [FEW, FEW_BLACKWELL]), ids=["Hopper", "B200"])
+def test_beside_sinks_and_documents(device):
     q, k, v = normal_qkv((200, 200), 64)
     ids = (torch.arange(200) // 70).int().expand(B, 200).contiguous()
     sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0])
-    check(q, k, v, normal_bias(B, H, 200, 200), causal=True, segment_ids=ids, sinks=sinks)
+    check(q, k, v, normal_bias(B, H, 200, 200), device, causal=True, segment_ids=ids, sinks=sinks)
 
 
 @pytest.mark.parametrize("least", [-math.inf, torch.finfo(BF16).min])
@@ -150,6 +166,26 @@ def test_hidden_keys(least):
     )
     assert not out[:, :, 7].any()
     torch.testing.assert_close(out.double(), want, atol=1e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("least", "scale"),
+    [(-math.inf, 0.125), (torch.finfo(BF16).min, 0.125), (torch.finfo(BF16).min, 1.0), (-2e37, 0.125), (-1e38, 4.0)],
+)
+def test_hidden_keys_on_blackwell(least, scale):
+    """Also where the scale is so large that they are still finite as raw scores."""
+    q, k, v = normal_qkv((200, 264), 64)
+    hidden = torch.arange(264) % 5 == torch.arange(200)[:, None] % 5
+    hidden[:, 130:] = True  # the last block, which is walked first
+    hidden[7] = True
+    bias = normal_bias(B, 1, 200, 264).masked_fill(hidden, least)
+    out, lse = attention(q, k, v, bias=bias, scale=scale, device=FEW_BLACKWELL, return_lse=True)
+    want, want_lse = reference_attention(
+        q.double(), k.double(), v.double(), bias=bias.double().masked_fill(hidden, -math.inf), scale=scale
+    )
+    assert not out[:, :, 7].any()
+    torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=0)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
 
 
@@ -181,6 +217,14 @@ def test_under_many_schedules(shape):
     assert find_race(lambda: attention(q, k, v, bias=bias, causal=True, device=FEW), schedules=3) is None
 
 
+@pytest.mark.parametrize("shape", [(B, H, 400), (B, 1, 1)], ids=["a tile for each query tile", "one row for all"])
+@pytest.mark.slow_but("a tile for each query tile")
+def test_under_many_schedules_on_blackwell(shape):
+    q, k, v = normal_qkv((400, 300), 64)
+    bias = normal_bias(*shape, 300)
+    assert find_race(lambda: attention(q, k, v, bias=bias, causal=True, device=FEW_BLACKWELL), schedules=3) is None
+
+
 KINDS = [Bias(dtype=dtype, each_row=each_row, shared=False) for dtype in (BF16, FP32) for each_row in (True, False)]
 
 
@@ -198,3 +242,17 @@ def test_no_spills(head_dim, bias):
     found = resources(compiled(BF16, head_dim, asked.mask, config, bias=bias))
     assert [loop.spills for loop in found.loops] == [0] * len(found.loops)
     assert found.smem_bytes <= config.smem_bytes(head_dim, 2) + config.bias_bytes(bias)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "bias"), [(head_dim, bias) for head_dim in (64, 128) for bias in KINDS], ids=str)
+def test_no_spills_on_blackwell(head_dim, bias):
+    """In no loop of softmax, elsewhere hardly more than without a bias; and it needs no more memory than it says."""
+    asked = problem(head_dim=head_dim, q_len=4096, kv_len=4096, causal=True, bias=bias)
+    config = pick_config(asked, BLACKWELL)
+    found = resources(compiled(BF16, head_dim, asked.mask, config, bias=bias))
+    softmax = [loop for loop in found.loops if loop.exp2 > 1]
+    assert len(softmax) == 4
+    assert [loop.spills for loop in softmax] == [0] * 4
+    assert found.spills <= 64
+    assert found.smem_bytes <= config.smem_bytes(head_dim, 2) + config.bias_bytes(bias) <= BLACKWELL.smem_bytes

@@ -11,10 +11,12 @@ from torch import Tensor
 from gluon_attn import HopperConfig, attention, attention_varlen
 from gluon_attn.backward.launch import compiled_backward
 from gluon_attn.backward.table import IN_ONE_LAUNCH, UNLIKE, padded_head_dims
+from gluon_attn.cpu import find_race
 from gluon_attn.device import Device
+from gluon_attn.forward.configs import BlackwellConfig
 from gluon_attn.forward.fits import require_fits
 from gluon_attn.forward.launch import compiled
-from gluon_attn.forward.table import OTHER_HEAD_DIMS, Row, hopper_config, pick_config
+from gluon_attn.forward.table import BLACKWELL_UNLIKE, OTHER_HEAD_DIMS, Row, hopper_config, pick_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
@@ -22,7 +24,8 @@ from gluon_attn.testing import check, check_gradients
 from tests.gluon_attn.problems import problem
 from tests.slow import slow_if
 
-HOPPER = Device.hopper()
+HOPPER, BLACKWELL = Device.hopper(), Device.blackwell()
+ON_BLACKWELL = (BLACKWELL, Device.blackwell_ultra())
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 # Head dims of Q and V, heads, KV heads, queries, keys, and options of `attention`.
@@ -58,10 +61,29 @@ def inputs(
     return normal(h, q_len, d), normal(h_kv, kv_len, d), normal(h_kv, kv_len, d_v)
 
 
-def checked(name: str, dtype: torch.dtype) -> None:
-    head_dims, heads, lengths, options = CASES[name]
+# The same, on Blackwell, where a row block has 256 rows and a key block 128 keys, or 64.
+BLACKWELL_CASES: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "64/128, causal, GQA": ((64, 128), (2, 1), (300, 400), {"causal": True}),
+    "64/128, two CTAs": ((64, 128), (1, 1), (600, 400), {"num_ctas": 2}),
+    "128/64, window": ((128, 64), (1, 1), (300, 430), {"window": (70, 20)}),
+    "72/40": ((72, 40), (1, 1), (130, 200), {}),
+    "192/128, causal, GQA": ((192, 128), (2, 1), (300, 400), {"causal": True}),
+    "192/128, bshd": ((192, 128), (3, 3), (65, 129), {"layout": "bshd"}),
+    "192/128, two CTAs": ((192, 128), (1, 1), (600, 400), {"causal": True, "num_ctas": 2}),
+    "192/128, four CTAs": ((192, 128), (1, 1), (600, 400), {"causal": True, "num_ctas": 4}),
+    "160/96": ((160, 96), (1, 1), (130, 200), {}),
+    "192/64": ((192, 64), (1, 1), (130, 400), {"causal": True}),
+    "192/64, more queries than keys": ((192, 64), (1, 1), (400, 60), {"causal": True}),
+    "256/128": ((256, 128), (1, 1), (300, 400), {"causal": True}),
+    "200/8": ((200, 8), (1, 1), (130, 200), {}),
+}
+QUICK_BLACKWELL = {"64/128, causal, GQA", "192/128, causal, GQA"}
+
+
+def checked(name: str, dtype: torch.dtype, device: Device = HOPPER) -> None:
+    head_dims, heads, lengths, options = (CASES if device == HOPPER else BLACKWELL_CASES)[name]
     q, k, v = inputs(head_dims, heads, lengths, dtype, options.get("layout", "bhsd"))
-    out, lse = attention(q, k, v, device=HOPPER, return_lse=True, **options)
+    out, lse = attention(q, k, v, device=device, return_lse=True, **options)
     seen = {n: value for n, value in options.items() if n != "num_ctas"}
     check(q, k, v, out, lse, what=name, **seen)
 
@@ -76,6 +98,41 @@ def test_against_float64(name):
 @pytest.mark.parametrize("name", ["192/128, causal, GQA", "192/192", "64/192", "192/256", "192/128, two CTAs"])
 def test_other_dtypes(name, dtype):
     checked(name, dtype)
+
+
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK_BLACKWELL, BLACKWELL_CASES))
+def test_against_float64_on_blackwell(name):
+    checked(name, BF16, dataclasses.replace(BLACKWELL, sm_count=4))  # programs of several row blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FP16, E4M3], ids=str)
+@pytest.mark.parametrize("name", ["64/128, causal, GQA", "192/128, causal, GQA", "256/128", "192/128, two CTAs"])
+def test_other_dtypes_on_blackwell(name, dtype):
+    checked(name, dtype, BLACKWELL)
+
+
+@pytest.mark.slow
+def test_maxima_in_loads():
+    checked("192/128, causal, GQA", BF16, Device.blackwell_ultra())
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "num_ctas", "dtype"),
+    [
+        ((64, 128), 1, BF16),
+        pytest.param((192, 128), 1, BF16, marks=pytest.mark.slow),
+        pytest.param((128, 64), 2, E4M3, marks=pytest.mark.slow),
+        pytest.param((192, 64), 4, BF16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_under_many_schedules_on_blackwell(head_dims, num_ctas, dtype):
+    """Keys and values in a ring each, which go round; programs of several row blocks."""
+    q, k, v = inputs(head_dims, (2, 1), (400 * num_ctas, 500), dtype, "bhsd")
+    device = dataclasses.replace(BLACKWELL, sm_count=num_ctas)
+    race = find_race(lambda: attention(q[:1], k[:1], v[:1], causal=True, num_ctas=num_ctas, device=device), schedules=3)
+    assert race is None
 
 
 @pytest.mark.slow
@@ -236,6 +293,47 @@ def test_no_product_is_serialised_and_nothing_spills(row):
     assert found.smem_bytes <= config.smem_bytes(head_dim, row.element_bytes, head_dim_v) <= HOPPER.smem_bytes
 
 
+ROWS_ON_BLACKWELL = [
+    row for row in BLACKWELL_UNLIKE if row.config.archs[0] == (100 if row.causal else 103) and row.config.num_ctas < 4
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS_ON_BLACKWELL, ids=name_of)
+def test_no_loop_spills_on_blackwell(row):
+    """And it takes the memory that the config says. All loops of the products' role have their own count of products
+    there: of a tile of Q in pieces, those of one piece."""
+    config, (head_dim, head_dim_v) = row.config, row.head_dims
+    dtype = BF16 if row.element_bytes == 2 else E4M3
+    kernel = compiled(dtype, head_dim, row.mask, config, padded_head_dim_v=head_dim_v)
+    found = resources(kernel)
+    assert isinstance(config, BlackwellConfig)
+    assert {loop.spills for loop in found.loops} == {0}
+    assert found.spills <= 64
+    smem_bytes = config.smem_bytes(head_dim, row.element_bytes, head_dim_v)
+    assert found.smem_bytes <= smem_bytes <= min(found.smem_bytes + 1024, BLACKWELL.smem_bytes)
+    assert config.tensor_memory_columns(head_dim_v) <= kernel.metadata.tmem_size <= config.TENSOR_MEMORY_COLUMNS
+
+
+@pytest.mark.parametrize("device", ON_BLACKWELL, ids=lambda device: device.name)
+def test_every_pair_has_a_config_on_blackwell(device):
+    dims = (8, 64, 96, 128, 136, 192, 200, 256)
+    for d, d_v, dtype, causal in itertools.product(dims, dims, (BF16, E4M3), (False, True)):
+        if d * dtype.itemsize % 16 or d_v * dtype.itemsize % 16:
+            continue
+        asked = problem(head_dim=d, head_dim_v=d_v, dtype=dtype, causal=causal, kv_len=4096)
+        for n in (1, 2, 4):
+            if d_v <= 128:
+                config = pick_config(asked, device, n)
+                require_fits(config, asked, device)
+                assert isinstance(config, BlackwellConfig)
+                assert config.tensor_memory_columns(asked.padded_head_dim_v) <= config.TENSOR_MEMORY_COLUMNS
+            else:
+                name = "q" if d == d_v else "v"
+                with pytest.raises(NotImplementedError, match=f"^{name}: head_dim {d_v} .* expected at most 128"):
+                    pick_config(asked, device, n)
+
+
 def test_every_pair_has_a_config():
     dims = (8, 64, 96, 128, 136, 192, 200, 256)
     for d in dims:
@@ -255,9 +353,17 @@ def test_configs_in_which_o_has_no_room_are_refused():
             require_fits(config, problem(head_dim=dims[0], head_dim_v=dims[1]), HOPPER)
 
 
-def test_blackwell_refuses_by_name():
-    asked = problem(head_dim=192, head_dim_v=128)
-    with pytest.raises(NotImplementedError, match="v: head_dim 128 with q of 192 is not supported"):
-        pick_config(asked, Device.blackwell())
-    small = dataclasses.replace(asked, head_dim=96, head_dim_v=72)  # both are padded to 128
-    assert pick_config(small, Device.blackwell())
+def test_slots_of_keys_and_of_values():
+    """On Blackwell, of the slots that both have, keys get the odd one: the next block of K is needed before this one's
+    V is free."""
+    for slots, (keys, values) in {2: (1, 1), 3: (2, 1), 6: (3, 3)}.items():
+        config = dataclasses.replace(BLACKWELL_UNLIKE[0].config, kv_slots=slots)
+        assert isinstance(config, BlackwellConfig)
+        assert (config.key_slots, config.value_slots) == (keys, values)
+
+
+def test_a_config_without_room_is_refused():
+    rows = [row for row in BLACKWELL_UNLIKE if (row.head_dims, row.element_bytes) == ((64, 128), 2)]
+    config = rows[-1].config
+    with pytest.raises(ValueError, match=r"got one that needs \d+ at head_dim 256 \(v's: 128\)"):
+        require_fits(config, problem(head_dim=256, head_dim_v=128), BLACKWELL)

@@ -235,6 +235,7 @@ EXACT: dict[str, tuple[dict[str, Any], Device]] = {
     "max_in_load, in pieces": ({"max_in_load": True, "load_pieces": 2, "exp_pieces": 4}, B300),
     "longest_first": ({"longest_first": True}, B200),
     "dynamic": ({"dynamic": True}, B200),
+    "result_slots": ({"result_slots": 1}, B200),
 }
 ROUNDING: dict[str, tuple[dict[str, Any], Device]] = {
     "early_p": ({"early_p": True, "exp_pieces": 4}, B200),

@@ -16,10 +16,12 @@ from .work import Order
 
 @jit(do_not_specialize=["blocks_per_item", "l2_heads"])  # 1 and 2 are one kernel
 def attention_forward(
-    q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D], rows sharded over the CTAs of a cluster
-    k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, D], rows sharded over the CTAs of a pair
-    v_desc,  # as k_desc, but its columns sharded
-    o_desc,  # as q_desc
+    q_desc,  # (B, H, Sq, D), blocks [1, 1, ROWS, D or a piece of it], rows sharded over the CTAs of a cluster
+    k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, BLOCK_N, as q_desc], rows sharded over the CTAs of a pair
+    v_desc,  # (B, Hkv, Sk, Dv), blocks [1, 1, BLOCK_N, Dv], columns sharded
+    o_desc,  # (B, H, Sq, Dv), blocks [1, 1, ROWS, Dv], as q_desc
+    # (B or 1, H or 1, Sq or 1, Sk), what is added to scores, blocks [1, 1, ROWS or 1, BLOCK_N]; or None.
+    bias_desc,
     lse_ptr,  # (B, H, Sq) fp32, contiguous; or null
     q_scale_ptr,  # (B, Hkv) fp32, contiguous, or null for 1, if q, k and v are in fp8; else None
     k_scale_ptr,
@@ -36,10 +38,11 @@ def attention_forward(
     MASK: gl.constexpr,  # a Mask
     SCORE_MOD: gl.constexpr,  # a ScoreFunction, or None
     CONFIG: gl.constexpr,  # a BlackwellConfig
+    PIECES: gl.constexpr,  # of how many blocks side by side are Q and K, and of how many V: of one
 ):
     BLOCK_M: gl.constexpr = QUERY_TILES * q_desc.block_shape[-2]
     BLOCK_N: gl.constexpr = k_desc.block_shape[-2]
-    wires = alloc_wires(q_desc, k_desc, o_desc, CONFIG)
+    wires = alloc_wires(q_desc, k_desc, v_desc, o_desc, (bias_desc,), CONFIG, PIECES[0])
     aux = (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr)
     lengths = Lengths(q_desc.shape[2], k_desc.shape[2], BLOCK_M, BLOCK_N, MASK, SCORE_MOD, aux, (records_ptr,))
     counts = counts_of(q_desc.shape, lengths)

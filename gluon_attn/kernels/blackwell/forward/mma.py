@@ -5,7 +5,22 @@ from gluon_attn.runtime.compat import aggregate, gl, jit, tcgen05_mma
 
 from ...common.operands import probability_dtype
 from .tmem import probabilities_of
+from .wires import consumer_of
 from .work import first_work
+
+
+@jit
+def piece_of(slot, i):
+    """Piece i of the one tile that a slot has, [rows, columns]."""
+    SHAPE: gl.constexpr = [slot.tiles[0].shape[-2], slot.tiles[0].shape[-1]]
+    return slot.view(SHAPE, part=i)
+
+
+@jit
+def pieces_of_head_dim(desc):
+    """How many pieces a tile of Q has, known at run time only."""
+    COLUMNS: gl.constexpr = desc.block_shape[-1]
+    return (desc.shape[len(desc.shape) - 1] + COLUMNS - 1) // COLUMNS
 
 
 @aggregate
@@ -28,9 +43,18 @@ class Products:
         return gl.aggregate_replace(self, statistics_read=self.statistics_read.acquire())
 
     @jit
-    def issue_qk(self, q, k):
-        """S = Q Kᵀ, [ROWS, BLOCK_N] fp32, tensor memory."""
-        tcgen05_mma(q, k.permute((1, 0)), self.held.memory, use_acc=False, mbarriers=[self.held.filled])
+    def issue_qk(self, q, k, q_desc):
+        """S = Q Kᵀ, [ROWS, BLOCK_N] fp32, tensor memory: a sum over the pieces of the tiles in slots q and k."""
+        if q.PARTS == 1:
+            left, right = piece_of(q, 0), piece_of(k, 0).permute((1, 0))
+            tcgen05_mma(left, right, self.held.memory, use_acc=False, mbarriers=[self.held.filled])
+        else:
+            # Not unrolled: of too few registers, the compiler would keep the addresses of all pieces of Q in some.
+            pieces = pieces_of_head_dim(q_desc)
+            for i in range(pieces):
+                left, right = piece_of(q, i), piece_of(k, i).permute((1, 0))
+                filled, preds = [self.held.filled], [i == pieces - 1]
+                tcgen05_mma(left, right, self.held.memory, use_acc=i > 0, mbarriers=filled, mbarrier_preds=preds)
 
     @jit
     def issue_pv(self, v, first, LAST: gl.constexpr):
@@ -68,9 +92,8 @@ def products_of(wires, QUERY_TILE: gl.constexpr):
 def mma(wires, order, operands):
     """Issues, for each key block, PV of the block before and QKᵀ of this one, for one query tile after the other."""
     BLOCK_N: gl.constexpr = operands.k.block_shape[-2]
-    ROWS: gl.constexpr = operands.q.block_shape[-2]
-    D: gl.constexpr = operands.q.block_shape[-1]
-    queries, keys_values = wires.queries.consumer(), wires.keys_values.consumer()
+    V_TILE: gl.constexpr = [BLOCK_N, operands.v.block_shape[-1]]
+    queries, keys_values = wires.queries.consumer(), consumer_of(wires.keys_values)
     one, two = products_of(wires, 0), products_of(wires, 1)
 
     work = first_work(wires, order)
@@ -78,29 +101,29 @@ def mma(wires, order, operands):
         steps = work.rows().key_range().steps()
 
         q_one, queries = queries.acquire()
-        k, keys_values = keys_values.acquire()
+        k, keys_values = keys_values.acquire_keys()
         one = one.next_row_block()
-        one.issue_qk(q_one.view([ROWS, D]), k.view([BLOCK_N, D]))
+        one.issue_qk(q_one, k, operands.q)
         q_two, queries = queries.acquire()
         two = two.next_row_block()
-        two.issue_qk(q_two.view([ROWS, D]), k.view([BLOCK_N, D]))
+        two.issue_qk(q_two, k, operands.q)
         k.release_after_products()
 
         for step in range(1, steps):
-            v_slot, keys_values = keys_values.acquire()
-            v = v_slot.tile_of(operands.v).reshape([BLOCK_N, D])
+            v_slot, keys_values = keys_values.acquire_values()
+            v = v_slot.tile_of(operands.v).reshape(V_TILE)
             one = one.issue_pv(v, step == 1, LAST=False)
-            k, keys_values = keys_values.acquire()
-            one.issue_qk(q_one.view([ROWS, D]), k.view([BLOCK_N, D]))
+            k, keys_values = keys_values.acquire_keys()
+            one.issue_qk(q_one, k, operands.q)
             two = two.issue_pv(v, step == 1, LAST=False)
             v_slot.release_after_products()
-            two.issue_qk(q_two.view([ROWS, D]), k.view([BLOCK_N, D]))
+            two.issue_qk(q_two, k, operands.q)
             k.release_after_products()
         q_one.release_after_products()
         q_two.release_after_products()
 
-        v_slot, keys_values = keys_values.acquire()
-        v = v_slot.tile_of(operands.v).reshape([BLOCK_N, D])
+        v_slot, keys_values = keys_values.acquire_values()
+        v = v_slot.tile_of(operands.v).reshape(V_TILE)
         one = one.issue_pv(v, steps == 1, LAST=True)
         two = two.issue_pv(v, steps == 1, LAST=True)
         v_slot.release_after_products()

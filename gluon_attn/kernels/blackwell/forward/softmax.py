@@ -15,6 +15,7 @@ class Ends:
     """The ends of a softmax role's channels. Immutable: `acquire` and what takes a turn return the next `Ends`."""
 
     scores: TensorMemoryConsumer
+    bias: gl.tuple  # of one SharedMemoryConsumer, or of none
     alphas: SignalProducer
     tails: SignalProducer
     turn: Turn
@@ -23,6 +24,15 @@ class Ends:
     def acquire_scores(self):
         slot, scores = self.scores.acquire()
         return slot, gl.aggregate_replace(self, scores=scores)
+
+    @jit
+    def acquire_bias(self):
+        """(a tuple of one slot, or of none; the next Ends)."""
+        slots, ends = (), ()
+        for i in gl.static_range(len(self.bias)):
+            slot, end = self.bias[i].acquire()
+            slots, ends = slots + (slot,), ends + (end,)
+        return slots, gl.aggregate_replace(self, bias=ends)
 
     @jit
     def take_turn(self):
@@ -40,7 +50,10 @@ def first_block(ends, rows, block, scale, dtype: gl.constexpr, CONFIG: gl.conste
     """The first block walked: nothing to rescale. Masked whether it needs it or not, once per row block; unlike on
     Hopper in 16 bits."""
     slot, ends = ends.acquire_scores()
-    pieces, row_max = load_scores(slot.memory, rows, block, scale.before, MASKED=True, CONFIG=CONFIG)
+    bias, ends = ends.acquire_bias()
+    pieces, row_max = load_scores(slot.memory, bias, rows, block, scale, MASKED=True, CONFIG=CONFIG)
+    if len(bias) > 0:  # scores of hidden keys may be finite there: below this they are as -inf
+        row_max = first_maximum(row_max, scale.log2)
     ends = ends.take_turn()
     sums = store_probabilities(slot, ends, pieces, row_max, scale.log2, dtype, MASKED=True, CONFIG=CONFIG)
     ends.turn.pass_on()
@@ -51,7 +64,8 @@ def first_block(ends, rows, block, scale, dtype: gl.constexpr, CONFIG: gl.conste
 def next_block(ends, stats, rows, block, scale, dtype: gl.constexpr, MASKED: gl.constexpr, CONFIG: gl.constexpr):
     """A further block: its row statistics, and the factor for what was accumulated before to the correction role."""
     slot, ends = ends.acquire_scores()
-    pieces, row_max = load_scores(slot.memory, rows, block, scale.before, MASKED, CONFIG)
+    bias, ends = ends.acquire_bias()
+    pieces, row_max = load_scores(slot.memory, bias, rows, block, scale, MASKED, CONFIG)
     row_max = larger(stats.max, row_max)
     growth = (stats.max - finite(row_max, MASKED)) * scale.log2  # <= 0, or NaN
     if CONFIG.rescale_threshold > 0:
@@ -68,6 +82,14 @@ def next_block(ends, stats, rows, block, scale, dtype: gl.constexpr, MASKED: gl.
 
 
 @jit
+def consumer_of_bias(wires, QUERY_TILE: gl.constexpr):
+    if wires.bias[0] is None:
+        return ()
+    else:
+        return (wires.biases[QUERY_TILE].consumer(),)
+
+
+@jit
 def softmax(wires, order, operands, QUERY_TILE: gl.constexpr):
     """From the scores of one query tile to its probabilities, block after block, and its row statistics."""
     ROWS: gl.constexpr = operands.q.block_shape[-2]
@@ -75,6 +97,7 @@ def softmax(wires, order, operands, QUERY_TILE: gl.constexpr):
     dtype: gl.constexpr = operands.v.dtype
     ends = Ends(
         wires.scores.consumer(QUERY_TILE),
+        consumer_of_bias(wires, QUERY_TILE),
         wires.alphas.producer(QUERY_TILE),
         wires.tails.producer(QUERY_TILE),
         turn_of(wires.turns, QUERY_TILE, CONFIG.exp_turns),

@@ -23,10 +23,11 @@ from gluon_attn.runtime.compat import (
     warpgroup_mma_wait,
 )
 
+from ...common.pieces import from_column, pieces_of
 from ...common.score_mod import LOG2_E, is_by_distance, score_scale_of
 from ...common.sequence import key_coords
 from ..inline_asm import wait_apart, widened
-from ..pieces import from_column, multiply_transposed, pieces_of, zeros_in_pieces
+from ..pieces import multiply_transposed, zeros_in_pieces
 from .layouts import accumulator_layout, in_register_order, left_operand_layout
 from .operands import first_tile
 from .shares import collect, hand_in

@@ -3,8 +3,8 @@
 from channels import tma
 from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
+from ...common.pieces import from_column
 from ...common.sequence import RowBlock, key_coords, query_coords
-from ..pieces import from_column
 from .operands import bias_coords, in_workspaces, stats_coords
 from .work import first_work
 

@@ -3,8 +3,8 @@
 from channels import tma
 from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
+from ...common.pieces import from_column
 from ...common.sequence import RowBlock, query_coords, whole_sequence
-from ..pieces import from_column
 from .layouts import in_row_order
 from .packed import queries_of_block, row_blocks_of
 

@@ -3,8 +3,10 @@
 from channels import tma
 from gluon_attn.runtime.compat import gdc_wait, gl, jit
 
+from ...common.bias import bias_coords
+from ...common.pieces import coords_of_pieces, from_column
 from ...common.sequence import key_coords, query_coords, transposed_value_coords
-from ..pieces import from_column, from_row
+from ..pieces import from_row
 from .wires import tiles_of_bias
 from .work import first_work
 
@@ -50,23 +52,11 @@ def load(wires, order, operands, heads_per_kv_head):
 
 
 @jit
-def bias_coords(desc, row_block, row, key):
-    """Of the tile of a bias that is added to the scores of queries from `row` on and keys from `key` on."""
-    if desc.block_shape[2] == 1:
-        row = gl.to_tensor(0)
-    # A dimension of size 1 is the same for all.
-    batch, head = gl.minimum(row_block.batch, desc.shape[0] - 1), gl.minimum(row_block.head, desc.shape[1] - 1)
-    return [batch, head, row, key]
-
-
-@jit
 def load_keys(slot, wires, operands, row_block, kv_head, key):
     """Fill a slot with the block of K from `key` on, and with the bias of its scores."""
     PIECES: gl.constexpr = wires.QK
     descs = (operands.k,) * PIECES
-    coords = (key_coords(row_block, kv_head, key),)
-    for i in gl.static_range(1, PIECES):
-        coords += (from_column(key_coords(row_block, kv_head, key), i * operands.k.block_shape[-1]),)
+    coords = coords_of_pieces(key_coords(row_block, kv_head, key), operands.k.block_shape[-1], PIECES)
     if wires.bias[0] is not None:
         descs += tiles_of_bias(wires.bias, wires.CONFIG.softmax_roles)
         for role in gl.static_range(slot.PARTS - PIECES):
@@ -80,9 +70,7 @@ def load_values(slot, wires, operands, row_block, kv_head, key):
     """Fill a slot with the block of V from `key` on, as users have it or as it was transposed before."""
     PIECES: gl.constexpr = slot.PARTS
     if operands.v.dtype.primitive_bitwidth == 16 or wires.CONFIG.transpose_registers > 0:
-        coords = (key_coords(row_block, kv_head, key),)
-        for i in gl.static_range(1, PIECES):
-            coords += (from_column(key_coords(row_block, kv_head, key), i * operands.v.block_shape[-1]),)
+        coords = coords_of_pieces(key_coords(row_block, kv_head, key), operands.v.block_shape[-1], PIECES)
     else:
         gdc_wait()  # for the kernel that transposes, beside whose end Q and K are loaded; passes at once ever after
         coords = (transposed_value_coords(row_block, kv_head, key),)

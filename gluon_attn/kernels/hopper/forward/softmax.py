@@ -4,6 +4,7 @@ from channels import tma, turn_of
 from gluon_attn.runtime.compat import aggregate, constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.operands import probability_dtype, unshift
+from ...common.pieces import pieces_of
 from ...common.row_stats import first_maximum
 from ...common.score_mod import LOG2_E, is_by_distance
 from ...common.sequence import store_lse
@@ -11,7 +12,7 @@ from ...common.thread_view import halves
 from ..inline_asm import widened
 from ..layouts import accumulator_layout, left_operand_layout, scores_layout
 from ..packing import join_quarters, quarters, unpack
-from ..pieces import multiply_transposed, pieces_of, zeros_in_pieces
+from ..pieces import multiply_transposed, zeros_in_pieces
 from .online_softmax import (
     RowStats,
     finish,

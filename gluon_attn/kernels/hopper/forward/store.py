@@ -3,8 +3,8 @@
 from channels import tma
 from gluon_attn.runtime.compat import gl, jit
 
+from ...common.pieces import from_column
 from ...common.sequence import query_coords
-from ..pieces import from_column
 
 
 @jit

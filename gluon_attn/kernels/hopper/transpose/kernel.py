@@ -8,8 +8,8 @@ from channels import SharedMemoryChannel, close_all, init_all, tma
 from gluon_attn.runtime.compat import constexpr_function, gdc_launch_dependents, gl, jit
 
 from ...common.packed import sequence_of_keys
+from ...common.pieces import from_column
 from ...common.sequence import RowBlock, key_coords
-from ..pieces import from_column
 
 
 @constexpr_function
