@@ -175,6 +175,8 @@ def first_block(q, ends, rows, block, operands, SCORES: gl.constexpr, BIAS: gl.c
         row_max = no_maximum(scores)
     else:
         row_max = gl.max(scores, axis=1)
+    if BIAS is not None:  # scores of hidden keys may be finite there: below this they are as -inf
+        row_max = first_maximum(row_max, scale.log2)
     p, sums = probabilities(quarters(scores), row_max, scale.log2, q[0].dtype, MASKED=True)
     stats = RowStats(first_maximum(row_max, scale.log2), total(sums))
     return join_quarters(p), stats, scale, v_scale, Ends(keys, ends.values, turn)
