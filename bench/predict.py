@@ -280,9 +280,14 @@ def rates(every: Sequence[Sample], ms: Sequence[float]) -> dict[str, dict[str, f
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's, without ties."""
-    ranks = [np.argsort(np.argsort(np.array(values))) for values in (one, other)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    """Spearman's. Those that are equal share the mean of their ranks; 0 where all are."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        return [sum((b < a) + (b <= a) for b in values) / 2 for a in values]
+
+    if len(set(one)) == 1 or len(set(other)) == 1:
+        return 0.0
+    return float(np.corrcoef(ranks(one), ranks(other))[0, 1])
 
 
 def judged(every: Sequence[Sample]) -> tuple[list[Constants], list[float]]:
@@ -327,13 +332,14 @@ def error_table(every: Sequence[Sample], ms: Sequence[float], of: Callable[[Samp
 
 
 def lost_by_choice(pairs: Sequence[tuple[float, float]]) -> float:
-    """By how much the config that is predicted to be the fastest is slower than the one that is."""
-    return min(pairs, key=lambda pair: pair[1])[0] / min(pairs)[0] - 1
+    """By how much the config that is predicted to be the fastest is slower than the one that is; of several, the
+    slowest."""
+    return min(pairs, key=lambda pair: (pair[1], -pair[0]))[0] / min(pairs)[0] - 1
 
 
 def in_first_half(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether the fastest is in the half that is predicted to be the faster."""
-    ordered = sorted(pairs, key=lambda pair: pair[1])
+    """Whether the fastest is in the half that is predicted to be the faster; of equal ones it is the last."""
+    ordered = sorted(pairs, key=lambda pair: (pair[1], -pair[0]))
     return min(pairs) in ordered[: -(-len(ordered) // 2)]
 
 

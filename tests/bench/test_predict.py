@@ -120,6 +120,16 @@ def test_measures():
     assert not predict.in_first_half([(m, -p) for m, p in pairs])
 
 
+def test_what_is_predicted_to_be_equal_gains_nothing_by_the_order_of_a_list():
+    """Ranks are shared, and of what is chosen among equals the slowest counts."""
+    measured = [1.0, 1.2, 2.0, 3.0]
+    assert predict.rank_correlation(measured, [5.0] * 4) == 0
+    for order in itertools.permutations(zip(measured, (1.0, 1.0, 1.0, 2.0), strict=True)):
+        assert predict.rank_correlation(*zip(*order, strict=True)) == pytest.approx(0.6**0.5)
+        assert predict.lost_by_choice(order) == 1
+        assert not predict.in_first_half(order)
+
+
 def test_the_errors_are_those_of_the_constants(every):
     """Of each part, on another."""
     fits = [Constants(**fit) for fit in WRITTEN["constants_of_parts"]]
