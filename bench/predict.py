@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,19 @@ LABEL = re.compile(
     r"(?P<staged>s?)(?P<transpose>(?: v)?)(?P<longest>l?) (?P<ctas>\d)cta"
 )
 SOFTMAX_REGISTERS = {1: 232, 2: 232, 3: 160, 4: 112}
+
+AnyConstants = TypeVar("AnyConstants", bound=Any)  # dataclasses of floats
+AnySample = TypeVar("AnySample", bound="Timed")
+
+
+class Timed(Protocol):
+    """What an error table asks of a sample."""
+
+    @property
+    def point(self) -> Point: ...
+
+    @property
+    def ms(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,21 +182,27 @@ def predicted_ms(counts: Sequence[Counts], c: Constants) -> np.ndarray:
     return np.asarray(cycles / CLOCK_GHZ / 1e6 + c.launch_us / 1e3 + before_ms)
 
 
-def fitted(counts: Sequence[Counts], ms: Sequence[float], sweeps: int = 60) -> Constants:
+def fitted(counts: Sequence[Counts], ms: Sequence[float]) -> Constants:
+    return fitted_by(lambda c: predicted_ms(counts, c), Constants(), ms)
+
+
+def fitted_by(
+    predict: Callable[[AnyConstants], np.ndarray], start: AnyConstants, ms: Sequence[float], sweeps: int = 60
+) -> AnyConstants:
     """By the mean square of the logarithm's error: each constant in turn a little more or less, in steps that become
-    smaller."""
+    smaller. predict: milliseconds of each, by constants, a dataclass of which one is the `sharpness`."""
     wanted = np.log(np.array(ms))
 
-    def loss(c: Constants) -> float:
-        return float(np.mean((np.log(predicted_ms(counts, c)) - wanted) ** 2))
+    def loss(c: AnyConstants) -> float:
+        return float(np.mean((np.log(predict(c)) - wanted) ** 2))
 
-    best = Constants()
+    best = start
     least, step = loss(best), 1.5
     for _ in range(sweeps):
         before = least
-        for f, factor in itertools.product(fields(Constants), (step, 1 / step)):
+        for f, factor in itertools.product(fields(start), (step, 1 / step)):
             tried = replace(best, **{f.name: getattr(best, f.name) * factor})
-            if f.name == "sharpness" and not 1 <= tried.sharpness <= 20:
+            if f.name == "sharpness" and not 1 <= getattr(tried, f.name) <= 20:
                 continue
             found = loss(tried)
             if found < least:
@@ -303,9 +322,11 @@ def judged(every: Sequence[Sample]) -> tuple[list[Constants], list[float]]:
     return fits, [float(m) for m in ms]
 
 
-def error_table(every: Sequence[Sample], ms: Sequence[float], of: Callable[[Sample], str]) -> list[dict[str, Any]]:
+def error_table(
+    every: Sequence[AnySample], ms: Sequence[float], of: Callable[[AnySample], str]
+) -> list[dict[str, Any]]:
     """By kind: errors of configs at lengths, of which the fit has seen neither, and rank correlations among all configs
-    of a point."""
+    of a point, if it has several."""
     table = []
     for kind in dict.fromkeys(map(of, every)):
         errors = [m / s.ms - 1 for s, m in zip(every, ms, strict=True) if of(s) == kind]
@@ -313,8 +334,9 @@ def error_table(every: Sequence[Sample], ms: Sequence[float], of: Callable[[Samp
         for s, m in zip(every, ms, strict=True):
             if of(s) == kind:
                 points[s.point].append((s.ms, m))
-        correlations = [rank_correlation(*zip(*pairs, strict=True)) for pairs in points.values()]
-        lost = [lost_by_choice(pairs) for pairs in points.values()]
+        several = [pairs for pairs in points.values() if len(pairs) > 1]
+        correlations = [rank_correlation(*zip(*pairs, strict=True)) for pairs in several]
+        lost = [lost_by_choice(pairs) for pairs in several]
         table.append(
             {
                 "kind": kind,
@@ -325,7 +347,7 @@ def error_table(every: Sequence[Sample], ms: Sequence[float], of: Callable[[Samp
                 "within_tenth": statistics.mean(float(abs(error) < 0.1) for error in errors),
                 "rank_correlation": statistics.mean(correlations),
                 "lost_by_choice": statistics.mean(lost),
-                "fastest_among_first_half": statistics.mean(float(in_first_half(pairs)) for pairs in points.values()),
+                "fastest_among_first_half": statistics.mean(float(in_first_half(pairs)) for pairs in several),
             }
         )
     return table
