@@ -180,7 +180,9 @@ def explained(problem: Problem, device: Device, num_ctas: int | None, results: P
     earlier = [r for r in asked[: asked.index(row)] if r.is_of_kind(problem, device)]
     if earlier:
         yield "asked before it, and passed over"
-        yield from (f"  {label(r.config)}: {why_not(r, problem, device, num_ctas)}" for r in earlier)
+        yield from (
+            f"  {label(r.config)}{of_file(r, device)}: {why_not(r, problem, device, num_ctas)}" for r in earlier
+        )
     yield ""
     yield from launch_lines(Plan.of(problem, config, device))
     yield ""
@@ -210,7 +212,7 @@ def explained_backward(problem: Problem, device: Device, results: Path) -> Itera
     if earlier:
         yield "asked before it, and passed over"
         of_bias = "with a bias the rows in code serve" if problem.bias is not None else None
-        yield from (f"  {label_of(r)}: {of_bias or why_not_of_sizes(r, problem)}" for r in earlier)
+        yield from (f"  {label_of(r)}{of_file(r, device)}: {of_bias or why_not_of_sizes(r, problem)}" for r in earlier)
     yield ""
     yield from backward_launch_lines(BackwardPlan.of(problem, config, device))
     yield ""
@@ -259,15 +261,29 @@ def masked(problem: Problem) -> str:
 
 def named(row: Row | BackwardRow, device: Device) -> str:
     """Which row of which table."""
-    for table in tuning.serving(device):
-        for i, own in enumerate(rows_like(row, table)):
-            if own is row:
-                elsewhere = f" (measured on an {row.card})" if row.card != device.name else ""
-                return f"row {i} of {table.source}{elsewhere}"
+    found = file_of(row, device)
+    if found:
+        elsewhere = f" (measured on an {row.card})" if row.card != device.name else ""
+        return f"{found}{elsewhere}"
     packaged: Sequence[Row | BackwardRow] = tuning.PACKAGED if isinstance(row, Row) else backward.PACKAGED
     number = next(i for i, own in enumerate(packaged) if own is row)
     measured = f"measured on an {row.card}, {row.date}" if row.card else "not measured"
     return f"row {number} of the packaged table ({measured})"
+
+
+def file_of(row: Row | BackwardRow, device: Device) -> str | None:
+    """Which row of which table file that serves the device; None for one in code."""
+    for table in tuning.serving(device):
+        for i, own in enumerate(rows_like(row, table)):
+            if own is row:
+                return f"row {i} of {table.source}"
+    return None
+
+
+def of_file(row: Row | BackwardRow, device: Device) -> str:
+    """Likewise, behind a name."""
+    found = file_of(row, device)
+    return "" if found is None else f" ({found})"
 
 
 def conditions(row: Row, problem: Problem) -> Iterator[str]:
@@ -298,15 +314,19 @@ def limits(row: Row | BackwardRow, problem: Problem) -> Iterator[tuple[str, str]
     if row.min_reuse > 1:
         yield f"at least {row.min_reuse} queries to a KV head", f"{problem.q_len * group}"
     if row.q_lens is not None:
-        yield f"{row.q_lens[0]} to {row.q_lens[1]} queries", f"{problem.q_len}"
+        yield f"{between(row.q_lens)} queries", f"{problem.q_len}"
     if row.sequence_heads is not None:
-        yield f"{row.sequence_heads[0]} to {row.sequence_heads[1]} heads times batch", f"{heads}"
+        yield f"{between(row.sequence_heads)} heads times batch", f"{heads}"
     if row.heads_per_kv_head is not None:
         yield f"{row.heads_per_kv_head} query heads to a KV head", f"{group}"
     if row.scores is not None:
         yield f"scores with {row.scores}", row.scores
     if isinstance(row, Row) and row.one_round:
         yield "no program with more than one item", "none"
+
+
+def between(sizes: tuple[int, int] | None) -> str:
+    return "any" if sizes is None else f"{sizes[0]} to {sizes[1]}"
 
 
 def why_not(row: Row, problem: Problem, device: Device, num_ctas: int | None) -> str:
@@ -334,8 +354,8 @@ def why_not_of_sizes(row: Row | BackwardRow, problem: Problem) -> str:
         "max_kv_len": f"up to {row.max_kv_len} keys, a query sees {keys}",
         "in_limits": "for windows and chunks alone",
         "min_reuse": f"from {row.min_reuse} queries to a KV head on, there are {problem.q_len * group}",
-        "q_lens": f"for {row.q_lens} queries, there are {problem.q_len}",
-        "sequence_heads": f"for {row.sequence_heads} heads times batch, there are {heads}",
+        "q_lens": f"for {between(row.q_lens)} queries, there are {problem.q_len}",
+        "sequence_heads": f"for {between(row.sequence_heads)} heads times batch, there are {heads}",
         "heads_per_kv_head": f"for {row.heads_per_kv_head} query heads to a KV head, there are {group}",
         "scores": f"for scores with {row.scores}, here is {problem.scores or 'none of these'}",
         None: "for a batch of equal lengths",

@@ -19,6 +19,9 @@ from .tensors import NAMED_DTYPES
 ALTERNATIVES = 8  # that are listed
 # Timed beside other points to compare their clocks with those of another run: no alternative of theirs.
 ANCHOR = "cudnn causal D=128 B=1 H=16 16384"
+CONFIRMED = (
+    "  those above it were faster in the search: of those that were timed anew beside the one in use, it is the fastest"
+)
 PEERS = ("cudnn", "fa2", "flex")  # in result files, where names of configs are
 
 
@@ -39,6 +42,8 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
                 yield f"measured for {table.source}, {table.provenance['date']}: {gain}"
                 yield at_shape(found)
                 yield from times(found.ms, found.chosen)
+                if found.chosen != found.in_use and found.ms[found.chosen] > min(found.ms.values()):
+                    yield CONFIRMED
                 return
     if row.result_file is None:
         yield "measured: nothing, this row waits for its measurement"

@@ -10,7 +10,7 @@ import torch
 
 from bench import passes
 from gluon_attn import __main__ as command
-from gluon_attn import explain, tuning
+from gluon_attn import explain, explain_times, tuning
 from gluon_attn.backward import table as backward
 from gluon_attn.backward.configs import label as backward_label
 from gluon_attn.backward.table import HOPPER, BackwardRow
@@ -69,8 +69,8 @@ def test_every_row_that_is_passed_over_has_its_reason():
     [
         (Row(128, False, CONFIG, max_kv_len=512), "up to 512 keys, a query sees 1024"),
         (Row(128, False, CONFIG, min_reuse=2048), "from 2048 queries to a KV head on, there are 1024"),
-        (Row(128, False, CONFIG, q_lens=(1, 9)), "for (1, 9) queries, there are 1024"),
-        (Row(128, False, CONFIG, sequence_heads=(1, 9)), "for (1, 9) heads times batch, there are 32"),
+        (Row(128, False, CONFIG, q_lens=(1, 9)), "for 1 to 9 queries, there are 1024"),
+        (Row(128, False, CONFIG, sequence_heads=(1, 9)), "for 1 to 9 heads times batch, there are 32"),
         (Row(128, False, CONFIG, heads_per_kv_head=2), "for 2 query heads to a KV head, there are 1"),
         (Row(128, False, dataclasses.replace(CONFIG, kv_slots=40)), "of shared memory, there are 232448"),
         (
@@ -209,9 +209,16 @@ def test_a_row_of_a_table_file(tmp_path):
     path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [row], [stays])))
     text = said("--shape", "2,16,1024,128", "--table", str(path))
     assert "2026-11-25: it was in use already, and nothing that was timed was faster" in text
+    assert explain_times.CONFIRMED not in text
+    tuning.reset()
+    path.write_text(
+        json.dumps(tuning.as_json([H200], PROVENANCE, [row], [dataclasses.replace(found, chosen="b", in_use="a")]))
+    )
+    text = said("--shape", "2,16,1024,128", "--table", str(path))
+    assert text.rstrip().endswith(explain_times.CONFIRMED)
     tuning.reset()
     text = said("--shape", "2,16,4096,128", "--table", str(path))
-    assert f"{label(CONFIG)}: for (512, 2048) queries, there are 4096" in text
+    assert f"{label(CONFIG)} (row 0 of {path}): for 512 to 2048 queries, there are 4096" in text
 
 
 @pytest.mark.parametrize("backward", [[], ["--backward"]], ids=["O", "gradients"])
@@ -278,7 +285,7 @@ def test_a_row_of_a_table_file_for_gradients(tmp_path):
     assert "2026-11-25: +50.0% ±1.0% over b" in text
     tuning.reset()
     text = said("--shape", "2,16,4096,128", "--table", str(path), "--backward")
-    assert "64x128 q3do2ds1 r24: for (512, 2048) queries, there are 4096" in text
+    assert f"64x128 q3do2ds1 r24 (row 0 of {path}): for 512 to 2048 queries, there are 4096" in text
     assert "served by row 1 of the packaged table" in text
 
 
