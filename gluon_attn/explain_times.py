@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,21 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
     yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
     plain = ", plain" * (problem.scores is not None or problem.mask != Mask(causal=problem.causal))
     heads = f"batch {point['point']['batch']}, {point['point']['heads']} heads"
-    yield f"  at the nearest point, {point['name']}, {heads}{plain}"
+    elsewhere = "" if serves_at(row, point["point"], problem, device) else ", which is beyond the row"
+    yield f"  at the nearest point, {point['name']}, {heads}{plain}{elsewhere}"
     ms = {name: found["ms"] for name, found in point["results"].items() if name != ANCHOR}
     yield from times(ms, name_in_results(row))
+
+
+def serves_at(row: Row | BackwardRow, given: Mapping[str, Any], problem: Problem, device: Device) -> bool:
+    """Whether the row serves a problem like that one, of a point's sizes: with more work, or shorter, it may not."""
+    length, heads = given["length"], given["heads"]
+    kv_heads = heads // given.get("heads_per_kv_head", 1)
+    sizes = replace(
+        problem, batch=given["batch"], heads=heads, kv_heads=kv_heads, q_len=length, kv_len=length,
+        head_dim=given["head_dim"], head_dim_v=given.get("head_dim_v") or given["head_dim"],
+    )  # fmt: skip
+    return (row.unmet(sizes, device, None) if isinstance(row, Row) else row.unmet(sizes)) is None
 
 
 def at_shape(found: Measured) -> str:

@@ -325,3 +325,16 @@ def test_without_a_card_a_device_has_to_be_named(monkeypatch, capsys):
 def test_a_compiled_kernel():
     text = said("--shape", "1,16,512,64", "--compile")
     assert "spills: 0 in the loops over blocks" in text
+
+
+def test_a_point_beyond_the_row_is_said_to_be():
+    """Of one query little was timed: at the nearest point there is work for many rounds, where that row is slow."""
+    text = said("--shape", "1,32,1,128", "--kv-length", "8192", "--dtype", "fp16", "--device", "h200")
+    assert "no program with more than one item" in text
+    assert "at the nearest point, D=128 full 8192, batch 2, 16 heads, which is beyond the row\n" in text
+    for shape in ("4,16,4096,128", "1,16,1300,128"):
+        for options in ((), ("--causal",), ("--backward",)):
+            text = said("--shape", shape, "--device", "h200", *options)
+            at = next(line for line in text.splitlines() if "at the nearest point" in line)
+            # a row from 1280 keys on: the nearest point has 1024
+            assert at.endswith("beyond the row") == (shape == "1,16,1300,128" and options == ("--causal",)), at
