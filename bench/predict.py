@@ -25,9 +25,10 @@ import torch
 
 from bench.points import DTYPES, Point
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import HopperConfig
+from gluon_attn.forward.configs import ForwardConfig, HopperConfig
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import hopper_config
+from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 
 ROOT = Path(__file__).parents[1]
@@ -229,6 +230,24 @@ def in_order(configs: Iterable[HopperConfig], problem: Problem, device: Device) 
     listed = list(configs)
     ms = predicted_ms([Counts.of(problem, config, device) for config in listed], constants())
     return [listed[i] for i in np.argsort(ms, kind="stable")]
+
+
+def is_plain(problem: Problem, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether it is of one of these dtypes, and like the points that were timed: without a mask or causal, with as many
+    keys as queries, and with scores as they are."""
+    plain = problem.mask == Mask(causal=problem.causal) and problem.scores is None and problem.score_mod is None
+    alike = problem.sequences is None and problem.sinks is None and problem.q_len == problem.kv_len
+    return plain and alike and problem.bias is None and problem.dtype in dtypes
+
+
+def expected_ms(configs: Sequence[ForwardConfig], problem: Problem, device: Device) -> Sequence[float] | None:
+    """Of each; None for a problem of a kind of which nothing was judged."""
+    d, d_v = problem.padded_head_dim, problem.padded_head_dim_v
+    judged = d == d_v != 192 and is_plain(problem, (torch.bfloat16, torch.float8_e4m3fn))
+    listed = [config for config in configs if isinstance(config, HopperConfig)]
+    if device.arch != 90 or not judged or len(listed) < len(configs):
+        return None
+    return [float(ms) for ms in predicted_ms([Counts.of(problem, c, device) for c in listed], constants())]
 
 
 def config_of(label: str, element_bytes: int) -> HopperConfig:

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from bench import predict
 from bench.points import Point
 from bench.predict import CLOCK_GHZ, EXP2_PER_CYCLE, FLOPS_PER_CYCLE, error_table, fitted_by, lines, named, problem_of
 from gluon_attn.backward.configs import HopperBackward
@@ -168,6 +170,20 @@ def fitted(counts: Sequence[Counts], ms: Sequence[float]) -> Constants:
     return fitted_by(lambda c: predicted_ms(counts, c), Constants(), ms)
 
 
+def constants(path: Path = PREDICTED) -> Constants:
+    """Those fitted to all that was timed on one card."""
+    return Constants(**json.loads(path.read_text(encoding="utf-8"))["constants"])
+
+
+def expected_ms(configs: Sequence[HopperBackward], problem: Problem, device: Device) -> Sequence[float] | None:
+    """Of each; None for a problem of a kind of which nothing was judged."""
+    kind = padded_head_dims(problem.head_dim, problem.head_dim_v)
+    if device.arch != 90 or kind not in ((64, 64), (128, 128)) or not predict.is_plain(problem, (torch.bfloat16,)):
+        return None
+    counts = [Counts.of(problem, config, device) for config in configs]
+    return [float(ms) for ms in predicted_ms(counts, constants())]
+
+
 def config_of(label: str) -> HopperBackward:
     """The config that a table file names so."""
     found = LABEL.fullmatch(label)
@@ -273,12 +289,14 @@ def main(arguments: Sequence[str]) -> None:
     for line in lines(table):
         print(line)
     if args.out:
+        here = [s for s in every if s.card == CARD]
         timed = [
             {"file": named(path), **{name: found["provenance"][name] for name in ("date", "card", "commit")}}
             for path, found in zip((FITTED, OTHER_CARD), files, strict=True)
         ]
         written = {
             "timed": timed,
+            "constants": asdict(fitted([s.counts for s in here], [s.ms for s in here])),
             "constants_of_parts": [asdict(fit) for fit in fits],
             "errors": table,
             "predicted_tflops": rates(every, ms),

@@ -331,15 +331,19 @@ def require(device: Device, batches: Sequence[Batch]) -> None:
 
 
 def show(choices: Any, first: int | None) -> None:
+    """The first configs, and beside those that can be timed what bench/predict.py expects of them."""
     print(choices.title)
-    able = 0
-    for config in dict.fromkeys([choices.in_use, *choices.first()]):
-        why = choices.why_pruned(config)
+    configs = {config: choices.why_pruned(config) for config in dict.fromkeys([choices.in_use, *choices.first()])}
+    able = [config for config, why in configs.items() if why is None]
+    expected = dict(zip(able, choices.expected_ms(able) or (), strict=False))
+    passed = 0
+    for config, why in configs.items():
         in_use = config == choices.in_use
-        able += why is None and not in_use
-        late = first is not None and able > first
+        passed += why is None and not in_use
+        late = first is not None and passed > first
         kind = "in use" if in_use else "pruned" if why else "late" if late else ""
-        print(f"  {kind:<7} {choices.name(config)}" + (f": {why}" if why else ""))
+        line = f"  {kind:<7} {choices.name(config)}" + (f": {why}" if why else "")
+        print(f"{line:<48}predicted {expected[config]:.3f} ms" if config in expected else line)
 
 
 def last_of(start: Callable[[bool], int | None], resume: bool, until: float = math.inf) -> int | str | None:

@@ -153,6 +153,10 @@ class Forward:
                 return f"needs {needed} registers a softmax thread, has {config.softmax_registers}"
         return None
 
+    def expected_ms(self, configs: Sequence[ForwardConfig]) -> Sequence[float] | None:
+        """What each is predicted to take; None where that was not judged."""
+        return predict.expected_ms(configs, self.problem, self.device)
+
     def served_by(self, rows: Sequence[Row]) -> ForwardConfig:
         """The config that serves the problem with these rows in front of those in use."""
         return pick_config(self.problem, self.device, None, (*rows, *self.rows))

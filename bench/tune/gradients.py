@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from bench import predict_gradients
 from bench.gradients import MOST_SPILLS, configs
 from bench.tune.forward import around
 from gluon_attn.backward.configs import HopperBackward, label
@@ -103,6 +104,10 @@ class Gradients:
         needed = elements // (COMPUTING * WARPGROUP) + OVERHEAD_REGISTERS
         has = (REGISTERS_PER_SM // WARPGROUP - config.load_registers) // COMPUTING // 8 * 8
         return f"needs {needed} registers a thread that computes, has {has}" if needed > has else None
+
+    def expected_ms(self, configs: Sequence[HopperBackward]) -> Sequence[float] | None:
+        """As in forward.py."""
+        return predict_gradients.expected_ms(configs, self.problem, self.device)
 
     def served_by(self, rows: Sequence[BackwardRow]) -> HopperBackward:
         """The config that serves the problem with these rows in front of those in use."""

@@ -112,6 +112,14 @@ def test_the_errors_are_those_of_the_constants(every):
         assert row == {k: v if isinstance(v, str) else pytest.approx(v, abs=1e-3) for k, v in committed.items()}
 
 
+def test_the_constants_that_are_used_are_of_the_card_that_was_fitted(every):
+    """Of all that was timed there they are off by less than those that have not seen a half."""
+    here = [s for s in every if s.card == "H100"]
+    ms = predict_gradients.predicted_ms([s.counts for s in here], predict_gradients.constants())
+    off = sum(abs(m / s.ms - 1) for s, m in zip(here, ms, strict=True)) / len(here)
+    assert off < next(row["mean_error"] for row in WRITTEN["errors"] if row["kind"] == "H100 all")
+
+
 def test_the_command_writes_what_it_prints(tmp_path, monkeypatch, capsys):
     """As in test_predict.py."""
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -246,7 +247,7 @@ def test_the_first_configs_are_listed(monkeypatch, capsys):
     run(monkeypatch, "--shape", "3,12,3000,96", "--kv-heads", "4", "--device", "h100", "--list", "--first", "2")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "q (3, 12, 3000, 96), k (3, 4, 3000, 96), bf16, no mask"
-    assert lines[1].split() == ["in", "use", *name_of(IN_USE).split()]
+    assert re.fullmatch(rf"  in use  {re.escape(name_of(IN_USE))} +predicted 0\.\d+ ms", lines[1])
     assert any(line.startswith("  pruned  ") and "which without a mask are alike" in line for line in lines)
     assert [line[2:9].strip() for line in lines[2:5]] == ["", "", "late"]
 
@@ -272,10 +273,36 @@ def test_a_sweep_that_a_card_has_no_kernels_for_is_refused_at_once(monkeypatch, 
 def test_the_first_configs_of_gradients_are_listed(monkeypatch, capsys):
     run(monkeypatch, "--shape", "4,16,4096,128", "--device", "h100", "--list", "--backward")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split(maxsplit=2) == ["in", "use", name_of(backward_table.HOPPER[128])]
+    assert re.fullmatch(
+        rf"  in use  {re.escape(name_of(backward_table.HOPPER[128]))} +predicted [12]\.\d+ ms", lines[1]
+    )
     assert "pruned  128x128 q1do1ds1 r24: needs 288 registers" in lines[-2]
     with pytest.raises(SystemExit, match="--backward: expected a Hopper card"):
         run(monkeypatch, "--shape", "4,16,4096,128", "--device", "b200", "--list", "--backward")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--causal"],
+        ["--dtype", "e4m3"],
+        ["--causal", "--backward"],
+        ["--dtype", "fp16"],
+        ["--window", "1023,0"],
+        ["--softcap", "30", "--backward"],
+        ["--kv-length", "8192", "--backward"],
+        ["--device", "b200"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_predicted_is_listed_where_it_was_judged(monkeypatch, capsys, options):
+    """Of every config that can be timed, or of none."""
+    judged = ["--causal"], ["--dtype", "e4m3"], ["--causal", "--backward"]
+    run(monkeypatch, "--shape", "4,16,4096,128", "--device", "h100", "--list", *options)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 2
+    for line in lines:
+        assert ("predicted" in line) == (options in judged and not line.startswith("  pruned"))
 
 
 def test_a_run_for_gradients_writes_rows_of_theirs(args):
