@@ -263,7 +263,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(monkeypatch, arguments):
         run(monkeypatch, *arguments, *shown)
 
 
-@pytest.mark.parametrize("name", ["features", "d256", "backward"])
+@pytest.mark.parametrize("name", ["d256", "backward"])
 def test_a_sweep_that_a_card_has_no_kernels_for_is_refused_at_once(monkeypatch, capsys, name):
     with pytest.raises(SystemExit, match="bench tune: "):
         run(monkeypatch, "--sweep", "bf16", name, "--list", "--device", "b200")
