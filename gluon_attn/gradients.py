@@ -145,6 +145,7 @@ def differentiate_call(
     return differentiate(*arguments)
 
 
+@torch.compiler.disable  # where torch.compile broke its graph, it would trace the launch
 def differentiate(
     dout: Tensor | None,
     dlse: Tensor | None,
