@@ -346,6 +346,16 @@ def test_transforms_are_refused_as_without(transform, message):
         with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
             torch.compile(transform, backend="aot_eager", fullgraph=True)(attend, Q)
 
+    def asks_before(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(q, k, v) if supports(q, k, v, device=HOPPER) is None else q * 3
+
+    if transform is jvp:
+        compiled = torch.compile(transform, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(asks_before, Q), torch.full_like(Q, 3))
+    if transform is batched:
+        compiled = torch.compile(transform, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(asks_before, Q), 3 * Q[None])
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
