@@ -198,6 +198,7 @@ def attention(
     return attend(q, k, v, extras, options, return_lse)
 
 
+@torch.compiler.disable  # where torch.compile broke its graph, it would trace the launch
 def attend(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:

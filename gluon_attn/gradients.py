@@ -136,15 +136,13 @@ def differentiate_call(
             check_dense(name, t)
         check_memory(**given)
         refuse_unusual(**gradients)
-    for name, t in (("q", q), ("k", k), ("v", v), ("out", out), ("bias", extras.bias)):
-        if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel():
-            refuse_address(name, t)
     arguments = (dout, dlse, q, k, v, out, lse, extras, options, of_bias)
     if torch.is_grad_enabled():  # the others are given for autograd alone, which looks into no Extras
         return Gradients.apply(*arguments, *extras.each())
     return differentiate(*arguments)
 
 
+@torch.compiler.disable  # where torch.compile broke its graph, it would trace the launch
 def differentiate(
     dout: Tensor | None,
     dlse: Tensor | None,
@@ -157,8 +155,11 @@ def differentiate(
     options: Options,
     of_bias: bool = False,
 ) -> tuple[Tensor, ...]:
-    """`attention_backward` of a call, whose tensors may have other strides than they had there: autograd keeps them as
-    its hooks say. of_bias: whether the gradient of its bias is asked for."""
+    """`attention_backward` of a call, whose tensors may have other strides and addresses than they had there: autograd
+    keeps them as its hooks say. of_bias: whether the gradient of its bias is asked for."""
+    for name, t in (("q", q), ("k", k), ("v", v), ("out", out), ("bias", extras.bias)):
+        if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel():
+            refuse_address(name, t)
     deterministic = is_deterministic(options)
     dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
     if dlse is not None:

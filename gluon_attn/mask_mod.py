@@ -1,7 +1,7 @@
 """Functions that say, within a kernel, which keys a query sees, and which blocks of keys are left out."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -38,6 +38,10 @@ class MaskFunction:
 
     def __repr__(self) -> str:
         return f"MaskFunction({self.cache_key})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as a function's copy is: so that a model may be copied that has one."""
+        return self
 
 
 class MaskMod:

@@ -115,9 +115,9 @@ def call_of(
     """What operators have in common, as their parameters have it. tensors: those of SAVED."""
     scores, mask = function_named("score_mod", score_mod), function_named("mask_mod", mask_mod)
     longest = None if max_seqlen_q is None or max_seqlen_k is None else (max_seqlen_q, max_seqlen_k)
-    by_scores = 0 if scores is None else len(scores.tensors)
+    by_scores, by_mask = (0 if function is None else len(function.tensors) for function in (scores, mask))
     named: dict[str, Any] = dict(zip(SAVED, tensors, strict=True))
-    extras = Extras(**named, of_score_mod=tuple(read[:by_scores]), of_mask_mod=tuple(read[by_scores:]))
+    extras = Extras(**named, of_score_mod=tuple(read[:by_scores]), of_mask_mod=tuple(read[by_scores:][:by_mask]))
     options = Options(
         causal, (left, right), chunk, softcap, scores, scale, layout, deterministic, device=CARDS[card], mask_mod=mask,
         max_seqlens=longest,
@@ -274,7 +274,7 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Optio
     """What `attention` and `attention_varlen` are in a graph."""
     card = card_in_graph(extras, options)
     check_in_graph(q, k, v, extras, options)
-    tensors, read = given_to_operators(extras)
+    tensors, read = given_to_operators(q, extras)
     return forward(q, k, v, *tensors, read, *extras.scales, *numbers_in_graph(options), options.num_ctas, card)
 
 
@@ -299,16 +299,17 @@ def gradients_op(
             "attention_backward: expected a call under torch.no_grad() in a graph, as gradients of gradients are not "
             "supported, got tensors that require grad; call it so, or .detach() them"
         )
-    tensors, read = given_to_operators(extras)
+    tensors, read = given_to_operators(q, extras)
     numbers = numbers_in_graph(options)
     dq, dk, dv, *others = backward(dout, dlse, q, k, v, out, lse, *tensors, read, *numbers, card, of_bias)
     asked = (extras.sinks is not None, of_bias)
     return (dq, dk, dv, *(grad for grad, there in zip(others, asked, strict=True) if there))
 
 
-def given_to_operators(extras: Extras) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Those of SAVED, and what functions read."""
-    return [getattr(extras, name) for name in SAVED], [*extras.of_score_mod, *extras.of_mask_mod]
+def given_to_operators(q: Tensor, extras: Extras) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Those of SAVED, and what functions read. Where there is nothing it is q, which is not looked at: AOTInductor
+    makes None of an empty list."""
+    return [getattr(extras, name) for name in SAVED], [*extras.of_score_mod, *extras.of_mask_mod] or [q]
 
 
 def numbers_in_graph(options: Options) -> list[Any]:

@@ -4,7 +4,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -114,6 +114,10 @@ class ScoreFunction:
 
     def __str__(self) -> str:
         return f"ScoreFunction({self.cache_key})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as a function's copy is: so that a model may be copied that has one."""
+        return self
 
 
 class ScoreMod:

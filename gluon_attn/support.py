@@ -23,7 +23,7 @@ from .device import Device
 from .forward.configs import ForwardConfig
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
-from .ops import card_in_graph
+from .ops import card_in_graph, check_in_graph
 from .score_mod import ScoreMod, compiled_part
 from .tensors import FP8_DTYPES, PACKED
 from .tuning import active
@@ -128,6 +128,7 @@ def supports(
 def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
     """What `attention` refuses without gradients."""
     if is_compiling():  # shapes may be symbols, which are no key
+        check_in_graph(q, k, v, extras, options)
         plan_of(q, k, v, extras, options)
         return
     tables = active()

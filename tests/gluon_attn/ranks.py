@@ -294,9 +294,27 @@ def twice(q: Tensor) -> None:
     torch.autograd.grad(torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum(), q)
 
 
+def broken_graphs(size: int) -> dict[str, Any]:
+    """By function, O and the gradient of one input, compiled without fullgraph and not compiled."""
+    q = torch.randn(1, size, 12, 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    found: dict[str, Any] = {}
+    for function in (ring_attention, ulysses_attention):
+
+        def model(q: Tensor, function: Any = function) -> Any:
+            x = q * 2
+            return function(x, x, x, causal=True, device=HOPPER) + 1
+
+        found[function.__name__] = []
+        for run in (torch.compile(model, backend="aot_eager"), model):
+            given = q.clone().requires_grad_()
+            out = run(given)
+            found[function.__name__].append((out.detach(), *torch.autograd.grad(out.float().square().sum(), given)))
+    return found
+
+
 def every_case(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: run_case(name, size) for name in CASES}
-    for check in (hidden_keys, half_of_the_ranks, no_keys, bad_calls):
+    for check in (hidden_keys, half_of_the_ranks, no_keys, bad_calls, broken_graphs):
         found[check.__name__] = check(size)
     found["by_torch"] = {backend: by_torch(BY_TORCH, size, torch.device("cpu"), backend) for backend in BACKENDS}
     found["packed_rows"] = packed_rows(20 * size, torch.device("cpu"), HOPPER)

@@ -234,6 +234,14 @@ def test_no_part_of_a_graph(function):
         torch.compile(function, fullgraph=True, backend="eager")(q, q, q, device=Device.hopper())
 
 
+def test_a_graph_is_broken_there(found):
+    """Without fullgraph; and nothing of what a call does is traced."""
+    for of_rank in found:
+        for (out, grad), (want, of_want) in of_rank["broken_graphs"].values():
+            assert torch.equal(out, want)
+            torch.testing.assert_close(grad, of_want, atol=0.05, rtol=0.05)
+
+
 def test_merged_in_any_order():
     """Of parts that some rows, and one row in all parts, see nothing of."""
     generator = torch.Generator().manual_seed(0)

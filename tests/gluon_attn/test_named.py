@@ -1,5 +1,6 @@
 """Functions of a caller's own, on scores and as masks, under torch.compile and torch.export, on gluon_cpu."""
 
+import copy
 import gc
 import io
 from typing import Any
@@ -88,6 +89,18 @@ class Exported(torch.nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         return model(q, k, v, *self.mods)
+
+
+def test_a_model_that_has_them_may_be_copied():
+    """As for a mean of its weights: the copy has tensors of its own, and the same functions."""
+    inputs, mods = qkv(), functions()
+    want = model(*inputs, *mods)
+    copied = copy.deepcopy(Exported(mods))
+    for one, other in zip(copied.mods, mods, strict=True):
+        assert one.function is other.function
+        one.tensors[0].add_(1)
+    assert torch.equal(model(*inputs, *mods), want)
+    assert not torch.equal(copied(*inputs), want)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -288,6 +288,29 @@ def test_refused_in_a_graph(name):
     assert on_cpu or re.match(message, str(supports(**given)))
 
 
+def test_what_no_graph_takes_breaks_it_if_it_may():
+    """Without fullgraph, with gradients too: nothing of what a call does is traced, and it is as without a graph."""
+    small = dataclasses.replace(HOPPER, sm_count=3)
+
+    def into(q: Tensor) -> Tensor:
+        x = q.detach() * 2
+        out = torch.empty_like(x)
+        attention(x, x, x, out=out, device=HOPPER)
+        return out + 1
+
+    def differentiated(q: Tensor) -> Any:
+        x = (q.detach() * 2).requires_grad_()
+        torch.sum(attention(x, x, x, device=small)).backward()  # type: ignore[arg-type]
+        assert x.grad is not None
+        return x.grad + 1
+
+    for function in (into, differentiated):
+        torch.compiler.reset()
+        want = function(qkv(40)[0])
+        got = torch.compile(function, backend="aot_eager")(qkv(40)[0])
+        torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
+
+
 def jvp(function: Any, q: Tensor) -> Tensor | None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, torch.ones_like(q))
@@ -322,6 +345,13 @@ def test_transforms_are_refused_as_without(transform, message):
     if transform is not differentiated:  # which torch itself refuses
         with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
             torch.compile(transform, backend="aot_eager", fullgraph=True)(attend, Q)
+
+    def asks_before(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(q, k, v) if supports(q, k, v, device=HOPPER) is None else q * 3
+
+    if transform is not differentiated:
+        compiled: Any = torch.compile(transform, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(asks_before, Q), torch.full_like(Q, 3) if transform is jvp else 3 * Q[None])
 
 
 @pytest.mark.parametrize(

@@ -350,6 +350,23 @@ def test_tensors_that_autograd_keeps_elsewhere():
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_tensors_that_autograd_keeps_at_other_addresses_are_refused_where_tma_cannot_read(warm):
+    """As hooks that pack all into one buffer may give them."""
+    q, k, v, dout, _ = tensors("one block")
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    if warm:
+        torch.autograd.grad(attention(*inputs, device=Device.hopper()), inputs, dout)
+
+    def moved(t: Tensor) -> Tensor:
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda t: t):
+        out = attention(*inputs, device=Device.hopper())
+    with pytest.raises(ValueError, match=r"^q: expected a base address that is a multiple of 16 bytes, got 0x"):
+        torch.autograd.grad(out, inputs, dout)
+
+
 @pytest.mark.parametrize("name", ["q", "sinks", "bias"])
 def test_no_second_derivative_of_the_explicit_call(name):
     """Results say so if they are differentiated, whatever requires grad."""
