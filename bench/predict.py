@@ -399,6 +399,26 @@ def lines(table: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
+def came_from(file: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What times these are. found: the file's contents."""
+    return {"file": named(file), **{name: found["provenance"][name] for name in ("date", "card", "commit")}}
+
+
+def write(
+    out: Path, timed: Any, of_all: Any, of_parts: Sequence[Any], errors: Any, rates: Mapping[str, Mapping[str, float]]
+) -> None:
+    """The result file. of_all, of_parts: constants, dataclasses, fitted to all times and to each part."""
+    written = {
+        "timed": timed,
+        "constants": asdict(of_all),
+        "constants_of_parts": [asdict(fit) for fit in of_parts],
+        "errors": errors,
+        "predicted_tflops": rates,
+    }
+    out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {out}")
+
+
 def main(arguments: Sequence[str]) -> None:
     command = argparse.ArgumentParser(
         prog="python -m bench.predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -413,15 +433,8 @@ def main(arguments: Sequence[str]) -> None:
     for line in lines(table):
         print(line)
     if args.out:
-        written = {
-            "timed": {"file": named(args.timed), **{n: found["provenance"][n] for n in ("date", "card", "commit")}},
-            "constants": asdict(fitted([s.counts for s in every], [s.ms for s in every])),
-            "constants_of_parts": [asdict(fit) for fit in fits],
-            "errors": table,
-            "predicted_tflops": rates(every, ms),
-        }
-        args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {args.out}")
+        of_all = fitted([s.counts for s in every], [s.ms for s in every])
+        write(args.out, came_from(args.timed, found), of_all, fits, table, rates(every, ms))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,17 @@ import torch
 
 from bench import predict
 from bench.points import Point
-from bench.predict import CLOCK_GHZ, EXP2_PER_CYCLE, FLOPS_PER_CYCLE, error_table, fitted_by, lines, named, problem_of
+from bench.predict import (
+    CLOCK_GHZ,
+    EXP2_PER_CYCLE,
+    FLOPS_PER_CYCLE,
+    came_from,
+    error_table,
+    fitted_by,
+    lines,
+    problem_of,
+    write,
+)
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.plan import BackwardPlan, row_blocks_of
 from gluon_attn.backward.table import padded_head_dims
@@ -290,19 +300,9 @@ def main(arguments: Sequence[str]) -> None:
         print(line)
     if args.out:
         here = [s for s in every if s.card == CARD]
-        timed = [
-            {"file": named(path), **{name: found["provenance"][name] for name in ("date", "card", "commit")}}
-            for path, found in zip((FITTED, OTHER_CARD), files, strict=True)
-        ]
-        written = {
-            "timed": timed,
-            "constants": asdict(fitted([s.counts for s in here], [s.ms for s in here])),
-            "constants_of_parts": [asdict(fit) for fit in fits],
-            "errors": table,
-            "predicted_tflops": rates(every, ms),
-        }
-        args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {args.out}")
+        of_all = fitted([s.counts for s in here], [s.ms for s in here])
+        timed = [came_from(path, found) for path, found in zip((FITTED, OTHER_CARD), files, strict=True)]
+        write(args.out, timed, of_all, fits, table, rates(every, ms))
 
 
 if __name__ == "__main__":

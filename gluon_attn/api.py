@@ -9,19 +9,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .call import Extras, Options, Window, both_segment_ids, key_of, problem_of
-from .checks import (
-    LOWEST_ADDRESS,
-    check_bool,
-    check_device,
-    check_memory,
-    check_no_overlap,
-    check_num_ctas,
-    check_scale_signs,
-    hashable,
-    is_suspect,
-    refuse_address,
-    type_name,
-)
+from .checks import check_bool, check_device, check_num_ctas, check_scale_signs, hashable, type_name
 from .device import Device
 from .features import NOT_THERE, refuse_together
 from .forward.configs import ForwardConfig
@@ -32,6 +20,7 @@ from .forward.table import pick_config
 from .gradients import Attention, check_gradients_of_call, refuse_gradient
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
+from .memory import LOWEST_ADDRESS, check_memory, check_no_overlap, is_suspect, refuse_address
 from .ops import attention_op, is_seen_by_a_mode
 from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version

@@ -3,26 +3,22 @@ what to do: a TypeError, a ValueError or a NotImplementedError."""
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .device import Device
 from .kernels.common.mask import LARGEST_LIMIT
-from .refusals import refuse_unusual
 from .tensors import DTYPES, FP8_DTYPES, LAYOUTS, MAX_HEAD_DIM, PACKED, SCALES, TMA_ALIGNMENT_BYTES, output_dtype
 
 Window = tuple[int | None, int | None]  # keys before and after a query's own position; None: no limit
 # The kernel multiplies by scale · log2(e) in fp32, where that must be a normal number.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 SMALLEST_SCALE_WITH_BIAS = 1e-30  # the kernel adds the bias divided by it
-LOWEST_ADDRESS = 2**32  # of a tensor with memory, but for a few that are looked at more closely
 STARTS = "give where each sequence begins, from 0 on, and where the last ends, as torch.int32"
 LEAST_CAP, LARGEST_CAP = 1e-6, 1e6  # scores beyond are no use
 INTEGER, NUMBER = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)  # as they are, and in a graph
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def type_name(x: object) -> str:
@@ -423,64 +419,6 @@ def check_scale_type(scale: object) -> None:
         raise TypeError(f"scale: expected a float or None, got {type_name(scale)}; {todo}")
 
 
-def refuse_address(name: str, t: Tensor) -> NoReturn:
-    """For a base that TMA cannot address."""
-    raise ValueError(
-        f"{name}: expected a base address that is a multiple of {TMA_ALIGNMENT_BYTES} bytes, got {t.data_ptr():#x}; "
-        f"slice at a multiple of {TMA_ALIGNMENT_BYTES // t.element_size()} elements, or .clone() it: nothing is copied "
-        "silently"
-    )
-
-
-def check_readable(name: str, t: Tensor) -> None:
-    """That the memory holds what the tensor reads as, for a kernel that sees addresses only.
-
-    Raises ValueError for memory that is not there, or is negated when it is read; NotImplementedError for a tangent of
-    forward-mode differentiation, which would be dropped.
-    """
-    if t.is_neg():
-        raise ValueError(
-            f"{name}: expected a tensor that is stored as it reads, got a view that PyTorch negates when it reads it; "
-            "call .resolve_neg() on it, nothing is copied silently"
-        )
-    extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
-    needed = (t.storage_offset() + extent) * t.element_size() if t.numel() else 0
-    if (found := t.untyped_storage().nbytes()) < needed:
-        raise ValueError(
-            f"{name}: expected a storage of at least {needed} bytes, got one of {found}, freed or resized since the "
-            "tensor was made; allocate it again"
-        )
-    refuse_tangent(name, t)
-
-
-def refuse_tangent(name: str, t: Tensor) -> None:
-    """NotImplementedError for one of forward-mode differentiation, which would be dropped."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
-        raise NotImplementedError(
-            f"{name}: expected a tensor without a tangent, as forward-mode differentiation is not supported, got one "
-            f"with one; give torch.autograd.forward_ad.unpack_dual({name}).primal"
-        )
-
-
-def is_suspect(t: Tensor) -> bool:
-    """Whether `check_memory` may refuse what it took in a call before, found in a fraction of its time."""
-    if type(t) not in PLAIN_TYPES or forward_ad._current_level >= 0:
-        return True
-    try:
-        return t.data_ptr() < LOWEST_ADDRESS or t.is_neg()
-    except RuntimeError:  # there is none
-        return True
-
-
-def check_memory(**tensors: Any) -> None:
-    """That a kernel may be given these tensors' addresses, of those that are no None. Raises as `refuse_unusual` and
-    `check_readable`."""
-    refuse_unusual(**tensors)
-    for name, t in tensors.items():
-        if isinstance(t, Tensor):
-            check_readable(name, t)
-
-
 def check_scale_signs(scales: Sequence[Tensor | None]) -> None:
     """ValueError for a negative scale of q or k: the largest score would not be the largest after it."""
     for name, scale in zip(SCALES[:2], scales[:2], strict=True):
@@ -488,20 +426,3 @@ def check_scale_signs(scales: Sequence[Tensor | None]) -> None:
             raise ValueError(
                 f"{name}: expected no negative number, got {float(scale.min()):g}; negate {name[0]} and its scale"
             )
-
-
-def check_no_overlap(out: Tensor, **inputs: Tensor) -> None:
-    """ValueError if the memory that `out` spans is also spanned by an input, which the kernel may still be reading."""
-    first, end = span(out)
-    for name, t in inputs.items():
-        other_first, other_end = span(t)
-        if first < other_end and other_first < end:
-            raise ValueError(
-                f"out: expected memory of its own, got a range that overlaps that of {name}; allocate another"
-            )
-
-
-def span(t: Tensor) -> tuple[int, int]:
-    """The addresses from the first byte of a tensor to the one after its last."""
-    extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (extent + 1) * t.element_size() * (t.numel() > 0)

@@ -11,21 +11,11 @@ from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
 from .call import Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
-from .checks import (
-    check_bool,
-    check_dense,
-    check_device,
-    check_memory,
-    check_scale_tensor,
-    check_strides,
-    hashable,
-    is_suspect,
-    refuse_address,
-    type_name,
-)
+from .checks import check_bool, check_dense, check_device, check_scale_tensor, check_strides, hashable, type_name
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
+from .memory import check_memory, is_suspect, refuse_address
 from .problem import Problem
 from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version

@@ -21,7 +21,6 @@ from .checks import (
     check_num_ctas,
     check_scale_type,
     check_softcap_type,
-    refuse_tangent,
     two_limits,
     type_name,
 )
@@ -35,6 +34,7 @@ from .gradients import (
     require_gradients,
 )
 from .kernels.common.mask import Mask, visible_pairs
+from .memory import refuse_tangent
 from .named import function_named, name_of
 from .refusals import refuse_transformed
 from .tensors import empty_output, shape_of_lse

@@ -308,8 +308,11 @@ def test_no_loop_spills_on_blackwell(row):
     kernel = compiled(dtype, head_dim, row.mask, config, padded_head_dim_v=head_dim_v)
     found = resources(kernel)
     assert isinstance(config, BlackwellConfig)
-    most = int((head_dim_v, config.num_ctas) == (64, 2) and not row.mask.causal)  # there one, in the correction loop
-    assert max(loop.spills for loop in found.loops) <= most
+    corrects = [loop for loop in found.loops if loop.tensor_memory_loads and not loop.exp2]
+    # There the compiler keeps a number of one step in local memory, as at D=128 under a mask.
+    in_correction = int((head_dim_v, config.num_ctas) == (64, 2) and not row.mask.causal)
+    assert [loop for loop in found.loops if loop.spills and loop not in corrects] == []
+    assert sum(loop.spills for loop in corrects) <= in_correction
     assert found.spills <= 64
     smem_bytes = config.smem_bytes(head_dim, row.element_bytes, head_dim_v)
     assert found.smem_bytes <= smem_bytes <= min(found.smem_bytes + 1024, BLACKWELL.smem_bytes)

@@ -16,6 +16,7 @@ from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.table import blackwell_config, hopper_config
 from tests.compat import CompilationError
 from tests.gluon_cpu.attention import normal_qkv
+from tests.gluon_cpu.features import prefix, prefix_keys, prefix_rows
 from tests.slow import slow_if
 
 
@@ -36,24 +37,6 @@ CONFIGS: dict[str, tuple[Device, ForwardConfig]] = {
 }
 QUICK = ("Hopper, turns", "Blackwell")
 BY_ARCH = slow_if(lambda name: name == "Blackwell", ARCHS)
-
-
-@jit
-def prefix(q_index, k_index, head, batch, prefixes):
-    """All keys of a prefix, of each batch, are seen; after it a query sees what is not after itself."""
-    return (k_index < gl.load(prefixes + batch)) | (k_index <= q_index)
-
-
-@jit
-def prefix_keys(first_row, last_row, q_len, k_len, head, batch, prefixes):
-    length = gl.load(prefixes + batch)
-    return 0, gl.maximum(length, last_row + 1), 0, gl.maximum(length, first_row + 1)
-
-
-@jit
-def prefix_rows(first_key, last_key, q_len, k_len, kv_head, batch, prefixes):
-    length = gl.load(prefixes + batch)
-    return gl.where(first_key < length, 0, first_key), q_len, gl.where(last_key < length, 0, last_key), q_len
 
 
 PREFIXES = torch.tensor([150, 30], dtype=torch.int32)
