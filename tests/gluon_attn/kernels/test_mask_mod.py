@@ -16,7 +16,7 @@ from gluon_attn.forward.configs import ForwardConfig
 from gluon_attn.forward.table import blackwell_config, hopper_config
 from tests.compat import CompilationError
 from tests.gluon_cpu.attention import normal_qkv
-from tests.gluon_cpu.features import prefix, prefix_keys, prefix_rows
+from tests.gluon_cpu.features import halved, halved_back, prefix, prefix_keys, prefix_rows
 from tests.slow import slow_if
 
 
@@ -158,16 +158,6 @@ def test_whatever_ranges_say_all_roles_walk_the_same(name):
     for t in (q, k, v):
         assert t.grad is not None
         assert t.grad.isfinite().all()
-
-
-@jit
-def halved(score, q_index, k_index, head, batch):
-    return score * 0.5
-
-
-@jit
-def halved_back(dscore, score, modified, q_index, k_index, head, batch):
-    return dscore * 0.5
 
 
 GRADIENTS: dict[str, tuple[bool, bool, dict[str, Any]]] = {  # ranges, a function of scores too, options
