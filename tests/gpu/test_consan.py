@@ -18,7 +18,7 @@ from bench.mask_mods import near, near_keys, near_rows
 from gluon_attn import MaskMod, attention
 from gluon_attn.apart import Apart
 from gluon_attn.backward.launch import compiled_backward
-from gluon_attn.backward.table import HOPPER as BACKWARD
+from gluon_attn.backward.table import PACKAGED as BACKWARD
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS, Row
@@ -32,9 +32,11 @@ from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(900)
 
-# Of the backward's table, in code and in files: padded head dim, causal, dQ in a fixed order.
-CONFIGS = {f"D={d}": (d, config) for d, config in BACKWARD.items()}
-CONFIGS |= {name: (row.head_dims[0], row.config) for name, row in gradient_kernels_of_cards().items()}
+# Of the backward's table, in code and in files: padded head dims of Q and V; causal; dQ in a fixed order.
+CONFIGS = {
+    f"D={d}{f' and {d_v}' * (d != d_v)}": (row.head_dims, row.config) for row in BACKWARD for d, d_v in [row.head_dims]
+}
+CONFIGS |= {name: (row.head_dims, row.config) for name, row in gradient_kernels_of_cards().items()}
 GRADIENT_CASES = list(itertools.product(CONFIGS, (False, True), (False, True)))
 CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)} | kernels_of_cards()
 CASES |= {f"192 and 128, row {i}": row for i, row in enumerate(OTHER_HEAD_DIMS) if row.result_file is not None}
@@ -63,13 +65,21 @@ def run_attention(row: Row) -> None:
 
 def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
     """All three kernels, with a processor for each key block, and with two for all of them."""
-    (head_dim, config), mask = CONFIGS[name], Mask(causal=causal)
-    kernels = compiled_backward(torch.bfloat16, head_dim, mask, config, deterministic=deterministic, device_index=0)
+    ((head_dim, head_dim_v), config), mask = CONFIGS[name], Mask(causal=causal)
+    kernels = compiled_backward(
+        torch.bfloat16,
+        head_dim,
+        mask,
+        config,
+        padded_head_dim_v=head_dim_v,
+        deterministic=deterministic,
+        device_index=0,
+    )
     assert all(kernel.metadata.profile_scratch_size > 0 for kernel in kernels)
     card = Device.of(torch.device("cuda", 0))
     for (q_len, kv_len), sm_count in itertools.product(LENGTHS, (card.sm_count, 2)):
-        q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        dout = normal(*q.shape, seed=7)
+        q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, head_dim_v=head_dim_v)
+        dout = normal(*q.shape[:3], head_dim_v, seed=7)
         out, lse = attention(q, k, v, causal=causal, return_lse=True)
         device = dataclasses.replace(card, sm_count=sm_count)
         got = backward_call(
@@ -95,7 +105,7 @@ FEATURES = (
     "bias, a row", "bias, a row, D=128", "bias, a row, D=256", "bias in fp32",
 )  # fmt: skip
 PACKED = ("edges", "edges, causal", "D=256", "window, sinks and soft cap", "keys that do not count")
-UNLIKE = ((192, 128), (64, 192), (192, 64), (256, 128))  # head dims of Q and of V
+UNLIKE = ((64, 192), (192, 64), (256, 128))  # head dims of Q and of V
 FEATURE_LENGTHS = ((300, 333), (333, 300))
 
 
