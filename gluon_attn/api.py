@@ -20,7 +20,7 @@ from .forward.table import pick_config
 from .gradients import Attention, check_gradients_of_call, refuse_gradient
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
-from .memory import LOWEST_ADDRESS, check_memory, check_no_overlap, is_suspect, refuse_address
+from .memory import LOWEST_ADDRESS, check_memory, check_no_overlap, is_suspect, refuse_address, refuse_tangent
 from .ops import attention_op, is_seen_by_a_mode
 from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
@@ -247,7 +247,12 @@ def check_options(
 
 def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
     """What a call with gradients asks for beyond one without."""
-    refuse_unusual(q=q, k=k, v=v, **extras.named())
+    given = {"q": q, "k": k, "v": v, **extras.named()}
+    refuse_unusual(**given)
+    if forward_ad._current_level >= 0:
+        for name, t in given.items():
+            if isinstance(t, Tensor):
+                refuse_tangent(name, t)
     check_device(options.device, q)
     check_gradients_of_call(q, extras, options)
 

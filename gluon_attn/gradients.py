@@ -15,7 +15,7 @@ from .checks import check_bool, check_dense, check_device, check_scale_tensor, c
 from .device import Device
 from .mask_mod import MaskMod
 from .mask_mod import compiled_part as compiled_mask
-from .memory import check_memory, is_suspect, refuse_address
+from .memory import check_memory, check_stored, is_suspect, refuse_address, refuse_tangent
 from .problem import Problem
 from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
@@ -119,13 +119,12 @@ def differentiate_call(
         from .ops import gradients_op
 
         return gradients_op(dout, dlse, q, k, v, out, lse, extras, options, of_bias)
-    gradients = {name: t for name, t in (("dout", dout), ("dlse", dlse)) if t is not None}
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **extras.named()}
-    if any(map(is_suspect, (*given.values(), *gradients.values()))):
-        for name, t in (*given.items(), *gradients.items()):
+    if any(map(is_suspect, given.values())):
+        for name, t in given.items():
             check_dense(name, t)
         check_memory(**given)
-        refuse_unusual(**gradients)
+    dout, dlse = usable_gradient("dout", dout), usable_gradient("dlse", dlse)
     arguments = (dout, dlse, q, k, v, out, lse, extras, options, of_bias)
     if torch.is_grad_enabled():  # the others are given for autograd alone, which looks into no Extras
         return Gradients.apply(*arguments, *extras.each())
@@ -193,6 +192,20 @@ def differentiate(
     if extras.bias is not None and of_bias:
         grads["dbias"] = grads["dbias"].to(extras.bias.dtype).contiguous()
     return tuple(grads.values())
+
+
+def usable_gradient(name: str, t: Tensor | None) -> Tensor | None:
+    """A gradient of what a call returned; zeros without memory are given some. Raises TypeError, ValueError or
+    NotImplementedError, by name, for another that has no memory of its own, or a tangent."""
+    if t is None or not is_suspect(t):
+        return t
+    check_dense(name, t)
+    if t._is_zerotensor():
+        return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+    refuse_unusual(**{name: t})
+    check_stored(name, t)
+    refuse_tangent(name, t)
+    return t
 
 
 def check_outputs(q: Tensor, v: Tensor, layout: str, **tensors: Tensor | None) -> None:
@@ -358,6 +371,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        dout, dlse = usable_gradient("dout", dout), usable_gradient("dlse", dlse)
         if dout is None and dlse is None:
             return (None,) * 8
         q, k, v, out, lse, *others = ctx.saved_tensors

@@ -34,6 +34,12 @@ def check_readable(name: str, t: Tensor) -> None:
             f"{name}: expected a tensor that is stored as it reads, got a view that PyTorch negates when it reads it; "
             "call .resolve_neg() on it, nothing is copied silently"
         )
+    check_stored(name, t)
+    refuse_tangent(name, t)
+
+
+def check_stored(name: str, t: Tensor) -> None:
+    """ValueError for memory that is not there."""
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
     needed = (t.storage_offset() + extent) * t.element_size() if t.numel() else 0
     if (found := t.untyped_storage().nbytes()) < needed:
@@ -41,7 +47,6 @@ def check_readable(name: str, t: Tensor) -> None:
             f"{name}: expected a storage of at least {needed} bytes, got one of {found}, freed or resized since the "
             "tensor was made; allocate it again"
         )
-    refuse_tangent(name, t)
 
 
 def refuse_tangent(name: str, t: Tensor) -> None:

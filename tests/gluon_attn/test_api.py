@@ -246,17 +246,16 @@ def test_a_negated_scale_is_refused(no_launch):
 
 @pytest.mark.parametrize("calls_before", [0, 1])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_forward_mode_is_refused(name, calls_before, no_launch):
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_forward_mode_is_refused(with_gradients, name, calls_before, no_launch):
     """A tangent would be dropped; without one the call is none of forward mode's."""
     tensors: dict[str, Any] = dict(zip("qkv", qkv(), strict=True))
     with forward_ad.dual_level():
         for _ in range(calls_before):
             attention(**tensors, device=HOPPER)
         tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
-        with (
-            torch.no_grad(),
-            pytest.raises(NotImplementedError, match=rf"^{name}: expected .*without a tangent.*primal"),
-        ):
+        tensors["k"].requires_grad_(with_gradients)
+        with pytest.raises(NotImplementedError, match=rf"^{name}: expected .*without a tangent.*primal"):
             attention(**tensors, device=HOPPER)
 
 

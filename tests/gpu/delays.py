@@ -11,9 +11,11 @@ import numpy as np
 
 from channels import tma
 from channels.compat import gl, jit
-from gluon_attn.kernels.hopper.backward import gradient, load, preprocess, reduce
+from gluon_attn.kernels.hopper.backward import gradient, load, preprocess, reduce, work
 from gluon_attn.kernels.hopper.backward.gradient import hand_over, multiply
 from gluon_attn.kernels.hopper.backward.preprocess import init_all
+from gluon_attn.kernels.hopper.backward.shares import collect, hand_in
+from gluon_attn.kernels.hopper.backward.work import claim
 
 # $0: the cycles that were waited. $1: a seed. A hash of the clock, the seed and the warp decides: mostly up to 256
 # cycles, in one of eight cases up to 32768, which is longer than a step of any role.
@@ -75,6 +77,30 @@ def late_hand_over(dq, dqs):
 
 
 @jit
+def late_hand_in(dk, dv, operands):
+    spin()
+    hand_in(dk, dv, operands)
+
+
+@jit
+def late_collect(dk, dv, order, operands):
+    spin()
+    return collect(dk, dv, order, operands)
+
+
+@jit
+def late_claim(order, end, CLAIMS: gl.constexpr):
+    spin()
+    return claim(order, end, CLAIMS)
+
+
+@jit
+def late_store(desc, coords, tile):
+    spin()
+    tma.store(desc, coords, tile)
+
+
+@jit
 def late_add(desc, coords, tile):
     spin()
     tma.add(desc, coords, tile)
@@ -87,6 +113,13 @@ def late_after_stores():
     spin()
 
 
+@jit
+def late_after_older_stores():
+    """Likewise, of the addition before."""
+    tma.wait_stores_but_newest_done()
+    spin()
+
+
 def tma_with(**others: Any) -> types.ModuleType:
     """`channels.tma` with other functions, as a kernel sees it."""
     module = types.ModuleType("delayed_tma")
@@ -94,12 +127,22 @@ def tma_with(**others: Any) -> types.ModuleType:
     return module
 
 
-# By role: where it is, and what takes whose place there. `prepare` is the kernel before.
+LATE_ADDITIONS = tma_with(
+    store=late_store,
+    add=late_add,
+    wait_stores_done=late_after_stores,
+    wait_stores_but_newest_done=late_after_older_stores,
+)
+# By role: where it is, and what takes whose place there. `prepare` is the kernel before, `claim` is in all roles.
 DELAYS: dict[str, tuple[types.ModuleType, dict[str, Any]]] = {
     "prepare": (preprocess, {"init_all": late_init}),
     "load": (load, {"tma": tma_with(load=late_load)}),
-    "gradient": (gradient, {"multiply": late_multiply, "hand_over": late_hand_over}),
-    "reduce": (reduce, {"tma": tma_with(add=late_add, wait_stores_done=late_after_stores)}),
+    "claim": (work, {"claim": late_claim}),
+    "gradient": (
+        gradient,
+        {"multiply": late_multiply, "hand_over": late_hand_over, "hand_in": late_hand_in, "collect": late_collect},
+    ),
+    "reduce": (reduce, {"tma": LATE_ADDITIONS}),
 }
 
 

@@ -1,5 +1,7 @@
 """The gradients with random delays in each role: right, and in a fixed order the same bits; each in its own process."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,13 +22,19 @@ HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of Q and of V, one
 ROLES = {**{role: (role,) for role in DELAYS}, "all roles": tuple(DELAYS)}
 
 
-def launches(head_dims: tuple[int, int], causal: bool, deterministic: bool, count: int) -> None:
-    """More key blocks than processors, and an odd number to a head."""
+# More key blocks than processors, and an odd number to a head; and fewer, so that programs share them.
+MANY: dict[str, Any] = {"batch": 4, "heads": 8, "kv_heads": 4, "q_len": 700, "kv_len": 1400}
+SHARED: dict[str, Any] = {"heads": 2, "kv_heads": 1, "q_len": 4000, "kv_len": 200}
+
+
+def launches(
+    head_dims: tuple[int, int], causal: bool, deterministic: bool, count: int, sizes: dict[str, Any] = MANY
+) -> None:
     head_dim, head_dim_v = head_dims
-    q, k, v = normal_qkv(batch=4, heads=8, kv_heads=4, q_len=700, kv_len=1400, head_dim=head_dim, head_dim_v=head_dim_v)
+    q, k, v = normal_qkv(**sizes, head_dim=head_dim, head_dim_v=head_dim_v)
     dout = normal(*q.shape[:3], head_dim_v, seed=7)
     out, lse = attention(q, k, v, causal=causal, return_lse=True)
-    what = f"D={head_dims} {causal=} {deterministic=}"
+    what = f"D={head_dims} {sizes} {causal=} {deterministic=}"
     kept: list[tuple[Tensor, ...]] = []
     different = torch.zeros(3, dtype=torch.int64, device="cuda")
     for i in range(count):
@@ -50,10 +58,11 @@ def run(name: str) -> None:
     for head_dims in HEAD_DIMS:
         launches(head_dims, True, False, LAUNCHES)
         launches(head_dims, True, True, in_order)
+        launches(head_dims, False, True, in_order, SHARED)
     launches((128, 128), False, True, in_order)
 
 
-APART = Apart(function="tests.gpu.test_delays:run", item_seconds=300, processes=5)
+APART = Apart(function="tests.gpu.test_delays:run", item_seconds=300, processes=len(ROLES))
 
 
 @pytest.fixture(scope="module")

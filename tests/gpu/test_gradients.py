@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gluon_attn import attention
 from gluon_attn.apart import Apart
-from gluon_attn.backward.table import HOPPER
+from gluon_attn.backward.table import HOPPER, PACKAGED
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import backward_call, check_gradients, normal, normal_qkv, poison_free_memory
 from tests.gpu.checks import outcomes_of, settle
@@ -39,12 +40,14 @@ LENGTHS = (
     (4224, 4224),
 )  # fmt: skip
 
+GROUPS = ((4, 4), (6, 2), (5, 1), (8, 2), (16, 2))  # query heads and KV heads
+
 
 def numbers(head_dim: int, causal: bool) -> Callable[[], None]:
     def run() -> None:
-        groups = itertools.cycle([(4, 4), (6, 2), (5, 1), (8, 2), (16, 2)])
         dtypes = itertools.cycle([torch.bfloat16, torch.float16])
-        for (q_len, kv_len), (heads, kv_heads), dtype in zip(LENGTHS, groups, dtypes, strict=False):
+        for (q_len, kv_len), (heads, kv_heads) in itertools.product(LENGTHS, GROUPS):
+            dtype = next(dtypes)
             batch = 1 if q_len > 2048 else 2
             q, k, v = normal_qkv(
                 batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype
@@ -203,27 +206,30 @@ def invariants_at_131072_tokens() -> None:
             assert bool((error <= 2.0**-5 * scale).all()), f"{error.tolist()} of {scale.tolist()}"
 
 
-@gradients_test
-def deterministic_launches_are_equal() -> None:
-    """Of every row of the table."""
-    for head_dim, causal in ((128, True), (64, True), (64, False), (256, True), (192, True)):
-        head_dim_v = 128 if head_dim == 192 else head_dim
-        q, k, v = normal_qkv(
-            batch=4, heads=10, kv_heads=10 if causal else 5, q_len=1000, head_dim=head_dim, head_dim_v=head_dim_v
-        )
+def deterministic_launches_are_equal(head_dim: int, head_dim_v: int) -> None:
+    """With more key blocks than processors, and with few, which programs share."""
+    problems: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (True, {"batch": 4, "heads": 10, "q_len": 1000}),
+        (False, {"batch": 4, "heads": 10, "kv_heads": 5, "q_len": 1000}),
+        (False, {"heads": 2, "kv_heads": 1, "q_len": 4000, "kv_len": 200}),
+    )
+    for causal, sizes in problems:
+        q, k, v = normal_qkv(**sizes, head_dim=head_dim, head_dim_v=head_dim_v)
         dout = normal(*q.shape[:3], head_dim_v, seed=7)
         out, lse = attention(q, k, v, causal=causal, return_lse=True)
-
-        def run(q=q, k=k, v=v, out=out, lse=lse, dout=dout, causal=causal) -> tuple[Tensor, ...]:
-            return attention_backward(dout, None, q, k, v, out, lse, causal=causal, deterministic=True)
-
+        run = partial(attention_backward, dout, None, q, k, v, out, lse, causal=causal, deterministic=True)
         first = run()
         check_gradients(q, k, v, dout, first, causal=causal)
         different = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(10_000):
             for a, b in zip(first, run(), strict=True):
                 different += (a != b).any()
-        assert int(different) == 0, f"D={head_dim} {causal=}: {int(different)} tensors differ"
+        assert int(different) == 0, f"{sizes} {causal=}: {int(different)} tensors differ"
+
+
+for row in PACKAGED:
+    name = f"deterministic launches are equal, D={' and '.join(map(str, row.head_dims))}"
+    GRADIENTS[name] = partial(deterministic_launches_are_equal, *row.head_dims)
 
 
 @gradients_test

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import gluon_cpu
 from gluon_attn import attention, reference_attention
@@ -330,6 +331,49 @@ def test_memory_that_is_not_what_it_reads_as_is_refused(name):
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=f"^{name}: expected a storage of at least"):
         attention_backward(dout, dlse, **given | {name: freed}, device=HOPPER)
+
+
+def without_memory(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Tensor.to_sparse, r"expected a dense tensor, got one of layout torch.sparse_coo"),
+        (without_memory, "expected a storage of at least"),
+        (lambda t: forward_ad.make_dual(t, torch.ones_like(t)), "expected a tensor without a tangent"),
+    ],
+)
+def test_gradients_of_autograd_that_no_kernel_can_read_are_refused(make, message):
+    """As for an explicit call. Batched ones, of which autograd computes several at once, too."""
+    q, k, v, dout, dlse = tensors("one query, one key")
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*inputs, return_lse=True, device=HOPPER)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    given = {name: t.detach() for name, t in given.items()}
+    with forward_ad.dual_level():
+        for name, one in (("dout", [make(dout), dlse]), ("dlse", [dout, make(dlse)])):
+            with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{name}: {message}"):
+                torch.autograd.grad([out, lse], inputs, one, retain_graph=True)
+            with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{name}: {message}"):
+                attention_backward(*one, **given, device=HOPPER)
+    with pytest.raises(NotImplementedError, match=r"^dout: expected a plain tensor, got several in one, as is_grads_b"):
+        torch.autograd.grad(out, inputs, torch.stack([dout, dout]), is_grads_batched=True)
+
+
+def test_gradients_of_autograd_without_memory_are_zero():
+    q, k, v, dout, dlse = tensors("one query, one key")
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*inputs, return_lse=True, device=HOPPER)
+    zeros = torch._efficientzerotensor(dout.shape, dtype=dout.dtype)
+    got = torch.autograd.grad([out, lse], inputs, [zeros, dlse], retain_graph=True)
+    want = torch.autograd.grad(lse, inputs, dlse, retain_graph=True)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+    assert not any(grad is not None and grad.any() for grad in torch.autograd.grad(out, inputs, zeros))
 
 
 def test_tensors_that_autograd_keeps_elsewhere():
