@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,44 @@ def results_of_gradients(file: str) -> dict[tuple[int, bool, int], Any]:
     return {(p["point"]["head_dim"], p["point"]["causal"], p["point"]["length"]): p["results"] for p in found}
 
 
+def best_of_peers() -> dict[tuple[int, bool, int], float]:
+    """Of FlashAttention-3 and 4, the backward pass, over cuDNN of the same run."""
+    best: dict[tuple[int, bool, int], float] = {}
+    runs = PEERS["backward"]
+    for p in runs["first_run"]["points"] + runs["second_run"]["points"]:  # the second one has both
+        best[p["head_dim"], p["causal"], p["length"]] = max(p["fa3_over_cudnn"], p.get("fa4_over_cudnn", 0.0))
+    return best
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    logarithms = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def test_where_gradients_are_behind_in_two_runs():
+    best = best_of_peers()
+    runs = [results_of_gradients(f"h200_gradients{of_run}.json") for of_run in ("", "_second")]
+    to_cudnn = [{at: found["ours"]["ratio_to_cudnn"] for at, found in run.items()} for run in runs]
+    to_best = [{at: ratio / best[at] for at, ratio in run.items()} for run in to_cudnn]
+    behind = [{at for at, ratio in run.items() if ratio < 0.97} for run in to_best]
+    page = " ".join((ROOT / "docs" / "backward.md").read_text(encoding="utf-8").split())
+    words = {6: "six", 7: "seven", 8: "eight"}
+    assert f"So ours has {geometric_mean(to_best[0].values()):.2f} of the better one's rate" in page
+    assert f"behind at {words[len(behind[0])]} points by more than 3 %" in page
+    means = geometric_mean(to_cudnn[1].values()), geometric_mean(to_best[1].values())
+    assert "has {:.2f} times cuDNN's rate and {:.2f} of the better one's".format(*means) in page
+    of_both = words[len(behind[0] & behind[1])]
+    assert f"by more than 3 % at {words[len(behind[1])]} points, {of_both} of them the same" in page
+    lowest = min(to_best[1], key=lambda at: to_best[1][at])
+    assert lowest == (64, True, 8192)
+    assert f"Most at D=64 causal, 8192: by {100 * (1 - to_best[1][lowest]):.0f} %" in page
+
+
 def test_rates_of_gradients():
     results = results_of_gradients("h200_gradients.json")
     rates = {at: result["ours"]["tflops"] for at, result in results.items()}
     to_cudnn = {at: result["ours"]["ratio_to_cudnn"] for at, result in results.items()}
-    runs = PEERS["backward"]
-    best: dict[tuple[int, bool, int], float] = {}
-    for p in runs["first_run"]["points"] + runs["second_run"]["points"]:  # the second one has both
-        best[p["head_dim"], p["causal"], p["length"]] = max(p["fa3_over_cudnn"], p.get("fa4_over_cudnn", 0.0))
+    best = best_of_peers()
     page = "backward.md"
     assert rows_below(page, "| TFLOP/s | 512") == by_mask_and_length(rates, 0)
     assert rows_below(page, "| × cuDNN | 512") == by_mask_and_length(to_cudnn, 2)
