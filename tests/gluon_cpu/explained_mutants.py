@@ -148,8 +148,9 @@ EXPLAINED: tuple[Explanation, ...] = (
         "what is claimed is stored and read by threads: no engine sees it",
     ),
     Explanation(
-        rf"{GRADIENTS} \| release -> relaxed: atomic_rmw .* {TOLD_BEFORE_WAITING}",
-        "who waits has added, not stored: its exchange hands on the release of who stored, and sums do not race",
+        rf"(?![^|]*window){GRADIENTS} \| release -> relaxed: atomic_rmw .* {TOLD_BEFORE_WAITING}",
+        "who waits has added, not stored: its exchange hands on the release of who stored, and sums do not race; with "
+        "a window it may have stored, where its keys are the first that a row block sees",
     ),
     Explanation(
         rf"{CLAIMED} \| delete: grid_dependency_wait .* ({STATISTICS_WAITED_FOR}|{GRIDS_WAITED_FOR})",
