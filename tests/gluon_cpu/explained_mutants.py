@@ -286,7 +286,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "with two slots or more, the slot was freed before the last row block's queries, which have been waited for",
     ),
     Explanation(
-        rf"{ON_BLACKWELL} \| delete: wait_barrier .* ({QUERIES_DRAIN}|{KEYS_DRAIN}.*, (1 of [23]|2 of 3)$)",
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* ({QUERIES_DRAIN}|{KEYS_DRAIN}.*, (1 of [23]|2 of 3|[123] of 4)$)",
         "at the end: freed before the last products, which the correction role waits for; the last slot is not",
     ),
 )
