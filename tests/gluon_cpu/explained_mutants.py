@@ -148,8 +148,9 @@ EXPLAINED: tuple[Explanation, ...] = (
         "what is claimed is stored and read by threads: no engine sees it",
     ),
     Explanation(
-        rf"{GRADIENTS} \| release -> relaxed: atomic_rmw .* {TOLD_BEFORE_WAITING}",
-        "who waits has added, not stored: its exchange hands on the release of who stored, and sums do not race",
+        rf"(?![^|]*window){GRADIENTS} \| release -> relaxed: atomic_rmw .* {TOLD_BEFORE_WAITING}",
+        "who waits has added, not stored: its exchange hands on the release of who stored, and sums do not race; with "
+        "a window it may have stored, where its keys are the first that a row block sees",
     ),
     Explanation(
         rf"{CLAIMED} \| delete: grid_dependency_wait .* ({STATISTICS_WAITED_FOR}|{GRIDS_WAITED_FOR})",
@@ -285,7 +286,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "with two slots or more, the slot was freed before the last row block's queries, which have been waited for",
     ),
     Explanation(
-        rf"{ON_BLACKWELL} \| delete: wait_barrier .* ({QUERIES_DRAIN}|{KEYS_DRAIN}.*, (1 of [23]|2 of 3)$)",
+        rf"{ON_BLACKWELL} \| delete: wait_barrier .* ({QUERIES_DRAIN}|{KEYS_DRAIN}.*, (1 of [23]|2 of 3|[123] of 4)$)",
         "at the end: freed before the last products, which the correction role waits for; the last slot is not",
     ),
 )

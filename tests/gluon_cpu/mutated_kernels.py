@@ -1,7 +1,7 @@
 """The launches whose synchronisation operations the campaign breaks: kernels by name, with what they run on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ class Kernel:
     """A compiled kernel and the problems (Sq, Sk) that its mutants are tried on, by one program, row block after row
     block. If V is transposed before, the kernel that does that.
 
-    The config is not the tuning table's, which changes: the lengths are chosen for it. bias: as for `bias_of`.
+    The config is not the tuning table's, which changes: the lengths are chosen for it. head_dim_v: None: as Q's. bias:
+    as for `bias_of`.
     """
 
     head_dim: int
+    head_dim_v: int | None = None
     causal: bool
     lengths: tuple[tuple[int, int], ...]
     config: ForwardConfig
@@ -37,7 +39,7 @@ class Kernel:
     def runs(self) -> Sequence[AnyRun]:
         device = Device.blackwell() if isinstance(self.config, BlackwellConfig) else Device.hopper()
         options: dict[str, Any] = {"causal": self.causal, "device": device}
-        kind: dict[str, Any] = {"head_dim": self.head_dim, "dtype": self.dtype}
+        kind: dict[str, Any] = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v, "dtype": self.dtype}
         scales = kv_scales(1, 1) if self.dtype.itemsize == 1 else ()
         inputs = [normal_qkv(q_len=q, kv_len=kv, **kind) for q, kv in self.lengths]
         if self.config.transposes_before(self.dtype.itemsize):
@@ -117,16 +119,21 @@ class Featured:
 @dataclass(frozen=True, kw_only=True)
 class FeaturedBackward:
     """The main kernel of the gradients with a feature, and the problems (Sq, Sk) that its mutants are tried on, by one
-    program; the first one also by two, of which one waits for the other, and in a fixed order by three."""
+    program; the first one also by two, of which one waits for the other, and in a fixed order by three. With `group`,
+    three programs also have the last one, of so many query heads to a KV head instead of two."""
 
     feature: str
     lengths: tuple[tuple[int, int], ...]
     head_dim: int = 64
     deterministic: bool = False
+    group: int = 0
 
     def runs(self) -> Sequence[AnyRun]:
         calls = [FeatureCall(self.feature, of, heads=2, kv_heads=1, head_dim=self.head_dim) for of in self.lengths]
         programs = [(calls[0], 3 if self.deterministic else 2), *((call, 1) for call in calls)]
+        if self.group:
+            call = FeatureCall(self.feature, self.lengths[-1], heads=self.group, kv_heads=1, head_dim=self.head_dim)
+            programs.insert(0, (call, 3))  # which finds most, in few steps
         runs = [FeatureBackwardRun(call, deterministic=self.deterministic, programs=n) for call, n in programs]
         assert not any(run.sharers for run in runs)
         for run in runs:
@@ -153,6 +160,7 @@ BACKWARD_LENGTHS = {64: ((400, 200), (100, 300)), 128: ((200, 200), (60, 300)), 
 # Of those in a fixed order, more: with more keys than queries, so that of four key blocks two walk all rows. So others
 # wait for who adds to the last row that it walks, and for who waits itself.
 IN_ORDER_LENGTHS = {64: (300, 420), 128: (200, 420), 256: (150, 200)}
+IN_PIECES: dict[str, Any] = {"block_n": 64, "result_slots": 1}  # on Blackwell at D=192, for which there is room
 KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     "two CTAs, turns": Kernel(
         head_dim=64,
@@ -228,6 +236,36 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
             config=blackwell_config(slots, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
         )
         for name, num_ctas, slots in (("one CTA", 1, 3), ("two CTAs", 2, 3), ("four CTAs", 4, 3))
+    },
+    # With a bias, a channel more for each query tile. With V of another head dim than Q, a channel for K and one for V,
+    # of two slots each: of one, to wait for V would be to wait for K. At D=192, Q and K in pieces.
+    **{
+        f"Blackwell, one CTA, {name}": Kernel(
+            head_dim=64,
+            causal=True,
+            lengths=(*BLACKWELL_LENGTHS, (256, 325)),
+            config=blackwell_config(2, 192, exp_pieces=4, early_p=True, exp_turns=True),
+            bias=bias,
+        )
+        for name, bias in (("bias", "a row each"), ("bias of a row", "one row"))
+    },
+    **{
+        f"Blackwell, {ctas}, D={head_dim}/128": Kernel(
+            head_dim=head_dim,
+            head_dim_v=128,
+            causal=True,
+            lengths=(*((q * num_ctas, kv) for q, kv in BLACKWELL_LENGTHS), (256 * num_ctas, 325 * num_ctas)),
+            config=replace(
+                blackwell_config(4, 192, num_ctas=num_ctas, exp_pieces=4, early_p=True, exp_turns=True),
+                **(IN_PIECES if head_dim == 192 else {}),
+            ),
+        )
+        for ctas, num_ctas, head_dim in (
+            ("one CTA", 1, 64),
+            ("one CTA", 1, 192),
+            ("two CTAs", 2, 192),
+            ("four CTAs", 4, 64),
+        )
     },
     **{
         f"gradients, D={head_dim}, {mask}{order}": Backward(
@@ -334,13 +372,15 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
             head_dim=head_dim,
             lengths=lengths,
             deterministic=order,
+            group=18 if (head_dim, order) == (64, True) else 0,  # as above
         )
         for head_dim, feature, order, lengths in (
             (64, "wide window", False, ((300, 420), (400, 200), (100, 300))),
             (64, "packed, causal", False, ((300, 420), (400, 200), (100, 300))),
-            # Four key blocks of the last sequence, two of which walk all rows.
-            (64, "packed, causal", True, ((450, 630), (400, 200))),
-            (128, "wide window", True, ((200, 420), (60, 300))),
+            # Four key blocks of the last sequence, two of which walk all rows; one row block to several key blocks.
+            (64, "packed, causal", True, ((450, 630), (400, 200), (180, 560))),
+            # More row blocks than see the first keys: so the keys after are the first of some, and wait for others.
+            (128, "wide window", True, ((330, 600), (60, 300))),
         )
     },
 }

@@ -1,10 +1,12 @@
 """Who has added to dQ is told by atomics: each of them weakened is among the mutants of the campaign, and is found."""
 
+import re
+
 import pytest
 
 from tests.gluon_cpu.attention import BackwardRun, normal_qkv
 from tests.gluon_cpu.campaign_mutants import text_of, verdict
-from tests.gluon_cpu.explained_mutants import reason_of
+from tests.gluon_cpu.explained_mutants import TOLD_BEFORE_WAITING, reason_of
 from tests.gluon_cpu.mutants import mutants
 from tests.gluon_cpu.mutated_kernels import KERNELS
 
@@ -27,6 +29,26 @@ def test_every_weakened_atomic_is_found(order, first_asked):
     said = {mutant.name: verdict(runs, mutant, range(2)) for mutant in needed}
     assert all(said.values()), said
     assert not [name for name, words in said.items() if words.startswith("WRONG")]
+
+
+@pytest.mark.slow
+def test_with_a_window_who_waits_may_tell_of_a_store():
+    """Its keys may be the first that a row block sees, and not the first of the next one. So all that tells there is
+    needed; under a causal mask alone its release is not, as who waits has added to what others have stored."""
+    kernel = "gradients, D=128, wide window, in order"
+    runs = KERNELS[kernel].runs()
+    telling = [m for m in mutants(text_of(runs[0])) if re.search(rf"< {TOLD_BEFORE_WAITING}", m.name)]
+    assert [(m.change, m.op) for m in telling] == [
+        ("delete", "async_tma_store_wait"),
+        ("pendings 0 -> 1", "async_tma_store_wait"),
+        ("done -> read", "async_tma_store_wait"),
+        ("delete", "atomic_rmw"),
+        ("release -> relaxed", "atomic_rmw"),
+        ("gpu -> cta", "atomic_rmw"),
+    ]
+    found = [verdict(runs, mutant, range(1)).partition(" (")[0] for mutant in telling]
+    assert found == ["OutputRace", "OutputRace", "OutputRace", "Deadlock", "OutputRace", "DataRace"]
+    assert not any(reason_of(kernel, mutant.name) for mutant in telling)
 
 
 def test_every_wait_by_inline_assembly_is_among_them():

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from gluon_attn.device import Device
-from gluon_attn.forward.configs import ForwardConfig
+from gluon_attn.forward.configs import BlackwellConfig, ForwardConfig
 from gluon_attn.forward.table import blackwell_config, hopper_config
 from tests.gluon_cpu.attention import BackwardRun, Run, normal_qkv
 from tests.gluon_cpu.campaign_mutants import text_of
 from tests.gluon_cpu.features import FEATURES, FeatureBackwardRun, FeatureCall, FeatureRun
-from tests.gluon_cpu.mutated_kernels import KERNELS, AnyRun, Featured, FeaturedBackward
+from tests.gluon_cpu.mutated_kernels import KERNELS, AnyRun, Featured, FeaturedBackward, Kernel
 from tests.gluon_cpu.synchronisation import synchronisation
 from tests.slow import slow_if
 
@@ -119,6 +119,18 @@ def test_what_differs_has_mutants():
         assert {90, 100} <= forward
     backward = {k.feature for k in KERNELS.values() if isinstance(k, FeaturedBackward)}
     assert backward == {"wide window", "packed, causal"}  # documents are windows there, as the test above has it
+
+
+def test_every_wiring_of_blackwell_has_mutants():
+    """With a bias of each row, of one, and without; K and V in one channel, or each in its own, then also in pairs of
+    CTAs, with multicast, and with Q and K in pieces."""
+    kernels = [k for k in KERNELS.values() if isinstance(k, Kernel) and isinstance(k.config, BlackwellConfig)]
+    assert {k.bias for k in kernels} == {"", "a row each", "one row"}
+    apart = [k for k in kernels if k.head_dim_v not in (None, k.head_dim)]
+    assert {k.config.num_ctas for k in apart} == {k.config.num_ctas for k in kernels} == {1, 2, 4}
+    assert {k.head_dim > 128 for k in apart} == {False, True}
+    configs = [k.config for k in apart if isinstance(k.config, BlackwellConfig)]
+    assert {(config.key_slots, config.value_slots) for config in configs} == {(2, 2)}
 
 
 def test_a_wait_more_or_in_another_loop_is_told():
