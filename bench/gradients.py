@@ -37,7 +37,7 @@ from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention, attention_varlen
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.configs import label as label
-from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.launch import Choices, compiled_backward
 from gluon_attn.backward.table import UNLIKE, padded_head_dims, pick_config
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
@@ -238,9 +238,12 @@ def configs(padded_head_dim: int, padded_head_dim_v: int | None = None) -> list[
 
 def refusal(config: HopperBackward, point: Point) -> str | None:
     """What stands against a config: the compiler, or that a step of its loops spills or waits for each product."""
-    d, d_v = padded_head_dims(point.head_dim, point.head_dim_v)
+    head_dims = padded_head_dims(point.head_dim, point.head_dim_v)
+    choices = Choices(
+        dtype=DTYPES[point.dtype], padded_head_dims=head_dims, mask=Mask(causal=point.causal), config=config
+    )
     try:
-        kernels = compiled_backward(DTYPES[point.dtype], d, Mask(causal=point.causal), config, padded_head_dim_v=d_v)
+        kernels = compiled_backward(choices)
     except Exception as error:  # whatever the compiler raises, it is the result for this config
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
     loops = [loop for main in kernels[1:-1] for loop in resources(main).loops if loop.products > 4]

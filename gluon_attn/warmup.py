@@ -16,7 +16,7 @@ import torch
 
 from . import tuning
 from .backward.configs import HopperBackward, label
-from .backward.launch import builds_of, key_list_build, sinks_build
+from .backward.launch import Choices, builds_of, key_list_build, sinks_build
 from .backward.plan import can_share
 from .backward.table import BackwardRow, padded_head_dims
 from .backward.table import pick_config as pick_backward
@@ -441,9 +441,19 @@ def backward_build(
     shared: bool,
     bias: Bias | None,
 ) -> Build:
-    of_mask = features.mask(mask)
-    choices = (dtype, head_dim, of_mask, config, deterministic, shared, features.score_mod, features.packed)
-    return builds_of(*choices, padded_head_dim_v=head_dim_v, bias=bias, of_bias=features.of_bias)[step]
+    choices = Choices(
+        dtype=dtype,
+        padded_head_dims=(head_dim, head_dim_v),
+        mask=features.mask(mask),
+        config=config,
+        deterministic=deterministic,
+        shared=shared,
+        score_mod=features.score_mod,
+        packed=features.packed,
+        bias=bias,
+        of_bias=features.of_bias,
+    )
+    return builds_of(choices)[step]
 
 
 def unlike(jobs: Iterable[Job]) -> list[Job]:

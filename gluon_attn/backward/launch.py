@@ -2,6 +2,7 @@
 the main one may come in two launches; before them, of packed sequences, one that lists the key blocks."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -15,7 +16,7 @@ from ..kernels.common.packed import RECORD
 from ..kernels.hopper.backward.kernel import attention_backward
 from ..kernels.hopper.backward.packed import list_key_blocks
 from ..kernels.hopper.backward.postprocess import finish_backward
-from ..kernels.hopper.backward.preprocess import prepare_backward
+from ..kernels.hopper.backward.preprocess import MOST_SHARERS, prepare_backward
 from ..kernels.hopper.backward.sinks import sum_sinks
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
@@ -35,7 +36,7 @@ from ..runtime.kernel import (
 from ..score_mod import TENSOR_TYPES, ScoreFunction
 from ..tensors import in_bhsd
 from .configs import HopperBackward
-from .plan import MOST_SHARERS, BackwardPlan
+from .plan import BackwardPlan
 from .table import padded_head_dims
 
 # The gradient of a bias: of one of each row, or of one that queries have in common. At most one of them is there.
@@ -120,51 +121,84 @@ NOT_THERE = dict.fromkeys(
 SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
 
 
-def builds_of(
-    dtype: torch.dtype,
-    padded_head_dim: int,
-    mask: Mask,
-    config: HopperBackward,
-    deterministic: bool,
-    shared: bool,
-    score_mod: ScoreFunction | None = None,
-    packed: bool = False,
-    used: bool = False,
-    padded_head_dim_v: int | None = None,
-    bias: Bias | None = None,
-    of_bias: bool = False,
-) -> tuple[Build, ...]:
-    """The kernel before, the main one, or its parts, and the one after, for these compile-time choices. dtype: float16
-    or bfloat16. shared: programs share key blocks. packed: of packed sequences, for which one more comes before all;
-    used: of each, some keys count. padded_head_dim_v: None: as Q's. bias: that is added to scores; of_bias: compute its
-    gradient too."""
-    absent = {"claimed_ptr" if shared else "has_handed_in_ptr": None}
-    pieces, head_dim_v = config.q_pieces, padded_head_dim if padded_head_dim_v is None else padded_head_dim_v
-    columns = padded_head_dim // pieces
-    rows, rows_v = (Block.of(dtype, config.block_m, d, packed=packed) for d in (columns, head_dim_v))
-    keys, keys_v = (Block.of(dtype, config.keys, d, packed=packed) for d in (columns, head_dim_v))
-    statistics = Block.of(torch.float32, 1, config.block_m)
-    sums = Block.of(torch.float32, config.block_m * padded_head_dim // config.dq_parts // SUM_COLUMNS, SUM_COLUMNS)
-    blocks = dict.fromkeys(("q", "dq"), rows) | dict.fromkeys(("dout", "out"), rows_v)
-    blocks |= dict.fromkeys(("k", "dk"), keys) | dict.fromkeys(("v", "dv"), keys_v)
-    blocks |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
-    if bias is not None:
-        blocks[BIAS.tensor] = bias.block(config.block_m, config.keys)
-    of_dbias = None
-    if bias is not None and of_bias and bias.each_row:
-        of_dbias = Block.of(bias.gradient_dtype, config.dbias_rows(bias, padded_head_dim), config.keys)
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the kernels of a backward pass are compiled for.
+
+    dtype: float16 or bfloat16. padded_head_dims: of Q and of V. shared: programs share key blocks. packed: of packed
+    sequences, for which one kernel more comes before all; used: of each, some keys count. bias: that is added to
+    scores; of_bias: compute its gradient too.
+    """
+
+    dtype: torch.dtype
+    padded_head_dims: tuple[int, int]
+    mask: Mask
+    config: HopperBackward
+    deterministic: bool = False
+    shared: bool = False
+    score_mod: ScoreFunction | None = None
+    packed: bool = False
+    used: bool = False
+    bias: Bias | None = None
+    of_bias: bool = False
+
+    @staticmethod
+    def of(plan: BackwardPlan, *, used: bool = False, of_bias: bool = False) -> "Choices":
+        problem = plan.problem
+        return Choices(
+            dtype=problem.dtype,
+            padded_head_dims=padded_head_dims(problem.head_dim, problem.head_dim_v),
+            mask=problem.mask,
+            config=plan.config,
+            deterministic=plan.deterministic,
+            shared=plan.shared > 0,
+            score_mod=problem.score_mod,
+            packed=problem.sequences is not None,
+            used=used,
+            bias=problem.bias,
+            of_bias=of_bias,
+        )
+
+    @property
+    def of_dbias(self) -> Block | None:
+        """A tile of the gradient of a bias of each row, if that is computed."""
+        if self.bias is None or not self.of_bias or not self.bias.each_row:
+            return None
+        rows = self.config.dbias_rows(self.bias, self.padded_head_dims[0])
+        return Block.of(self.bias.gradient_dtype, rows, self.config.keys)
+
+    def blocks(self) -> dict[str, Block]:
+        """By tensor, but for that gradient."""
+        config, (head_dim, head_dim_v) = self.config, self.padded_head_dims
+        columns = head_dim // config.q_pieces
+        rows, rows_v = (Block.of(self.dtype, config.block_m, d, packed=self.packed) for d in (columns, head_dim_v))
+        keys, keys_v = (Block.of(self.dtype, config.keys, d, packed=self.packed) for d in (columns, head_dim_v))
+        statistics = Block.of(torch.float32, 1, config.block_m)
+        sums = Block.of(torch.float32, config.block_m * head_dim // config.dq_parts // SUM_COLUMNS, SUM_COLUMNS)
+        found = dict.fromkeys(("q", "dq"), rows) | dict.fromkeys(("dout", "out"), rows_v)
+        found |= dict.fromkeys(("k", "dk"), keys) | dict.fromkeys(("v", "dv"), keys_v)
+        found |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
+        if self.bias is not None:
+            found[BIAS.tensor] = self.bias.block(config.block_m, config.keys)
+        return found
+
+
+def builds_of(choices: Choices) -> tuple[Build, ...]:
+    """The kernel before, the main one, or its parts, and the one after."""
+    config, packed, used, blocks = choices.config, choices.packed, choices.used, choices.blocks()
+    absent = {"claimed_ptr" if choices.shared else "has_handed_in_ptr": None}
+    pieces = config.q_pieces
     return (
         *((key_list_build(config.keys, used),) if packed else ()),
         Build(
             kernel=PREPARE,
             blocks=blocks,
-            constants=absent | absent_lengths(packed, used, PREPARE) | {"DQ": (pieces, columns)},
+            constants=absent
+            | absent_lengths(packed, used, PREPARE)
+            | {"DQ": (pieces, choices.padded_head_dims[0] // pieces)},
             starts_early=packed,
         ),
-        *(
-            main_build(part, blocks, of_dbias, mask, deterministic, shared, score_mod, packed, bias, of_bias)
-            for part in config.launches
-        ),
+        *(main_build(choices, part, blocks) for part in config.launches),
         Build(
             kernel=FINISH,
             blocks=blocks,
@@ -177,26 +211,16 @@ def builds_of(
     )
 
 
-def main_build(
-    config: HopperBackward,
-    blocks: Mapping[str, Block],
-    of_dbias: Block | None,
-    mask: Mask,
-    deterministic: bool,
-    shared: bool,
-    score_mod: ScoreFunction | None,
-    packed: bool,
-    bias: Bias | None,
-    of_bias: bool,
-) -> Build:
-    """The main kernel, or one part of it. blocks: by tensor, but for the gradient of a bias of each row, which is
-    of_dbias. The others as for `builds_of`."""
+def main_build(choices: Choices, config: HopperBackward, blocks: Mapping[str, Block]) -> Build:
+    """The main kernel, or one part of it, which `config` says. blocks: those of the choices."""
+    bias, mask, score_mod = choices.bias, choices.mask, choices.score_mod
     pointers = types_of(score_mod, None, mask)
-    absent = [] if packed else [RECORDS.name]
-    absent += ["claimed_ptr"] if shared else ["handed_in_ptr", "has_handed_in_ptr"]
+    absent = [] if choices.packed else [RECORDS.name]
+    absent += ["claimed_ptr"] if choices.shared else ["handed_in_ptr", "has_handed_in_ptr"]
     absent += [] if bias is not None else [BIAS.name]
     sums_dbias = False
-    if bias is not None and of_bias and config.has_dk:  # from dS, which dV does not need
+    if bias is not None and choices.of_bias and config.has_dk:  # from dS, which dV does not need
+        of_dbias = choices.of_dbias
         blocks = blocks if of_dbias is None else {**blocks, DBIAS.tensor: of_dbias}
         absent.append(DBIAS_ROW.name if bias.each_row else DBIAS.name)
         sums_dbias = bias.sums_gradient
@@ -206,7 +230,7 @@ def main_build(
     return Build(
         kernel=MAIN,
         blocks=blocks,
-        constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, "DETERMINISTIC": deterministic}
+        constants={"MASK": mask, "SCORE_MOD": score_mod, "CONFIG": config, "DETERMINISTIC": choices.deterministic}
         | {"PIECES": config.q_pieces, "SUMS_DBIAS": sums_dbias}
         | dict.fromkeys(absent),
         pointers=pointers,
@@ -234,59 +258,18 @@ def compiled_sinks(dtype: torch.dtype, *, device_index: int | None = None) -> Co
 
 @lru_cache(maxsize=128)
 def compiled_backward(
-    dtype: torch.dtype,
-    padded_head_dim: int,
-    mask: Mask,
-    config: HopperBackward,
-    *,
-    deterministic: bool = False,
-    shared: bool = False,
-    score_mod: ScoreFunction | None = None,
-    packed: bool = False,
-    used: bool = False,
-    padded_head_dim_v: int | None = None,
-    bias: Bias | None = None,
-    of_bias: bool = False,
-    arch: int = 90,
-    device_index: int | None = None,
+    choices: Choices, *, arch: int = 90, device_index: int | None = None
 ) -> tuple[CompiledKernel, ...]:
     """The kernels, of which most configs have three; of packed sequences, one more. device_index: the card to launch
     them on; None: to look at only."""
-    builds = builds_of(
-        dtype, padded_head_dim, mask, config, deterministic, shared, score_mod, packed, used, padded_head_dim_v, bias,
-        of_bias,
-    )  # fmt: skip
-    return tuple(build.compile(arch) for build in builds)
-
-
-def compiled_backward_for(
-    plan: BackwardPlan, used: bool = False, of_bias: bool = False, device_index: int | None = None
-) -> tuple[CompiledKernel, ...]:
-    """As `compiled_backward`, of a plan."""
-    problem = plan.problem
-    head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
-    return compiled_backward(
-        problem.dtype,
-        head_dim,
-        problem.mask,
-        plan.config,
-        deterministic=plan.deterministic,
-        shared=plan.shared > 0,
-        score_mod=problem.score_mod,
-        packed=problem.sequences is not None,
-        used=used,
-        padded_head_dim_v=head_dim_v,
-        bias=problem.bias,
-        of_bias=of_bias,
-        arch=plan.arch,
-        device_index=device_index,
-    )
+    return tuple(build.compile(arch) for build in builds_of(choices))
 
 
 def main_kernels(plan: BackwardPlan) -> dict[str, CompiledKernel]:
     """Of a plan, those that compute, between the ones that list and prepare and the last one: by what they compute."""
     parts = plan.config.launches
-    return dict(zip((part.grads for part in parts), compiled_backward_for(plan)[-1 - len(parts) : -1], strict=True))
+    kernels = compiled_backward(Choices.of(plan), arch=plan.arch)[-1 - len(parts) : -1]
+    return dict(zip((part.grads for part in parts), kernels, strict=True))
 
 
 def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -307,7 +290,7 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
     }
     if plan.shared:
         found["handed_in"] = ((plan.sharers, config.keys, head_dim + head_dim_v), torch.float32)
-        found["has_handed_in"] = ((MOST_SHARERS,), torch.int32)
+        found["has_handed_in"] = ((MOST_SHARERS.value,), torch.int32)
     else:
         found["claimed"] = ((2,), torch.int32)
     if problem.sequences is not None:
@@ -331,21 +314,7 @@ def backward_launches_of(
     if bias is not None and problem.bias is not None:
         views[BIAS.tensor] = view_of_bias(bias)
         views[DBIAS.tensor] = view_of_bias(problem.bias.zero_gradient(bias.shape, "meta"))
-    head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
-    builds = builds_of(
-        problem.dtype,
-        head_dim,
-        problem.mask,
-        config,
-        plan.deterministic,
-        plan.shared > 0,
-        problem.score_mod,
-        packed,
-        used,
-        head_dim_v,
-        problem.bias,
-        of_bias,
-    )
+    builds = builds_of(Choices.of(plan, used=used, of_bias=of_bias))
     *lists, before = builds[: -1 - len(config.launches)]
     *mains, after = builds[-1 - len(config.launches) :]
     count = {"sequences": problem.sequences or 0}
@@ -393,7 +362,7 @@ def backward_on_card(
 ) -> Launches:
     """A call on q's card. All but the plan: as for `backward_launches_of`."""
     problem, index = plan.problem, tensors["q"].device.index
-    kernels = compiled_backward_for(plan, used, of_bias, index)
+    kernels = compiled_backward(Choices.of(plan, used=used, of_bias=of_bias), arch=plan.arch, device_index=index)
     if problem.has_documents:
         kernels = (compiled_documents(of_keys=True, arch=plan.arch, device_index=index), *kernels)
     if problem.sinks is not None:

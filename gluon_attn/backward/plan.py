@@ -7,6 +7,7 @@ from ..device import Device
 from ..forward.plan import LARGEST_LENGTH, LARGEST_PACKED, pairs_even_out
 from ..kernels.common.mask import Mask
 from ..kernels.common.packed import CANDIDATES
+from ..kernels.hopper.backward.preprocess import MOST_SHARERS
 from ..problem import Problem
 from .configs import HopperBackward
 
@@ -27,8 +28,6 @@ ROW_BLOCKS_OF_A_SHARE = 4
 
 # Steps that sharing must save: it takes as long as a few.
 LEAST_SAVED = 4
-
-MOST_SHARERS = 256  # the kernel before sets so many flags to 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +252,7 @@ def shares_of(
         seen = problem.mask.keys_seen(0, problem.q_len - 1, problem.q_len, problem.kv_len)
         some = range((problem.kv_len - seen) // config.keys, -(-problem.kv_len // config.keys))
         row_blocks = max(row_blocks_of(problem, config, index) for index in some[:: -(-len(some) // 64)])
-    sharers = min(device.sm_count, MOST_SHARERS, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
+    sharers = min(device.sm_count, MOST_SHARERS.value, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
     if deterministic and shared:  # each program has shares of one key block, or it could wait for itself
         sharers -= sharers % shared
     steps = row_blocks * (problem.heads // problem.kv_heads)

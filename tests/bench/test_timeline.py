@@ -11,7 +11,7 @@ from triton import knobs
 
 from bench import scopes, timeline
 from bench.waits import Wait, spread, summarise, waits_of
-from gluon_attn.backward.launch import builds_of
+from gluon_attn.backward.launch import Choices, builds_of
 from gluon_attn.backward.table import HOPPER as BACKWARD
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import HopperConfig
@@ -189,7 +189,9 @@ OF_GRADIENTS = {
 def test_every_wait_of_gradients_has_a_scope(profiler):
     warps = scopes.first_warps_of_gradients()
     assert warps == {"gradient, first half": 0, "gradient, second half": 4, "load": 10, "reduce": 11}
-    build = builds_of(torch.bfloat16, 128, Mask(causal=True), BACKWARD[128], True, False)[1]
+    mask, config = Mask(causal=True), BACKWARD[128]
+    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(128, 128), mask=mask, config=config, deterministic=True)
+    build = builds_of(choices)[1]
     plain = build.compile(90)
     with scopes.scoped_waits():
         hook = profiler.InstrumentationHook(scopes.mode_of(warps, ctas=132))

@@ -16,7 +16,7 @@ from gluon_attn import __main__ as command
 from gluon_attn import tuning, warmup
 from gluon_attn.backward import table as backward
 from gluon_attn.backward.configs import label
-from gluon_attn.backward.launch import builds_of, sinks_build
+from gluon_attn.backward.launch import Choices, builds_of, sinks_build
 from gluon_attn.backward.plan import BackwardPlan, can_share
 from gluon_attn.backward.table import HOPPER, BackwardRow
 from gluon_attn.backward.table import pick_config as pick_backward
@@ -132,8 +132,7 @@ def test_calls_with_masks_and_scores_find_theirs(name):
         at = [rng.choice([length, rng.choice(lengths)]) for length in (problem.q_len, problem.kv_len)]
         problem = dataclasses.replace(problem, q_len=at[0], kv_len=at[1])
         plan = BackwardPlan.of(problem, pick_backward(problem), Device.hopper())
-        shared = plan.shared > 0
-        builds = [*builds_of(torch.bfloat16, 64, problem.mask, plan.config, False, shared, problem.score_mod)]
+        builds = [*builds_of(Choices.of(plan))]
         builds += [sinks_build(torch.bfloat16)] * (problem.sinks is not None)
         builds += [documents_build(of_keys=True)] * problem.has_documents
         used += [b for b in builds_of_a_call(problem, Device.hopper()) + builds if b not in used]
@@ -253,7 +252,7 @@ def test_calls_with_packed_sequences_find_theirs(dtype, head_dim, arch, used, li
         builds = [launch.build for launch in launches_of(plan, q, k, k, empty_output(q, k), used)]
         if backward:
             of = BackwardPlan.of(problem, pick_backward(problem), device)
-            builds += builds_of(problem.dtype, head_dim, problem.mask, of.config, False, False, None, True, used)
+            builds += builds_of(Choices.of(of, used=used))
         seen += [build for build in builds if build not in seen]
     assert [build for build in seen if build not in compiled] == []
     unused = [job.name for job, build in zip(listed, compiled, strict=True) if build not in seen]
@@ -291,7 +290,7 @@ def test_calls_with_a_bias_find_theirs(name, head_dim):
         plan = BackwardPlan.of(problem, pick_backward(problem), device)
         bf16 = (torch.bfloat16, head_dim, problem.mask)
         builds = [build_of(*bf16, config, bias=problem.bias)]
-        builds += builds_of(*bf16, plan.config, False, plan.shared > 0, bias=problem.bias, of_bias=of_bias)
+        builds += builds_of(Choices.of(plan, of_bias=of_bias))
         used += [build for build in builds if build not in used]
     assert [build for build in used if build not in compiled] == []
     assert [job.name for job, build in zip(listed, compiled, strict=True) if build not in used] == []
@@ -310,8 +309,7 @@ def test_every_backward_call_finds_its_kernels(deterministic, head_dim):
     for _ in range(200):
         problem = random_problem(rng, torch.bfloat16, head_dim, causal=True)
         plan = BackwardPlan.of(problem, pick_backward(problem), Device.hopper(), deterministic=deterministic)
-        padded = {128: 128, 192: 256}[head_dim]
-        builds = builds_of(torch.bfloat16, padded, problem.mask, plan.config, deterministic, plan.shared > 0)
+        builds = builds_of(Choices.of(plan))
         used += [build for build in builds if build not in used]
     assert [build for build in used if build not in compiled] == []
     assert [build for build in compiled if build not in used] == []

@@ -17,7 +17,7 @@ import torch
 from bench.mask_mods import near, near_keys, near_rows
 from gluon_attn import MaskMod, attention
 from gluon_attn.apart import Apart
-from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.launch import Choices, compiled_backward
 from gluon_attn.backward.table import PACKAGED as BACKWARD
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled, compiled_transpose
@@ -66,15 +66,14 @@ def run_attention(row: Row) -> None:
 def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
     """All three kernels, with a processor for each key block, and with two for all of them."""
     ((head_dim, head_dim_v), config), mask = CONFIGS[name], Mask(causal=causal)
-    kernels = compiled_backward(
-        torch.bfloat16,
-        head_dim,
-        mask,
-        config,
-        padded_head_dim_v=head_dim_v,
+    choices = Choices(
+        dtype=torch.bfloat16,
+        padded_head_dims=(head_dim, head_dim_v),
+        mask=mask,
+        config=config,
         deterministic=deterministic,
-        device_index=0,
     )
+    kernels = compiled_backward(choices, device_index=0)
     assert all(kernel.metadata.profile_scratch_size > 0 for kernel in kernels)
     card = Device.of(torch.device("cuda", 0))
     for (q_len, kv_len), sm_count in itertools.product(LENGTHS, (card.sm_count, 2)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gluon_attn import attention
-from gluon_attn.backward.launch import builds_of, compiled_backward
+from gluon_attn.backward.launch import Choices, builds_of, compiled_backward
 from gluon_attn.backward.table import padded_head_dims, pick_config, require_fits
 from gluon_attn.bias import Bias
 from gluon_attn.device import Device
@@ -45,7 +45,8 @@ def test_it_is_computed_where_it_is_asked_for_alone():
     *others, dbias = attention_backward(**call, device=HOPPER)
     assert (dbias.shape, dbias.dtype) == (call["bias"].shape, BF16)
     assert all(torch.equal(one, other) for one, other in zip(others[1:], without[1:], strict=True))
-    (build,) = (b for b in builds_of(BF16, 64, Mask(), pick_config(problem(head_dim=64)), False, False)[1:2])
+    config = pick_config(problem(head_dim=64))
+    build = builds_of(Choices(dtype=BF16, padded_head_dims=(64, 64), mask=Mask(), config=config))[1]
     assert (build.constants["bias_desc"], build.constants["dbias_ptr"]) == (None, None)
 
 
@@ -133,9 +134,9 @@ def test_a_bias_for_which_no_config_has_room_is_refused_likewise(monkeypatch):
 )
 def test_it_takes_no_more_memory_than_it_says(head_dims, bias, of_bias):
     config = pick_config(problem(head_dim=head_dims[0], head_dim_v=head_dims[1], bias=bias), of_bias=of_bias)
-    kernels = compiled_backward(
-        BF16, head_dims[0], Mask(causal=True), config, bias=bias, of_bias=of_bias, padded_head_dim_v=head_dims[1]
-    )
+    mask = Mask(causal=True)
+    choices = Choices(dtype=BF16, padded_head_dims=head_dims, mask=mask, config=config, bias=bias, of_bias=of_bias)
+    kernels = compiled_backward(choices)
     for part, kernel in zip(config.launches, kernels[1:-1], strict=True):
         found = resources(kernel)
         assert found.smem_bytes <= part.smem_bytes(head_dims[0], head_dims[1], bias)

@@ -16,7 +16,7 @@ SCRIPT = """
 import sys, warnings
 import torch
 from gluon_attn import attention
-from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.launch import Choices, compiled_backward
 from gluon_attn.backward.table import HOPPER
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
@@ -27,7 +27,14 @@ from tests.gpu.delays import DELAYS, delay, register_twin
 delay(*DELAYS)
 warnings.simplefilter("error")  # as that products wait for each other
 head_dim = int(sys.argv[1])
-kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=True), HOPPER[head_dim], deterministic=True)
+choices = Choices(
+    dtype=torch.bfloat16,
+    padded_head_dims=(head_dim, head_dim),
+    mask=Mask(causal=True),
+    config=HOPPER[head_dim],
+    deterministic=True,
+)
+kernels = compiled_backward(choices)
 print("clocks", *(kernel.asm["ptx"].count("%clock") for kernel in kernels))
 
 register_twin()

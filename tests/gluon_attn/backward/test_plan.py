@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gluon_attn.backward.launch import builds_of, compiled_backward, workspaces
+from gluon_attn.backward.launch import Choices, builds_of, compiled_backward, workspaces
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import HOPPER, RESULT_FILES, pick_config
 from gluon_attn.device import Device
@@ -186,9 +186,15 @@ def test_products_overlap_and_loops_hardly_spill(packed, deterministic, head_dim
     """The assembler makes a kernel wait after each product if it has too few registers. At D=256 dQ comes in halves,
     and so has a wait more."""
     for causal in (False, True):
-        mask = Mask(causal=causal)
-        config, options = HOPPER[head_dim], {"packed": packed, "deterministic": deterministic}
-        main = compiled_backward(torch.bfloat16, head_dim, mask, config, **options)[-2]
+        choices = Choices(
+            dtype=torch.bfloat16,
+            padded_head_dims=(head_dim, head_dim),
+            mask=Mask(causal=causal),
+            config=HOPPER[head_dim],
+            packed=packed,
+            deterministic=deterministic,
+        )
+        main = compiled_backward(choices)[-2]
         found = resources(main)
         assert found.smem_bytes <= HOPPER[head_dim].smem_bytes(head_dim)
         loops = [loop for loop in found.loops if loop.products > 4]
@@ -197,7 +203,7 @@ def test_products_overlap_and_loops_hardly_spill(packed, deterministic, head_dim
 
 
 def test_the_order_of_sums_is_a_choice_at_compile_time():
-    in_any = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=False, shared=False)
-    in_one = builds_of(torch.bfloat16, 64, Mask(), HOPPER[64], deterministic=True, shared=False)
+    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(64, 64), mask=Mask(), config=HOPPER[64])
+    in_any, in_one = builds_of(choices), builds_of(dataclasses.replace(choices, deterministic=True))
     assert in_any[1].constants["DETERMINISTIC"] is False
     assert in_one[1].constants["DETERMINISTIC"] is True

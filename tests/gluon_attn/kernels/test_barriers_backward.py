@@ -5,12 +5,13 @@ import functools
 import itertools
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
 from gluon_attn.backward.configs import HopperBackward
-from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.launch import Choices, compiled_backward
 from gluon_attn.backward.table import HOPPER, IN_ONE_LAUNCH, UNLIKE, pick_config
 from gluon_attn.bias import Bias
 from gluon_attn.kernels.common.mask import Mask
@@ -179,11 +180,15 @@ def wrong(ptx: str, config: HopperBackward, dbias_tiles: int = 0) -> list[str]:
     return found + [w for of_step in steps_of(events, step) for w in wrong_in_step(of_step, step)]
 
 
+def main_ptx(config: HopperBackward, head_dims: tuple[int, int], *, causal: bool, **options: Any) -> str:
+    mask = Mask(causal=causal)
+    choices = Choices(dtype=torch.bfloat16, padded_head_dims=head_dims, mask=mask, config=config, **options)
+    return str(compiled_backward(choices)[-2].asm["ptx"])
+
+
 @functools.cache
 def ptx_of(head_dim: int, causal: bool, deterministic: bool, packed: bool = False) -> str:
-    options = {"deterministic": deterministic, "packed": packed}
-    kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=causal), HOPPER[head_dim], **options)
-    return str(kernels[-2].asm["ptx"])
+    return main_ptx(HOPPER[head_dim], (head_dim, head_dim), causal=causal, deterministic=deterministic, packed=packed)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -203,16 +208,16 @@ OF_CARDS = gradient_kernels_of_cards()
 def test_of_rows_in_files_likewise(name, causal):
     row = OF_CARDS[name]
     for deterministic in (False, True):
-        kernels = compiled_backward(
-            torch.bfloat16, row.head_dims[0], Mask(causal=causal), row.config, deterministic=deterministic
-        )
-        assert wrong(str(kernels[-2].asm["ptx"]), row.config) == []
+        ptx = main_ptx(row.config, row.head_dims, causal=causal, deterministic=deterministic)
+        assert wrong(ptx, row.config) == []
 
 
 @functools.cache
 def ptx_of_launches(config: HopperBackward, causal: bool) -> dict[HopperBackward, str]:
     """At head dims of 192 and 128, of each launch by its part of the config."""
-    kernels = compiled_backward(torch.bfloat16, 192, Mask(causal=causal), config, padded_head_dim_v=128)[1:-1]
+    mask = Mask(causal=causal)
+    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(192, 128), mask=mask, config=config)
+    kernels = compiled_backward(choices)[1:-1]
     return {part: str(kernel.asm["ptx"]) for part, kernel in zip(config.launches, kernels, strict=True)}
 
 
@@ -237,9 +242,9 @@ def test_with_a_bias_and_its_gradient_likewise(head_dim):
     for each_row in (True, False):
         bias = Bias(dtype=torch.bfloat16, each_row=each_row, shared=True)
         config = pick_config(problem(head_dim=head_dim, bias=bias), of_bias=True)
-        kernels = compiled_backward(torch.bfloat16, head_dim, Mask(causal=True), config, bias=bias, of_bias=True)
+        ptx = main_ptx(config, (head_dim, head_dim), causal=True, bias=bias, of_bias=True)
         tiles = config.block_m // config.dbias_rows(bias, head_dim) if each_row else 0
-        assert wrong(str(kernels[-2].asm["ptx"]), config, tiles) == []
+        assert wrong(ptx, config, tiles) == []
 
 
 def barriers_of(ptx: str, config: HopperBackward) -> tuple[int, int]:

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from channels.arrivals import filled_arrivals, freed_arrivals, handover_arrivals, hardware_arrivals, signal_arrivals
-from gluon_attn.backward.launch import builds_of
+from gluon_attn.backward.launch import Choices, builds_of
 from gluon_attn.backward.table import HOPPER as BACKWARD
 from gluon_attn.forward.configs import REGISTERS_PER_SM, HopperConfig
 from gluon_attn.forward.launch import compiled, compiled_transpose
@@ -231,8 +232,9 @@ def test_sums_of_shared_key_blocks_are_no_work_for_the_vectoriser():
     """It takes seconds to look for pairs among them, of a compile that takes two; and makes vectors that the card adds
     one by one."""
     mask, config = Mask(causal=True), BACKWARD[128]
-    _, alone, _ = builds_of(torch.bfloat16, 128, mask, config, deterministic=False, shared=False)
-    _, shared, _ = builds_of(torch.bfloat16, 128, mask, config, deterministic=False, shared=True)
+    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(128, 128), mask=mask, config=config)
+    _, alone, _ = builds_of(choices)
+    _, shared, _ = builds_of(replace(choices, shared=True))
     of_alone, of_shared = (build.compile(90).asm["llir"] for build in (alone, shared))
     assert of_shared.count("add.f32") == 2 * config.keys * 128 // 256  # a thread's, of 256: of dK and of dV
     vectors = [len(re.findall(r"<\d+ x float>", text)) for text in (of_alone, of_shared)]

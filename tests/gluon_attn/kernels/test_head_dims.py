@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gluon_attn import HopperConfig, attention, attention_varlen
-from gluon_attn.backward.launch import compiled_backward
+from gluon_attn.backward.launch import Choices, compiled_backward
 from gluon_attn.backward.table import IN_ONE_LAUNCH, UNLIKE, padded_head_dims
 from gluon_attn.cpu import find_race
 from gluon_attn.device import Device
@@ -225,7 +225,8 @@ STEPS = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("config", [UNLIKE[192, 128], IN_ONE_LAUNCH[192, 128]], ids=["two launches", "one launch"])
 def test_products_of_the_gradients_overlap(config, causal):
-    kernels = compiled_backward(BF16, 192, Mask(causal=causal), config, padded_head_dim_v=128)[1:-1]
+    choices = Choices(dtype=BF16, padded_head_dims=(192, 128), mask=Mask(causal=causal), config=config)
+    kernels = compiled_backward(choices)[1:-1]
     for part, kernel in zip(config.launches, kernels, strict=True):
         found = resources(kernel)
         loops = [loop for loop in found.loops if loop.products > 4]

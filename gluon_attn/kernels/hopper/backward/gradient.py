@@ -231,6 +231,19 @@ def waited(pieces, PENDING: gl.constexpr):
 
 
 @jit
+def start_scores(queries, k, keys, operands, scale_log2, SCORES: gl.constexpr):
+    """Issue S = K Qᵀ of the row block that comes next: (S [KEYS, BLOCK_M], to be waited for; the slot of Q; Q's pieces;
+    the next end of queries)."""
+    q_slot, queries = queries.acquire()
+    q = pieces_of(q_slot, [keys.BLOCK_M, k[0].shape[1]], 0, len(k))
+    if operands.bias[0] is None:
+        start = None
+    else:
+        start = bias_of_scores(q_slot, scale_log2, len(k), [keys.KEYS, keys.BLOCK_M], SCORES)
+    return multiply_transposed(k, q, SCORES, start), q_slot, q, queries
+
+
+@jit
 def next_block(state, k, v, keys, row, head, wires, operands, scale, MASKED: gl.constexpr):
     """One step: what the queries of a row block, from `row` on, add to dK and dV, and what these keys add to dQ of
     the row block. head: of the queries, counted for a function, or the gradient of a bias, alone. Returns the next
@@ -245,13 +258,7 @@ def next_block(state, k, v, keys, row, head, wires, operands, scale, MASKED: gl.
     douts = ends.douts
     if wires.CONFIG.rings_in_step:
         douts = douts.in_step_with(ends.queries)
-    q_slot, queries = ends.queries.acquire()
-    q = pieces_of(q_slot, [BLOCK_M, k[0].shape[1]], 0, len(k))
-    if operands.bias[0] is None:
-        start = None
-    else:
-        start = bias_of_scores(q_slot, scale.log2, len(k), [keys.KEYS, BLOCK_M], SCORES)
-    s = multiply_transposed(k, q, SCORES, start)  # [KEYS, BLOCK_M]
+    s, q_slot, q, queries = start_scores(ends.queries, k, keys, operands, scale.log2, SCORES)
     do_slot, douts = douts.acquire()
     do = do_slot.view([BLOCK_M, v.shape[1]], part=0)
     dp = multiply(v, do.permute((1, 0)), SCORES)  # [KEYS, BLOCK_M]
@@ -295,13 +302,7 @@ def next_block_of_dv(state, k, keys, row, head, wires, operands, scale, MASKED: 
     BLOCK_M: gl.constexpr = keys.BLOCK_M
     SCORES: gl.constexpr = accumulator_layout(keys.KEYS, BLOCK_M)
     ends = state.ends
-    q_slot, queries = ends.queries.acquire()
-    q = pieces_of(q_slot, [BLOCK_M, k[0].shape[1]], 0, len(k))
-    if operands.bias[0] is None:
-        start = None
-    else:
-        start = bias_of_scores(q_slot, scale.log2, len(k), [keys.KEYS, BLOCK_M], SCORES)
-    s = multiply_transposed(k, q, SCORES, start)  # [KEYS, BLOCK_M]
+    s, q_slot, _, queries = start_scores(ends.queries, k, keys, operands, scale.log2, SCORES)
     do_slot, douts = ends.douts.acquire()
     dv, left_p = start_dv(state, do_slot.view([BLOCK_M, state.dv[0].shape[1]], part=0))
     s = wait_apart(s, 1)  # dV goes on
