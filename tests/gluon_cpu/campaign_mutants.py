@@ -3,10 +3,11 @@
     python -m tests.gluon_cpu.campaign_mutants [--kernel NAME] [--seeds 3] [--only TEXT] [--without TEXT] [--shard 1/4]
 
 Each wait, arrive, commit, fence, expect, init, invalidation, cluster barrier and store wait is deleted; each count,
-byte count, number of pending operations and phase is changed; each barrier of a product is dropped. A mutant runs under
-a few schedules of each policy until the machine reports a finding, and under many more if none does. Of the gradients,
-other bits than the right kernel's count as found, as these must not depend on the schedule. Prints a line for each, and
-ends with status 1 if one survives that explained_mutants.py does not explain, or if one is found that it does.
+byte count, number of pending operations and phase is changed; each barrier of a product is dropped; each atomic load
+has what it waits for at once. A mutant runs under a few schedules of each policy until the machine reports a finding,
+and under many more if none does. Of the gradients, other bits than the right kernel's count as found, as these must not
+depend on the schedule. Prints a line for each, and ends with status 1 if one survives that explained_mutants.py does
+not explain, or if one is found that it does.
 """
 
 import argparse

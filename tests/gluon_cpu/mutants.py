@@ -19,7 +19,6 @@ SYNCHRONISATION = (
     "ttg.barrier",
     "gpu.barrier",
     "tt.grid_dependency_wait",
-    "tt.atomic_poll",
     "tt.atomic_rmw",
 )
 
@@ -63,17 +62,32 @@ class Locations:
         return self.lines(found[1]) if found else ()
 
 
-def changes(line: str) -> Iterator[tuple[str, list[str]]]:
-    """(what is changed, the lines in place of this one)."""
+def awaited(lines: list[str], i: int) -> str:
+    """What the atomic load at line i waits for, in a loop or before one: what the next comparison is with."""
+    after = (re.search(r"arith\.cmpi ne, %[\w.#]+, (%[\w.#]+) : i32", line) for line in lines[i + 1 :])
+    return next((found[1] for found in after if found), "")
+
+
+def changes(line: str, awaited: str = "") -> Iterator[tuple[str, list[str]]]:
+    """(what is changed, the lines in place of this one). awaited: by an atomic load."""
     op = op_of(line)
     indent = line[: len(line) - len(line.lstrip())]
     where = (re.search(r" loc\(.*\)\s*$", line) or [""])[0]
     counts = op == "tt.atomic_rmw" and re.search(r"\batomic_rmw add,", line)  # in int32, unlike sums of a gradient
-    unused = op in ("tt.atomic_poll", "tt.atomic_rmw") and not counts  # what it returns
+    unused = op == "tt.atomic_rmw" and not counts  # what it returns
     if op in SYNCHRONISATION and (unused or not re.match(r"\s*%", line)):
         yield "delete", []
     if (op == "tt.atomic_cas" or counts) and (found := re.match(r"\s*(%[\w.#]+) = ", line)):
         yield "always the first", [f"{indent}{found[1]} = arith.constant 0 : i32{where}"]
+    if op == "tt.atomic_load" and awaited and (found := re.match(r"\s*(%[\w.#]+) = ", line)):
+        yield (
+            "never waits",
+            [
+                line.replace(found[1], "%loaded_by_mutant", 1),
+                f"{indent}%zero_of_mutant = arith.constant 0 : i32{where}",
+                f"{indent}{found[1]} = arith.addi {awaited}, %zero_of_mutant : i32{where}",
+            ],
+        )
     atomic = unused or op in ("tt.atomic_cas", "tt.atomic_load")
     if atomic and (found := re.search(r"\b(acquire|release|acq_rel), (gpu|sys)\b", line)):
         for group, word in ((1, "relaxed"), (2, "cta")):
@@ -153,6 +167,6 @@ def mutants(text: str) -> Iterator[Mutant]:
         seen[op, role, where] += 1
         several = copies[op, role, where]
         copy = f"{seen[op, role, where]} of {several}" if several > 1 else ""
-        for change, instead in changes(lines[i]):
+        for change, instead in changes(lines[i], awaited(lines, i) if op == "tt.atomic_load" else ""):
             mutated = "\n".join([*lines[:i], *instead, *lines[i + 1 :]])
             yield Mutant(change, op.partition(".")[2], numbers[op], role, where, copy, mutated + "\n")

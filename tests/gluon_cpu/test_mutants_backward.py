@@ -12,7 +12,7 @@ from tests.gluon_cpu.mutated_kernels import KERNELS
 
 RELAXED = {("acquire -> relaxed", "atomic_load"), ("release -> relaxed", "atomic_rmw")}
 WITHIN_A_CTA = {("gpu -> cta", "atomic_load"), ("gpu -> cta", "atomic_rmw")}
-DELETED = {("delete", "atomic_rmw")}
+DELETED = {("never waits", "atomic_load"), ("delete", "atomic_rmw")}
 FIRST = {(change, "atomic_cas") for change in ("always the first", "acquire -> relaxed", "gpu -> cta")}
 CLAIM = {("always the first", "atomic_rmw")}  # which key block a program has
 
@@ -49,6 +49,23 @@ def test_with_a_window_who_waits_may_tell_of_a_store():
     found = [verdict(runs, mutant, range(1)).partition(" (")[0] for mutant in telling]
     assert found == ["OutputRace", "OutputRace", "OutputRace", "Deadlock", "OutputRace", "DataRace"]
     assert not any(reason_of(kernel, mutant.name) for mutant in telling)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "races"),
+    [
+        # Before dQ is there and once it is, neither of them in a loop; and in one.
+        ("gradients, D=64, full, in order", ["OutputRace", "OutputRace", "OutputRace"]),
+        # For what others hand in of dK and dV, and for who is first to add to dQ.
+        ("gradients, D=128, full, shared", ["DataRace", "OutputRace"]),
+    ],
+)
+def test_who_never_waits_is_found(kernel, races):
+    runs = KERNELS[kernel].runs()
+    text = text_of(runs[0])
+    assert text.count("tt.atomic_load") == len(races)
+    never = [mutant for mutant in mutants(text) if mutant.change == "never waits"]
+    assert [verdict(runs, mutant, range(1)).partition(" ")[0] for mutant in never] == races
 
 
 def test_every_wait_by_inline_assembly_is_among_them():
