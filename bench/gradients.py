@@ -215,7 +215,7 @@ def configs(padded_head_dim: int, padded_head_dim_v: int | None = None) -> list[
     pieces = 3 if padded_head_dim == 192 else 1
     slots = (1, 2, 3, 4)
     for (grads, keys), block_m, query_slots, dout_slots, ds_slots, in_step, dq_slots in itertools.product(
-        cuts, (64, 128), slots, slots, (1, 2), (False, True), range(1, pieces + 1)
+        cuts, (64, 128), slots, slots, (1, 2), (False, True), (1, 2, 3)
     ):
         try:
             config = HopperBackward(
@@ -236,11 +236,15 @@ def configs(padded_head_dim: int, padded_head_dim_v: int | None = None) -> list[
     return found
 
 
-def refusal(config: HopperBackward, point: Point) -> str | None:
+def refusal(config: HopperBackward, point: Point, in_order: bool = False) -> str | None:
     """What stands against a config: the compiler, or that a step of its loops spills or waits for each product."""
     head_dims = padded_head_dims(point.head_dim, point.head_dim_v)
     choices = Choices(
-        dtype=DTYPES[point.dtype], padded_head_dims=head_dims, mask=Mask(causal=point.causal), config=config
+        dtype=DTYPES[point.dtype],
+        padded_head_dims=head_dims,
+        mask=Mask(causal=point.causal),
+        config=config,
+        deterministic=in_order,
     )
     try:
         kernels = compiled_backward(choices)
@@ -260,8 +264,9 @@ def difference(got: Sequence[Tensor], want: Sequence[Tensor]) -> str | None:
     return None
 
 
-def measure_candidates(point: Point, rounds: int) -> dict[str, Any]:
-    """All configs of a point, the table's among them; the gradients alone, without autograd."""
+def measure_candidates(point: Point, rounds: int, in_order: bool) -> dict[str, Any]:
+    """All configs of a point, the table's among them; the gradients alone, without autograd. in_order: with sums in a
+    fixed order."""
     q, k, v = point.tensors()
     dout = torch.randn_like(empty_output(q, v))
     out, lse = attention(q, k, v, causal=point.causal, return_lse=True)
@@ -270,11 +275,11 @@ def measure_candidates(point: Point, rounds: int) -> dict[str, Any]:
     head_dims = padded_head_dims(point.head_dim, point.head_dim_v)
     tried = configs(*head_dims)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # leaves the kernels in Triton's cache
-        reasons = list(pool.map(refusal, tried, [point] * len(tried)))
+        reasons = list(pool.map(partial(refusal, point=point, in_order=in_order), tried))
     want = attention_backward(dout, None, q, k, v, out, lse, causal=point.causal)
     for config, why in zip(tried, reasons, strict=True):
         if why is None:
-            call = backward_call(config, dout, q, k, v, out, lse, causal=point.causal)
+            call = backward_call(config, dout, q, k, v, out, lse, causal=point.causal, deterministic=in_order)
             why = difference(call(), want)
             calls[label(config)] = call
         if why is not None:
@@ -313,7 +318,7 @@ def main() -> None:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--kv-heads", type=int, help="64 query heads, and so many KV heads")
-    parser.add_argument("--deterministic", action="store_true", help="time that too")
+    parser.add_argument("--deterministic", action="store_true", help="time that too; with --candidates, that alone")
     parser.add_argument("--with-forward", action="store_true", help="time forward and backward pass together")
     parser.add_argument("--sustained", action="store_true", help="run each for a while; read power and clock")
     parser.add_argument("--host", action="store_true", help="time the host instead, in one small problem")
@@ -335,7 +340,7 @@ def main() -> None:
         return
     for point in points(args.head_dims, args.lengths, args.kv_heads):
         if args.candidates:
-            found["points"].append(measure_candidates(point, args.rounds))
+            found["points"].append(measure_candidates(point, args.rounds, args.deterministic))
         elif args.sustained:
             found["points"].append(measure_sustained(point, args.deterministic, args.with_forward))
         else:

@@ -54,7 +54,7 @@ def stand_ins(monkeypatch):
     on_cpu: dict[str, Any] = {"device": Device.hopper()}
     monkeypatch.setattr(gradients, "time_interleaved", timed)
     monkeypatch.setattr(gradients, "ProcessPoolExecutor", Threads)
-    monkeypatch.setattr(gradients, "refusal", lambda config, point: None if config.rings_in_step else "not tried")
+    monkeypatch.setattr(gradients, "refusal", lambda config, **_: None if config.rings_in_step else "not tried")
     monkeypatch.setattr(gradients, "attention", partial(attention, **on_cpu))
     monkeypatch.setattr(gradients, "attention_backward", partial(attention_backward, **on_cpu))
     monkeypatch.setattr(gradients, "backward_call", partial(backward_call, **on_cpu))
@@ -63,10 +63,11 @@ def stand_ins(monkeypatch):
 
 
 @pytest.mark.slow
-def test_candidates_are_compared_with_the_table_before_they_are_timed(stand_ins, monkeypatch):
+@pytest.mark.parametrize("in_order", [False, True])
+def test_candidates_are_compared_with_the_table_before_they_are_timed(in_order, stand_ins, monkeypatch):
     keys_128 = [c for c in gradients.configs(64) if c.keys == 128]
     monkeypatch.setattr(gradients, "configs", lambda *head_dims: keys_128)
-    found = json.loads(json.dumps(gradients.measure_candidates(POINT, 1)))
+    found = json.loads(json.dumps(gradients.measure_candidates(POINT, 1, in_order)))
     assert found["table"] in found["results"]
     assert set(found["results"]) == {gradients.label(c) for c in keys_128 if c.rings_in_step}
     assert set(found["refused"].values()) == {"not tried"}

@@ -187,7 +187,6 @@ def test_every_packaged_row_of_gradients_can_be_in_a_file(written):
         ("config.turns", True, "backward[0].config: expected kind, block_m"),
         ("config.block_m", 96, "backward[0].config: self.block_m=96 must be 64 or 128"),
         ("config.keys", 64, "not for a row of these conditions: config: expected keys=128 at head_dim 128, got 64"),
-        ("config.dq_slots", 2, "config: expected at most as many dq_slots as q_pieces, 1, got 2"),
         (
             "config.query_slots",
             4,
