@@ -72,7 +72,7 @@ def repeats_have_the_same_bits() -> None:
         out, lse = attention_varlen(**given, return_lse=True)
         first = attention_varlen_backward(dout, dlse, out=out, lse=lse, **given, deterministic=True)
         different = torch.zeros((), dtype=torch.int32, device="cuda")
-        for _ in range(10_000):
+        for _ in range(2000):
             again = attention_varlen_backward(dout, dlse, out=out, lse=lse, **given, deterministic=True)
             for one, other in zip(first, again, strict=True):
                 different += (one != other).any()
