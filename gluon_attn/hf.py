@@ -243,7 +243,8 @@ def attend(
             return out.transpose(1, 2).contiguous(), None
 
     by_eager = any(name in asked for name in BY_EAGER)
-    if why is not None:  # None: a single query, which is right here, but slow for want of a kernel that splits the keys
+    # A single query is right here, but slow for want of a kernel that splits the keys: nothing is to be mended.
+    if why is not None and query.shape[2] > 1:
         warn(why, "the model's eager attention" if by_eager else "transformers' SDPA")
     if attention_mask is None:
         attention_mask = mask_for_none(query, key, causal, others, always=by_eager)

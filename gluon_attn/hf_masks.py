@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from .checks import Window
+from .refusals import unusual
 
 # Attribute of a mask that is causal, aligned to the bottom right, maybe with a sliding window, and nothing else: the
 # mask's version, as code that writes to the mask leaves the attribute there; and the window, for `attention`.
@@ -70,13 +71,24 @@ def noted(sdpa_mask: Callable[..., Tensor | None], options: dict[str, Any]) -> T
         return mask
     if mask is None:
         return mask if q_len >= kv_len else sdpa_mask(**{**options, "allow_is_causal_skip": False})
-    if not is_compiling() and not mask.is_inference() and continues(q_len, kv_len, options):
+    if can_be_asked(mask, options.get("attention_mask")) and continues(q_len, kv_len, options):
         window = window_of(options.get("mask_function"), options.get("local_size"))
         if window is not None:
             setattr(mask, KNOWN, (mask._version, window))
     else:
         note_sequences(mask, q_len, kv_len, options)
     return mask
+
+
+def can_be_asked(*tensors: Tensor | None) -> bool:
+    """Whether what masks hold may be looked at, and kept with them. It may not while a graph is made, by a compiler, a
+    tracer or a stream's capture; and a tensor that stands for others, or for none, does not tell."""
+    if is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
+    there = [t for t in tensors if t is not None]
+    return not any(t.is_inference() or unusual(t) or torch._is_functional_tensor(t) for t in there)
 
 
 def relies_on_masks(config: Any) -> bool:
@@ -99,9 +111,10 @@ def is_given_to_sdpa(module_of_config: str, name: str) -> bool:
 
 def note_sequences(mask: Tensor | None, q_len: int, kv_len: int, options: dict[str, Any]) -> None:
     """Let the mask say which sequences it is made of, if it is known."""
-    if mask is None or is_compiling() or mask.is_inference() or q_len != kv_len:
+    padding = options.get("attention_mask")
+    if mask is None or q_len != kv_len or not can_be_asked(mask, padding):
         return
-    sequences = sequences_of(mask, options.get("attention_mask"))
+    sequences = sequences_of(mask, padding)
     if sequences is not None:
         setattr(mask, KNOWN_SEQUENCES, (mask._version, sequences))
 
@@ -197,7 +210,9 @@ def shorter(mask: Tensor, query: Tensor, sequences: Sequences, others: dict[str,
     starts, k_starts = others["cu_seq_lens_q"], others.get("cu_seq_lens_k")
     version, given, found = getattr(mask, KNOWN_PARTS, (None, None, None))
     if version != mask._version or given is not starts:
-        if is_compiling() or not (k_starts is None or k_starts is starts or torch.equal(k_starts, starts)):
+        if not can_be_asked(mask, starts):
+            return None
+        if not (k_starts is None or k_starts is starts or torch.equal(k_starts, starts)):
             return None
         found, of_mask = sequences, sequences.starts_q
         if tells_of(starts, query):

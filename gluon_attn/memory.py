@@ -39,7 +39,12 @@ def check_readable(name: str, t: Tensor) -> None:
 
 
 def check_stored(name: str, t: Tensor) -> None:
-    """ValueError for memory that is not there."""
+    """ValueError for memory that was freed, NotImplementedError for a tensor that never had any."""
+    if t.numel() and t.data_ptr() == 0 and t.untyped_storage().nbytes():
+        raise NotImplementedError(
+            f"{name}: expected a tensor with memory, got one that stands for another, or for zeros; call it outside "
+            "torch.func.functionalize, or .clone() it"
+        )
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
     needed = (t.storage_offset() + extent) * t.element_size() if t.numel() else 0
     if (found := t.untyped_storage().nbytes()) < needed:

@@ -32,6 +32,7 @@ from .gradients import (
     refuse_other_gradients,
     refuse_second_derivative,
     require_gradients,
+    usable_gradient,
 )
 from .kernels.common.mask import Mask, visible_pairs
 from .memory import refuse_tangent
@@ -171,6 +172,7 @@ def backward(
         tensors, read, max_seqlen_q, max_seqlen_k, causal, left, right, chunk, softcap, score_mod, mask_mod, scale,
         layout, deterministic, card,
     )  # fmt: skip
+    dout, dlse = usable_gradient("dout", dout), usable_gradient("dlse", dlse)
     dq, dk, dv, *others = differentiate(dout, dlse, q, k, v, out, lse, extras, options, of_bias)
     dsinks = q.new_empty(0) if sinks is None else others.pop(0)
     return dq, dk, dv, dsinks, others.pop(0) if of_bias else q.new_empty(0)
@@ -202,6 +204,10 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
 
 
 def backward_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    for name, t in (("dout", dout), ("dlse", dlse)):
+        if t is not None:
+            refuse_transformed(**{name: t})
+            refuse_tangent(name, t)
     saved = ctx.saved_tensors  # once: under checkpointing it may not be asked for again
     kept, read = saved[: 5 + len(SAVED)], list(saved[5 + len(SAVED) :])
     grads: dict[str, Any] = {"read": [None] * len(read)}

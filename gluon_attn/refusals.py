@@ -36,8 +36,6 @@ def unusual(t: Tensor) -> str | None:
     """What it is, if it is not plain."""
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"a {type(t).__name__}, a tensor subclass that stands for other tensors or for none"
-    if _functorch.is_legacy_batchedtensor(t):
-        return "several in one, as is_grads_batched=True or vectorize=True make of gradients (leave that out)"
     return transformed(t)
 
 
@@ -54,6 +52,10 @@ def transformed(t: Tensor, *, batched_alone: bool = False) -> str | None:
     """By which of torch's functions, if it is. batched_alone: look for one of them."""
     if _functorch.is_batchedtensor(t):
         return "one that torch.vmap has batched (put its dimension into the batch of q, k and v instead)"
-    if not batched_alone and _functorch.is_gradtrackingtensor(t):
+    if batched_alone:
+        return None
+    if _functorch.is_legacy_batchedtensor(t):
+        return "several in one, as is_grads_batched=True or vectorize=True make of gradients (leave that out)"
+    if _functorch.is_gradtrackingtensor(t):
         return "one that torch.func differentiates, which is not supported: call backward() or torch.autograd.grad"
     return None

@@ -67,7 +67,7 @@ def test_where_gradients_are_behind_in_two_runs():
     assert f"by more than 3 % at {words[len(behind[1])]} points, {of_both} of them the same" in page
     lowest = min(to_best[1], key=lambda at: to_best[1][at])
     assert lowest == (64, True, 8192)
-    assert f"Most at D=64 causal, 8192: by {100 * (1 - to_best[1][lowest]):.0f} %" in page
+    assert f"The lowest is D=64 causal, 8192: by {100 * (1 - to_best[1][lowest]):.0f} %" in page
 
 
 def test_rates_of_gradients():

@@ -56,6 +56,45 @@ def test_logits_within_the_window(ran):
     assert ran == [("ours", WINDOW - 1)] * 2
 
 
+def test_single_tokens_are_sdpas_without_a_warning(ran):
+    """Of a padded batch, whose masks are not known to be causal: there is nothing that a user could mend."""
+    model, ids = model_of("Llama"), tokens(20)
+    model.set_attn_implementation(hf.NAME)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="gluon_attn leaves")
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert {who for who, _ in ran} == {"packed", "SDPA"}
+
+
+class Logits(torch.nn.Module):
+    """Of a model, with tensors alone coming in and out, as torch.jit wants it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
+        return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_traced_by_torch_jit(padded, ran):
+    """Our attention refuses, and SDPA is traced."""
+    model, ids = model_of("Llama"), tokens(20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0 if padded else 1
+    whole = Logits(model)
+    model.set_attn_implementation(hf.NAME)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(whole, (ids, mask), check_trace=False)(ids, mask)
+        assert {who for who, _ in ran} == {"SDPA"}
+        want = by("sdpa", model, lambda _: whole(ids, mask))
+    torch.testing.assert_close(traced, want)
+
+
 def test_all_keys(ran):
     """An encoder's attention, which has no causal mask."""
     model = model_of("Llama", is_causal=False)

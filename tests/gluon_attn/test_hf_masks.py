@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install transformers", exc_type=ModuleNotFoundError
@@ -72,6 +73,36 @@ def changed(**places: bool) -> Tensor:
         _, batch, row, column = place.split("_")
         mask[int(batch), 0, int(row), int(column)] = value
     return mask
+
+
+@pytest.mark.parametrize("how", ["captured", "traced", "fake", "compiled"])
+def test_what_a_mask_holds_is_not_asked_while_a_graph_is_made(how, monkeypatch):
+    """It would be asked of the host, which breaks a capture; or there is nothing to ask."""
+    options: dict[str, Any] = {
+        "q_length": 6, "kv_length": 6, "q_offset": 0, "attention_mask": torch.ones(2, 6, dtype=torch.bool),
+        "mask_function": hf_masks.causal_mask_function,
+    }  # fmt: skip
+
+    def known(mask: Tensor, options: dict[str, Any]) -> bool:
+        found = hf_masks.noted(lambda **_: mask, options)
+        assert found is mask
+        return any(hasattr(found, name) for name in (hf_masks.KNOWN, hf_masks.KNOWN_SEQUENCES))
+
+    assert known(SEEN.clone(), options)
+    if how == "captured":
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    elif how == "traced":
+        monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    elif how == "compiled":
+        monkeypatch.setattr(hf_masks, "is_compiling", lambda: True)
+    else:
+        with FakeTensorMode() as mode:
+            options["attention_mask"] = mode.from_tensor(options["attention_mask"])
+            assert not known(mode.from_tensor(SEEN), options)
+        return
+    assert not known(SEEN.clone(), options)
+    assert not known(SEEN.clone(), options | {"attention_mask": None})
 
 
 def test_sequences_that_a_mask_is_made_of():

@@ -103,6 +103,12 @@ CASES = {
     "grad": (lambda: torch.func.grad(lambda q: attend(q).sum())(Q), "q: .* torch.func differentiates"),
     "jvp": (lambda: torch.func.jvp(attend, (Q,), (Q,)), "q: .* torch.func differentiates"),
     "fake": (fake, "q: .* FakeTensor"),
+    "functionalize": (lambda: torch.func.functionalize(attend)(Q), "q: expected a tensor with memory, got one that st"),
+    "zeros without memory": (lambda: attend(torch._efficientzerotensor(Q.shape, dtype=Q.dtype)), "q: .* with memory"),
+    "sinks without memory": (
+        lambda: with_heads("sinks", torch._efficientzerotensor(1)),
+        "sinks: expected a tensor with memory",
+    ),
     "trace": (lambda: torch.jit.trace(attend, (Q,)), "torch.jit.trace is not supported"),
 }
 

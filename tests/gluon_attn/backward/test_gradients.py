@@ -1,6 +1,8 @@
 """The gradients of attention on CPU tensors, executed by gluon_cpu: numbers, edges, refusals, races."""
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import gluon_cpu
 from gluon_attn import attention, reference_attention
@@ -339,29 +342,47 @@ def without_memory(t: Tensor) -> Tensor:
     return t
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (Tensor.to_sparse, r"expected a dense tensor, got one of layout torch.sparse_coo"),
-        (without_memory, "expected a storage of at least"),
-        (lambda t: forward_ad.make_dual(t, torch.ones_like(t)), "expected a tensor without a tangent"),
-    ],
-)
-def test_gradients_of_autograd_that_no_kernel_can_read_are_refused(make, message):
-    """As for an explicit call. Batched ones, of which autograd computes several at once, too."""
+NO_MODE = contextlib.nullcontext
+UNREADABLE: dict[str, tuple[Callable[[Tensor], Tensor], str, Any]] = {
+    "sparse": (Tensor.to_sparse, r"expected a dense tensor, got one of layout torch.sparse_coo", NO_MODE),
+    "freed": (without_memory, "expected a storage of at least", NO_MODE),
+    "with a tangent": (
+        lambda t: forward_ad.make_dual(t, torch.ones_like(t)),
+        "expected a tensor without a tangent",
+        forward_ad.dual_level,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [NO_MODE, partial(FlopCounterMode, display=False)], ids=["eager", "by operators"])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_gradients_of_autograd_that_no_kernel_can_read_are_refused(kind, mode):
+    """As for an explicit call."""
+    make, message, within = UNREADABLE[kind]
     q, k, v, dout, dlse = tensors("one query, one key")
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*inputs, return_lse=True, device=HOPPER)
+    with mode():
+        out, lse = attention(*inputs, return_lse=True, device=HOPPER)
+        with within():
+            for name, one in (("dout", [make(dout), dlse]), ("dlse", [dout, make(dlse)])):
+                with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{name}: {message}"):
+                    torch.autograd.grad([out, lse], inputs, one, retain_graph=True)
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     given = {name: t.detach() for name, t in given.items()}
-    with forward_ad.dual_level():
+    with within():
         for name, one in (("dout", [make(dout), dlse]), ("dlse", [dout, make(dlse)])):
             with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{name}: {message}"):
-                torch.autograd.grad([out, lse], inputs, one, retain_graph=True)
-            with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{name}: {message}"):
                 attention_backward(*one, **given, device=HOPPER)
-    with pytest.raises(NotImplementedError, match=r"^dout: expected a plain tensor, got several in one, as is_grads_b"):
-        torch.autograd.grad(out, inputs, torch.stack([dout, dout]), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("mode", [NO_MODE, partial(FlopCounterMode, display=False)], ids=["eager", "by operators"])
+def test_several_gradients_in_one_are_refused(mode):
+    q, k, v, dout, _ = tensors("one query, one key")
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    with mode():
+        out = attention(*inputs, device=HOPPER)
+        with pytest.raises(NotImplementedError, match=r"^dout: expected a plain tensor, got several in one, as is_gra"):
+            torch.autograd.grad(out, inputs, torch.stack([dout, dout]), is_grads_batched=True)
 
 
 def test_gradients_of_autograd_without_memory_are_zero():
