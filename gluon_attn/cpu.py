@@ -47,7 +47,7 @@ class CpuLaunch:
     def __call__(self, tensors: Tensors) -> None:
         import gluon_cpu
 
-        null = torch.empty(0)  # an empty tensor has no address
+        null = torch.empty(0, device="cpu")  # an empty tensor has no address
         given = {name: null if t is None else t for name, t in tensors.items()}
         launch = self.launch
         with contextlib.nullcontext() if gluon_cpu.running() else gluon_cpu.machine():

@@ -86,7 +86,7 @@ class Arguments:
                 raise TypeError(f"{name}: expected a CPU tensor, got one on {tensor.device}")
             storage = tensor.untyped_storage()
             base = storage.data_ptr()
-            raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
             item = tensor.element_size()
             address, shape = tensor.data_ptr(), tuple(tensor.shape)
             strides = tuple(s * item for s in tensor.stride())

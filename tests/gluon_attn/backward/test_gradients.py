@@ -14,13 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gluon_cpu
 from gluon_attn import attention, reference_attention
+from gluon_attn.backward import table as backward_table
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.kernels.hopper.backward.reduce import FEW_STEPS
 from gluon_attn.problem import Problem
-from gluon_attn.testing import check_gradients
+from gluon_attn.testing import backward_call, check_gradients
 from tests.slow import slow_if
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -466,6 +467,31 @@ def test_the_explicit_call_in_a_graph():
         assert torch.equal(one, other)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"attention_backward: expected a call under torch.no_grad"):
         compiled(dout, None, q, k, v, out, lse)
+
+
+# (head dim, queries, keys, processors): two key blocks to a program, or two programs that share one.
+WITH_MORE_SLOTS = ((128, 130, 200, 1), (64, 130, 200, 1), (128, 600, 100, 4))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "q_len", "kv_len", "processors"),
+    slow_if(lambda sizes: sizes[0] == 64 or sizes[3] > 1, WITH_MORE_SLOTS),
+)
+def test_more_slots_of_dq_than_parts(head_dim, q_len, kv_len, processors, deterministic):
+    """Which no row of the table has."""
+    config = dataclasses.replace(backward_table.HOPPER[head_dim], dq_slots=2, query_slots=2, dout_slots=2)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, 1, length, head_dim, generator=generator).bfloat16() for length in (q_len, kv_len, kv_len, q_len)
+    )
+    device = small(processors)
+    plan = BackwardPlan.of(Problem.of(q, k, v, causal=False), config, device, deterministic=deterministic)
+    assert (plan.shared > 0) == (processors > 1)
+    out, lse = attention(q, k, v, return_lse=True, device=device)
+    call = backward_call(config, dout, q, k, v, out, lse, causal=False, deterministic=deterministic, device=device)
+    check_gradients(q, k, v, dout, call(), causal=False)
+    gluon_cpu.check(call, schedules=5, quiet=True)
 
 
 @pytest.mark.slow
