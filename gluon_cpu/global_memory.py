@@ -59,6 +59,7 @@ class GlobalMemory:
         self.buffers: list[GlobalBuffer] = []
         self.bases: list[int] = []
         self.waiters: list[Any] = []  # who polls, until somebody writes
+        self.writes = 0
 
     def describe(self) -> str:
         return "what it polls for, in global memory"

@@ -152,7 +152,8 @@ class Machine:
     def wake(self, waitable: Any) -> None:
         waiters = waitable.waiters
         if waiters:
-            self.progress = self.steps
+            if waitable is not self.memory:  # who polls may find what it found before
+                self.progress = self.steps
             for agent in waiters:
                 agent.blocked = None
                 if self.trace is not None:
@@ -174,6 +175,11 @@ class Machine:
         self.at = at
 
     # Global memory
+
+    def global_memory_changed(self) -> None:
+        """Who polls looks again."""
+        self.memory.writes += 1
+        self.wake(self.memory)
 
     def global_read(self, buffer: GlobalBuffer, runs: Any, base: int, clk: Any, access: Access, foreign: Any) -> None:
         buffer.was_read = True

@@ -4,6 +4,7 @@ from ..generate import Emitter, Role, Value, handles, role_name, unsupported
 from ..ir.parse import Op, Region
 from ..ir.text import int_attr, matching, split_top
 from ..ir.types import Tensor, Type
+from .spinning import may_wait
 
 
 def assign_all(e: Emitter, targets: list[str], values: list[str]) -> None:
@@ -96,8 +97,12 @@ def while_loop(e: Emitter, op: Op) -> None:
     assign_all(e, variables, sources)
     after = op.regions[1].blocks[0]
     results = declare(e, op.results, op.result_types)
+    waits = may_wait(e, op)
     e.emit("while True:")
     e.indent += 1
+    if waits:
+        carried, carried_before = f"({''.join(f'{v}, ' for v in variables)})", e.fresh("carried")
+        e.emit(f"A.writes_before, {carried_before} = None, {carried}")
     before = op.regions[0].blocks[0]
     for inner in before.ops[:-1]:
         e.op(inner)
@@ -117,6 +122,8 @@ def while_loop(e: Emitter, op: Op) -> None:
     for inner in after.ops:
         e.op(inner)
     e.yield_targets.pop()
+    if waits:
+        e.emit(f"if A.will_find_the_same({carried_before}, {carried}): yield A.until_written()")
     e.indent -= 1
 
 

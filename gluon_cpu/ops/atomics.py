@@ -10,6 +10,15 @@ from ..shadow import Acquired, Scope
 from .global_ops import GlobalOps, address_runs, scalar, spread
 
 
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values of a kernel are certainly the same, bit by bit."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or not isinstance(a, int | np.generic | np.ndarray):
+        return False
+    return a == b if isinstance(a, int) else a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
 class Released(NamedTuple):
     """What an agent published at an address: by cluster, what was known of it."""
 
@@ -32,6 +41,8 @@ class AtomicOps(GlobalOps):
         machine = self.cluster.machine
         every = range(len(flat)) if keep is None else np.flatnonzero(keep)
         written: list[int] = []
+        changed = False
+        self.use_global_memory()
         if len(every):
             index = np.asarray(every)
             for part, buffer, offsets in self.parts(info, flat[index], item, "atomic"):
@@ -51,13 +62,15 @@ class AtomicOps(GlobalOps):
                     if info.kind == "load" or (expected is not None and cell[0] != expected[i]):
                         continue
                     written.append(int(flat[i]))
+                    before = cell.tobytes()
                     if expected is not None or info.plain:
                         cell[0] = values[i]
                     else:
                         cell[...] = combine(info.kind, cell.copy(), values[i : i + 1])
+                    changed |= cell.tobytes() != before
         self.release(info, written)
-        if written:
-            machine.wake(machine.memory)
+        if changed or (written and "rel" in info.semantics):
+            machine.global_memory_changed()
         return old_out.reshape(shape) if shape else scalar(old_out[0])
 
     def poll(self, info: Any, pointers: Any, wanted: Any, tries: int) -> Any:
@@ -72,6 +85,13 @@ class AtomicOps(GlobalOps):
     def until_written(self) -> Any:
         """What a poll that failed waits for: it can pass only when somebody has written."""
         return self.cluster.machine.memory
+
+    def will_find_the_same(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+        """Whether the next round of a loop will be as this one was, until somebody writes to global memory.
+
+        This one has looked there, nobody has written since, and it has left the loop's variables as they were.
+        """
+        return self.writes_before == self.cluster.machine.memory.writes and all(map(is_same, before, after))
 
     def acquire(self, info: Any, addresses: Any) -> None:
         """Know what was released at these addresses within this agent's scope, by other programs too."""

@@ -28,6 +28,12 @@ def address_runs(flat: Any, item: int) -> list[tuple[int, int]]:
 
 
 class GlobalOps(BarrierOps):
+    writes_before: int | None = None  # how many there had been when this round of a loop first used global memory
+
+    def use_global_memory(self) -> None:
+        if self.writes_before is None:
+            self.writes_before = self.cluster.machine.memory.writes
+
     def resolve(self, info: Any, addresses: Any, item: int, what: str) -> tuple[GlobalBuffer, Any] | None:
         """(buffer, byte offsets in it) of addresses that must all lie in one tensor; None if one does not."""
         memory = self.cluster.machine.memory
@@ -72,6 +78,7 @@ class GlobalOps(BarrierOps):
         dtype, item, shape = info.dtype, info.dtype.itemsize, info.shape
         flat, keep = spread(pointers, mask, shape)
         out = np.zeros(flat.shape, dtype)
+        self.use_global_memory()
         if other is not None:
             out[...] = np.broadcast_to(np.asarray(other, dtype), shape).reshape(-1) if shape else other
         wanted = flat if keep is None else flat[keep]
@@ -99,13 +106,14 @@ class GlobalOps(BarrierOps):
             flat, values = flat[keep], values[keep]
         if not len(flat):
             return
+        self.use_global_memory()
         machine = self.cluster.machine
         for part, buffer, offsets in self.parts(info, flat, item, "store"):
             if machine.checks:
                 machine.global_write(buffer, address_runs(offsets, item), 0, self.clk, self.access(info), self.foreign)
             view = buffer.view(item)
             view[offsets // item] = np.ascontiguousarray(values[part]).view(view.dtype)
-        machine.wake(machine.memory)
+        machine.global_memory_changed()
 
     # cp.async
 

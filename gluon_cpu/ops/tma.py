@@ -234,7 +234,7 @@ def write_box(task: Task, desc: Descriptor, low: tuple[int, ...], extent: tuple[
         target.view(dtype)[...] = task.info.reduce(target.view(dtype), inside.view(dtype)).astype(dtype)
     else:
         target[...] = inside
-    machine.wake(machine.memory)
+    machine.global_memory_changed()
 
 
 class PeerStore(Task):
