@@ -72,7 +72,8 @@ def supports(
     why `attention_varlen` does.
 
     Compiles nothing and runs nothing on a card. It makes the checks that `attention` makes, and nothing else, so that
-    both always agree. Asked again for the same shapes and strides, it takes a few microseconds.
+    both agree. Fake tensors alone it refuses under their mode too, where `attention` takes them. Asked again for the
+    same shapes and strides, it takes a few microseconds.
 
     needs_grad: whether gradients will be asked for. None: as `attention` finds it, by grad mode and `requires_grad`.
     """
