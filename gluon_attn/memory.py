@@ -40,7 +40,7 @@ def check_readable(name: str, t: Tensor) -> None:
 
 def check_stored(name: str, t: Tensor) -> None:
     """ValueError for memory that was freed, NotImplementedError for a tensor that never had any."""
-    if t.numel() and t.data_ptr() == 0 and t.untyped_storage().nbytes():
+    if t.numel() and not t.is_meta and t.data_ptr() == 0 and t.untyped_storage().nbytes():
         raise NotImplementedError(
             f"{name}: expected a tensor with memory, got one that stands for another, or for zeros; call it outside "
             "torch.func.functionalize, or .clone() it"
