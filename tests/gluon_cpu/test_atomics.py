@@ -14,13 +14,25 @@ def flag() -> torch.Tensor:
 
 
 @jit
-def between_programs(data_ptr, flag_ptr, out_ptr, RELEASE: gl.constexpr, ACQUIRE: gl.constexpr, SCOPE: gl.constexpr):
+def between_programs(
+    data_ptr,
+    flag_ptr,
+    out_ptr,
+    RELEASE: gl.constexpr,
+    ACQUIRE: gl.constexpr,
+    SCOPE: gl.constexpr,
+    IN_A_LOOP: gl.constexpr = False,
+):
     i = gl.arange(0, 128, ROW)
     if gl.program_id(0) == 0:
         gl.store(data_ptr + i, i)
         gl.atomic_xchg(flag_ptr, 1, sem=RELEASE, scope=SCOPE)
     else:
-        gl.atomic_poll(flag_ptr, 1, sem=ACQUIRE, scope=SCOPE)
+        if IN_A_LOOP:
+            while gl.atomic_load(flag_ptr, sem=ACQUIRE, scope=SCOPE) == 0:
+                pass
+        else:
+            gl.atomic_poll(flag_ptr, 1, sem=ACQUIRE, scope=SCOPE)
         gl.store(out_ptr + i, gl.load(data_ptr + i))
 
 

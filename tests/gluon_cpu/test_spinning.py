@@ -8,6 +8,7 @@ from gluon_cpu.machine import Machine
 from tests.compat import gl, jit, mbarrier
 from tests.gluon_cpu.layouts import ROW, ROW_HALVES
 from tests.gluon_cpu.support import line_of, new_barrier, poisoned, same
+from tests.gluon_cpu.test_atomics import between_programs
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -200,24 +201,13 @@ def test_to_be_woken_in_vain_is_no_progress(monkeypatch):
         gluon_cpu.launch(writes_for_ever, (2,), ints(0, 0))
 
 
-@jit
-def between_programs(data_ptr, flag_ptr, out_ptr, RELEASE: gl.constexpr, ACQUIRE: gl.constexpr, SCOPE: gl.constexpr):
-    i = gl.arange(0, 128, ROW)
-    if gl.program_id(0) == 0:
-        gl.store(data_ptr + i, i)
-        gl.atomic_xchg(flag_ptr, 1, sem=RELEASE, scope=SCOPE)
-    else:
-        while gl.atomic_load(flag_ptr, sem=ACQUIRE, scope=SCOPE) == 0:
-            pass
-        gl.store(out_ptr + i, gl.load(data_ptr + i))
-
-
 @pytest.mark.parametrize("policy", gluon_cpu.POLICIES)
 def test_orders_and_scopes_count_as_without_a_loop(policy):
     def run(release: str, acquire: str, scope: str) -> None:
         out = poisoned(128, dtype=torch.int32)
         arguments = poisoned(128, dtype=torch.int32), ints(0), out, release, acquire, scope
-        gluon_cpu.launch(between_programs, (2,), *arguments, schedule=gluon_cpu.Schedule(policy, seed=0))
+        schedule = gluon_cpu.Schedule(policy, seed=0)
+        gluon_cpu.launch(between_programs, (2,), *arguments, IN_A_LOOP=True, schedule=schedule)
         same(out, torch.arange(128, dtype=torch.int32))
 
     run("release", "acquire", "gpu")
