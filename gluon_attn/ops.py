@@ -204,10 +204,10 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
 
 
 def backward_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    for name, t in (("dout", dout), ("dlse", dlse)):
-        if t is not None:
-            refuse_transformed(**{name: t})
-            refuse_tangent(name, t)
+    given = {name: t for name, t in (("dout", dout), ("dlse", dlse)) if t is not None}
+    refuse_transformed(**given)
+    for name, t in given.items():
+        refuse_tangent(name, t)
     saved = ctx.saved_tensors  # once: under checkpointing it may not be asked for again
     kept, read = saved[: 5 + len(SAVED)], list(saved[5 + len(SAVED) :])
     grads: dict[str, Any] = {"read": [None] * len(read)}

@@ -62,7 +62,7 @@ def test_where_gradients_are_behind_in_two_runs():
     assert f"So ours has {geometric_mean(to_best[0].values()):.2f} of the better one's rate" in page
     assert f"behind at {words[len(behind[0])]} points by more than 3 %" in page
     means = geometric_mean(to_cudnn[1].values()), geometric_mean(to_best[1].values())
-    assert "has {:.2f} times cuDNN's rate and {:.2f} of the better one's".format(*means) in page
+    assert "has {:.2f} times cuDNN's rate, and {:.2f} of the better one's".format(*means) in page
     of_both = words[len(behind[0] & behind[1])]
     assert f"by more than 3 % at {words[len(behind[1])]} points, {of_both} of them the same" in page
     lowest = min(to_best[1], key=lambda at: to_best[1][at])
