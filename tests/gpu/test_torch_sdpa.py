@@ -71,6 +71,19 @@ def check_packed() -> None:
         check_gradients(q, k, v, do, of_qkv, causal=True, layout="bshd")
 
 
+def check_stand_ins() -> None:
+    """Tensors that have no memory of their own: torch puts what they stand for in their place before our operators."""
+    q, k, v = (t.detach() for t in qkv())
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with ours(3):
+        assert torch.equal(torch.func.functionalize(call)(q, k, v), call(q, k, v))
+        zeros = torch._efficientzerotensor(v.shape, dtype=v.dtype, device=v.device)
+        assert torch.equal(call(q, k, zeros), torch.zeros_like(q))
+
+
 def check_first_call() -> None:
     """Of the process: at that, torch orders its backends, on Hopper cuDNN first."""
     q, k, v = (t.detach() for t in qkv())
@@ -323,6 +336,7 @@ CASES: dict[str, Callable[[], None]] = {
     "unequal lengths": lambda: check_call(128, causal=False, q_len=300, kv_len=700),
     "a window": check_window,
     "packed": check_packed,
+    "functionalized, and zeros without memory": check_stand_ins,
     "first call": check_first_call,
     "order stays": check_order_stays,
     "FlashAttention asked for": lambda: check_backend(FLASH),
