@@ -264,16 +264,17 @@ def difference(got: Sequence[Tensor], want: Sequence[Tensor]) -> str | None:
     return None
 
 
-def measure_candidates(point: Point, rounds: int, in_order: bool) -> dict[str, Any]:
+def measure_candidates(point: Point, rounds: int, in_order: bool, only: Sequence[str] = ()) -> dict[str, Any]:
     """All configs of a point, the table's among them; the gradients alone, without autograd. in_order: with sums in a
-    fixed order."""
+    fixed order. only: the labels of some, and the table's is timed beside them."""
     q, k, v = point.tensors()
     dout = torch.randn_like(empty_output(q, v))
     out, lse = attention(q, k, v, causal=point.causal, return_lse=True)
     calls: dict[str, Callable[[], object]] = {}
     refused: dict[str, str] = {}
     head_dims = padded_head_dims(point.head_dim, point.head_dim_v)
-    tried = configs(*head_dims)
+    table = label(pick_config(Problem.of(q, k, v, causal=point.causal)))
+    tried = [config for config in configs(*head_dims) if not only or label(config) in {table, *only}]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # leaves the kernels in Triton's cache
         reasons = list(pool.map(partial(refusal, point=point, in_order=in_order), tried))
     want = attention_backward(dout, None, q, k, v, out, lse, causal=point.causal)
@@ -292,7 +293,6 @@ def measure_candidates(point: Point, rounds: int, in_order: bool) -> dict[str, A
         for name, t in timings.items()
     }
     fastest = max(results, key=lambda name: results[name]["tflops"])
-    table = label(pick_config(Problem.of(q, k, v, causal=point.causal)))
     lead = results[fastest]["tflops"] / results[table]["tflops"] if table in results else float("nan")
     print(f"{point.name}: fastest {fastest}, {lead:.3f} times the table's {table}; {len(refused)} refused", flush=True)
     return {"point": asdict(point), "name": point.name, "table": table, "results": results, "refused": refused}
@@ -323,6 +323,7 @@ def main() -> None:
     parser.add_argument("--sustained", action="store_true", help="run each for a while; read power and clock")
     parser.add_argument("--host", action="store_true", help="time the host instead, in one small problem")
     parser.add_argument("--candidates", action="store_true", help="time every config of our kernels instead")
+    parser.add_argument("--only", nargs="+", default=[], metavar="LABEL", help="with --candidates: these, as printed")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--commit", help="of the tree that is measured, if git cannot tell")
     args = parser.parse_args()
@@ -340,7 +341,7 @@ def main() -> None:
         return
     for point in points(args.head_dims, args.lengths, args.kv_heads):
         if args.candidates:
-            found["points"].append(measure_candidates(point, args.rounds, args.deterministic))
+            found["points"].append(measure_candidates(point, args.rounds, args.deterministic, args.only))
         elif args.sustained:
             found["points"].append(measure_sustained(point, args.deterministic, args.with_forward))
         else:

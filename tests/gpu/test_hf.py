@@ -116,6 +116,7 @@ def captured(model: Any, attention_mask: Tensor) -> Callable[[], Tensor]:
         logits = model(ids, attention_mask=attention_mask, use_cache=False).logits
 
     def replay() -> Tensor:
+        assert ids.shape == (2, LENGTH)  # which the graph reads, so they must live as long
         graph.replay()
         return logits.clone()
 
