@@ -11,8 +11,8 @@ from ..tensors import PADDED_HEAD_DIMS
 from .configs import HopperBackward
 
 HOPPER = {
-    64: HopperBackward(block_m=128, keys=128, query_slots=3, dout_slots=3, ds_slots=1, rings_in_step=True),
-    128: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2),
+    64: HopperBackward(block_m=128, keys=128, query_slots=2, dout_slots=2, ds_slots=1, rings_in_step=True, dq_slots=2),
+    128: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=1, dq_slots=2),
     256: HopperBackward(block_m=64, keys=64, query_slots=2, dout_slots=1, ds_slots=1),
 }
 
@@ -81,10 +81,16 @@ def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return both, both
 
 
-# With a bias of each row, at D=64: a tile of it takes memory. Its gradient goes through the slots of dQ, in two parts,
-# and with row blocks of that size they would wait for each other.
-WITH_BIAS = {64: HopperBackward(block_m=128, keys=128, query_slots=2, dout_slots=2, ds_slots=1, rings_in_step=True)}
-WITH_DBIAS = {64: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2, dq_slots=3)}
+# With a bias of each row: a tile of it takes memory. At D=64 its gradient goes through the slots of dQ in two parts, and
+# with row blocks of 128 they would wait for each other.
+WITH_BIAS = {
+    64: HopperBackward(block_m=128, keys=128, query_slots=2, dout_slots=2, ds_slots=1, rings_in_step=True),
+    128: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2),
+}
+WITH_DBIAS = {
+    64: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2, dq_slots=3),
+    128: WITH_BIAS[128],
+}
 
 
 def pick_row(problem: Problem, rows: Sequence[BackwardRow] = PACKAGED) -> BackwardRow:

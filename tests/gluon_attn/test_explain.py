@@ -251,7 +251,7 @@ def test_a_row_of_a_table_file_of_the_package(tmp_path, monkeypatch):
 def test_gradients_and_which_row_serves_them(results):
     text = said("--shape", "4,16,4096,128", "--causal", "--backward")
     assert text.startswith("gradients of q (4, 16, 4096, 128)")
-    assert "served by row 1 of the packaged table (measured on an NVIDIA H200, 2026-11-27): 64x128 q2do2ds2 r24" in text
+    assert "served by row 1 of the packaged table (measured on an NVIDIA H200, 2026-11-27): 64x128 q2do2ds1dq2 r24" in text
     assert "launch: 132 programs, for 2048 key blocks of 128" in text
     assert "an item is two key blocks, one that many queries see with one that few; it walks row blocks of 64" in text
     assert "at the nearest point, D=128 causal 4096, batch 4, 16 heads" in text

@@ -202,16 +202,15 @@ def from_memory(p, p_tile, ds_tile, k, rows, state, dqs):
     p_tile.store(p)
     fence_async_shared()  # as above, and of P
     gl.barrier()
-    dv = warpgroup_mma(p_tile, rows.do, state.dv[0], is_async=True)
     dq = multiply(ds_tile.permute((1, 0)), parts[0], DQ)
+    dv = warpgroup_mma(p_tile, rows.do, state.dv[0], is_async=True)
     dk = state.dk[:0]
     for i in gl.static_range(PIECES):
         dk += (warpgroup_mma(ds_tile, rows.q[i], state.dk[i], is_async=True),)
+    dqs = hand_over(wait_apart(dq, 1 + PIECES), dqs)
+    following = multiply(ds_tile.permute((1, 0)), parts[1], DQ)
     dv = warpgroup_mma_wait(1 + PIECES, deps=[dv])
     rows.do_slot.release()
-    dq = wait_apart(dq, PIECES)
-    following = multiply(ds_tile.permute((1, 0)), parts[1], DQ)
-    dqs = hand_over(dq, dqs)
     dk = waited(dk, 1)
     rows.q_slot.release()
     for i in gl.static_range(2, len(parts)):
