@@ -48,7 +48,7 @@ CARD = "H100"  # that is fitted
 PREDICTED = ROOT / "bench" / "results" / "h100_predicted_gradients.json"
 LABEL = re.compile(
     r"(?P<block_m>\d+)x(?P<keys>\d+) q(?P<query_slots>\d)do(?P<dout_slots>\d)ds(?P<ds_slots>\d)"
-    r"(?P<in_step>(?: in step)?) r(?P<load_registers>\d+)"
+    r"(?:dq(?P<dq_slots>\d))?(?P<in_step> in step)? r(?P<load_registers>\d+)"
 )
 
 
@@ -120,7 +120,7 @@ def issue_slots(config: HopperBackward, head_dim: int) -> float:
     """Instructions of a warp for a step: for each score of a thread, and each number of dQ; as counted in the compiled
     kernels, within 5 %."""
     threads = HopperBackward.WARPS * 32
-    return 111 + (4.8 * config.block_m * config.keys + 4.6 * config.block_m * head_dim) / threads
+    return 144 + (4.5 * config.block_m * config.keys + 4.1 * config.block_m * head_dim) / threads
 
 
 def most_of_a_program(plan: BackwardPlan) -> tuple[float, float, float]:
@@ -202,7 +202,7 @@ def config_of(label: str) -> HopperBackward:
     return HopperBackward(
         block_m=int(found["block_m"]), keys=int(found["keys"]), query_slots=int(found["query_slots"]),
         dout_slots=int(found["dout_slots"]), ds_slots=int(found["ds_slots"]), rings_in_step=bool(found["in_step"]),
-        load_registers=int(found["load_registers"]),
+        dq_slots=int(found["dq_slots"] or 1), load_registers=int(found["load_registers"]),
     )  # fmt: skip
 
 

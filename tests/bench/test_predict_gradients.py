@@ -37,6 +37,8 @@ def test_all_that_was_timed_is_judged(every):
         searched = [len(row["measured"]["ms"]) for row in found["backward"]]
         assert len(mine) == sum(searched) + 24 - len(searched)
         assert all(label(predict_gradients.config_of(s.label)) == s.label for s in mine)
+    for config in HOPPER.values():
+        assert predict_gradients.config_of(label(config)) == config
     with pytest.raises(ValueError, match="label: expected one as '64x128 q2do2ds2 in step r24', got 'cudnn'"):
         predict_gradients.config_of("cudnn")
 
@@ -89,8 +91,9 @@ def test_counts_of_a_step():
     counts = Counts.of(problem(), HOPPER[128], H200)
     assert counts.tensor == 2 * 64 * 128 * 5 * 128 / 4096
     assert counts.exp2 == 64 * 128 / 16
-    assert (counts.in_step, counts.two_ds, counts.deep, counts.columns) == (False, True, False, 256)
+    assert (counts.in_step, counts.two_ds, counts.deep, counts.columns) == (False, False, False, 256)
     assert Counts.of(problem(), dataclasses.replace(HOPPER[128], query_slots=3), H200).deep
+    assert Counts.of(problem(), dataclasses.replace(HOPPER[128], ds_slots=2), H200).two_ds
 
 
 def test_a_config_is_judged_by_a_fit_that_has_not_seen_it(every):

@@ -251,7 +251,9 @@ def test_a_row_of_a_table_file_of_the_package(tmp_path, monkeypatch):
 def test_gradients_and_which_row_serves_them(results):
     text = said("--shape", "4,16,4096,128", "--causal", "--backward")
     assert text.startswith("gradients of q (4, 16, 4096, 128)")
-    assert "served by row 1 of the packaged table (measured on an NVIDIA H200, 2026-11-27): 64x128 q2do2ds1dq2 r24" in text
+    assert (
+        "served by row 2 of the packaged table (measured on an NVIDIA H200, 2026-11-27): 64x128 q2do2ds1dq2 r24" in text
+    )
     assert "launch: 132 programs, for 2048 key blocks of 128" in text
     assert "an item is two key blocks, one that many queries see with one that few; it walks row blocks of 64" in text
     assert "at the nearest point, D=128 causal 4096, batch 4, 16 heads" in text
@@ -264,7 +266,7 @@ def test_gradients_and_which_row_serves_them(results):
     assert "the last 4 key blocks are shared by 132 programs" in text
     # Its file has both passes, of the same name.
     unlike = said("--shape", "1,16,8192,192", "--head-dim-v", "128", "--causal", "--backward")
-    assert "row 3 of the packaged table (measured on an NVIDIA H200, 2026-11-25)" in unlike
+    assert "row 4 of the packaged table (measured on an NVIDIA H200, 2026-11-25)" in unlike
     assert passes.ANCHOR_NAME not in unlike  # which is of another problem
     assert re.findall(r"^  [ *] (\D+?)  +[\d.]+ ms", unlike, re.MULTILINE) == ["cudnn", "ours", "ours, one launch"]
     (ms,) = re.findall(r"\* ours +([\d.]+) ms", unlike)
@@ -275,18 +277,18 @@ def test_gradients_and_which_row_serves_them(results):
 
 def test_a_row_of_a_table_file_for_gradients(tmp_path):
     path = tmp_path / "mine.json"
-    config = dataclasses.replace(HOPPER[128], query_slots=3, ds_slots=1)
+    config = dataclasses.replace(HOPPER[128], query_slots=3)
     row = BackwardRow((128, 128), config, False, q_lens=(512, 2048))
     found = tuning.Measured(shape={"batch": 2}, ms={"a": 2, "b": 3}, chosen="a", in_use="b", gain=0.5, spread=0.01)
     path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [], [], [row], [found])))
     text = said("--shape", "2,16,1024,128", "--table", str(path), "--backward")
-    assert f"served by row 0 of {path}: 64x128 q3do2ds1 r24" in text
+    assert f"served by row 0 of {path}: 64x128 q3do2ds1dq2 r24" in text
     assert "  no mask\n  512 to 2048 queries: it has 1024" in text
     assert "2026-11-25: +50.0% ±1.0% over b" in text
     tuning.reset()
     text = said("--shape", "2,16,4096,128", "--table", str(path), "--backward")
-    assert f"64x128 q3do2ds1 r24 (row 0 of {path}): for 512 to 2048 queries, there are 4096" in text
-    assert "served by row 1 of the packaged table" in text
+    assert f"64x128 q3do2ds1dq2 r24 (row 0 of {path}): for 512 to 2048 queries, there are 4096" in text
+    assert "served by row 2 of the packaged table" in text
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ IN_USE = CHOICES.in_use
 OF_GRADIENTS = Gradients(ASKED, H200, backward_table.PACKAGED)
 BEST = hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=1, integer_max=True)
 GRADIENTS = dataclasses.replace(ASKED, batch=1)  # D=128, where they have 2 slots for each of Q and dO, and 2 tiles
-BEST_OF_GRADIENTS = dataclasses.replace(backward_table.HOPPER[128], query_slots=3, ds_slots=1, load_registers=32)
+BEST_OF_GRADIENTS = dataclasses.replace(backward_table.HOPPER[128], query_slots=3, load_registers=32)
 COMPILING_S = 2.0  # on the card that is made up
 KEY = {"commit": "abc"}
 PROVENANCE = {"date": "2026-11-25", "commit": "abc", "card": "NVIDIA H200", "torch": "2.11", "triton": "3.9.0"}

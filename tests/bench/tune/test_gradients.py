@@ -16,7 +16,7 @@ def test_gradients_are_searched_too(tmp_path):
         FakeCard(BEST_OF_GRADIENTS), tmp_path / "p.json", Batch((GRADIENTS,), of_gradients=True), generations=6
     )
     assert found.row.config == BEST_OF_GRADIENTS
-    assert (found.measured.chosen, found.measured.in_use) == ("64x128 q3do2ds1 r32", "64x128 q2do2ds2 r24")
+    assert (found.measured.chosen, found.measured.in_use) == ("64x128 q3do2ds1dq2 r32", "64x128 q2do2ds1dq2 r24")
     assert "gradients of q (1, 12, 3000, 96), k (1, 4, 3000, 96), bf16, no mask" in said
 
 
@@ -38,7 +38,7 @@ def test_configs_of_gradients(head_dims):
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"block_m": 128, "query_slots": 1, "dout_slots": 1, "ds_slots": 1}, "needs 288 registers a thread that comp"),
+        ({"block_m": 128, "query_slots": 1, "dout_slots": 1, "dq_slots": 1}, "needs 288 registers a thread that comp"),
         ({"query_slots": 4, "dout_slots": 4}, "config: expected a config that fits the 232448 bytes of shared memory"),
         ({"keys": 64}, "config: expected keys=128 at head_dim 128, got 64"),
         ({"dq_slots": 3}, "config: expected a config that fits the 232448 bytes of shared memory"),
