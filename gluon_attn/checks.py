@@ -170,10 +170,11 @@ def check_kind(name: str, t: Tensor, q: Tensor, layout: str) -> None:
         raise ValueError(f"{name}: expected device {q.device} (as q), got {t.device}; put all of them on one")
 
 
-def check_device(device: object, q: Tensor) -> None:
+def check_device(device: object, q: Tensor | None = None) -> None:
+    """q: what is computed; None: that is not known yet."""
     if device is not None and not isinstance(device, Device):
         on_cpu = "give Device.hopper() or Device.blackwell() to execute it on the CPU"
-        todo = on_cpu if q.device.type == "cpu" else "leave it out"
+        todo = f"leave it out, or {on_cpu}" if q is None else on_cpu if q.device.type == "cpu" else "leave it out"
         raise TypeError(f"device: expected a gluon_attn Device or None, got {type_name(device)}; {todo}")
 
 

@@ -21,17 +21,20 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from .api import attention
-from .checks import Window
+from .checks import Window, check_device, type_name
+from .cudnn import cudnn_is_faster
 from .device import Device
 from .features import NOT_THERE
 from .hf_masks import (
     Sequences,
     additive,
     apart,
+    can_be_asked,
     fits,
     is_packed,
     known_sequences,
@@ -75,8 +78,9 @@ _entered: collections.Counter[int] = collections.Counter()
 def register(device: Device | None = None) -> None:
     """Register attention and its masks with transformers: both, as without its mask a batch's padding is ignored.
 
-    device: as for `attention`.
+    device: as for `attention`, whose TypeError this raises.
     """
+    check_device(device)
     sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
     for name in (NAME, NAME_IN_BATCHES):
         AttentionInterface.register(name, functools.partial(attend, sdpa, device=device))
@@ -92,6 +96,7 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
     Raises:
         NotImplementedError: transformers, or the model, has no continuous batching that these kernels can serve.
+        TypeError: it is no model of transformers.
         ValueError: the model's attention is another one.
     """
     refuse_other_batches(model)
@@ -128,6 +133,8 @@ def refuse_other_batches(model: PreTrainedModel) -> None:
             f"requests' keys by PagedAttentionCache.update(kwargs=...), got {transformers_version}; "
             f"install such a one, or {instead}"
         )
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise TypeError(f"model: expected a model of transformers, with its config, got {type_name(model)}; give that")
     if model.config._attn_implementation not in (NAME, NAME_IN_BATCHES):
         raise ValueError(
             f'model: expected attn_implementation="{NAME}", got {model.config._attn_implementation!r}; '
@@ -220,12 +227,15 @@ def attend(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     asked = [name for name, argument in others.items() if name not in NO_EFFECT and asks(argument)]
     window = known_window(attention_mask) if fits(attention_mask, query, key) else None
+    top_left = causal and attention_mask is None and is_top_left(module, query, key, is_causal, others)
 
     sequences, each_causal = known_sequences(attention_mask, query, key, causal, others)
     why = reason(
         [name for name in asked if name not in OURS], dropout, attention_mask, window, causal, key, others,
         sequences is not None,
     )  # fmt: skip
+    if top_left:
+        why = "is_causal: lengths differ, and without a mask SDPA aligns such a causal call to the top left"
     if why is None and query.shape[2] > 1:
         options: dict[str, Any] = {
             "causal": causal or window is not None, "window": window or (None, None), "scale": scaling,
@@ -238,7 +248,8 @@ def attend(
                 return packed, None
     if why is None and query.shape[2] > 1:
         why = supports(query, key, value, **options)
-        if why is None:
+        plain = attention_mask is None and not asked and options["deterministic"] is None
+        if why is None and not (plain and is_left_to_cudnn(query, key, value, causal, device)):
             out: Any = attention(query, key, value, **options)
             return out.transpose(1, 2).contiguous(), None
 
@@ -247,7 +258,7 @@ def attend(
     if why is not None and query.shape[2] > 1:
         warn(why, "the model's eager attention" if by_eager else "transformers' SDPA")
     if attention_mask is None:
-        attention_mask = mask_for_none(query, key, causal, others, always=by_eager)
+        attention_mask = None if top_left else mask_for_none(query, key, causal, others, always=by_eager)
     elif is_packed(others) and query.shape[2] > 1 and fits(attention_mask, query, key):
         attention_mask = apart(attention_mask, query, key, others)
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
@@ -347,13 +358,37 @@ def reason(
     if dropout:
         return "dropout: dropout is not supported so far"
     if mask is not None and window is None and not of_sequences:
-        return "attention_mask: a mask other than causal, within sequences too, or a window is not supported so far"
+        return f"attention_mask: {why_not_known(mask)}"
     if is_packed(others) and not of_sequences:
         return "cu_seq_lens_q: packed sequences in a batch of several rows, or without max_length_q, are not supported"
     size = others.get("sliding_window")
     if mask is None and causal and size is not None and key.shape[2] > size:
         return "sliding_window: expected a mask that says so too, got none"
     return None
+
+
+def is_top_left(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, others: dict[str, Any]) -> bool:
+    """Whether a causal call without a mask is one that transformers' SDPA aligns to the top left: with more queries
+    than keys; and of any unlike lengths, if the layer does not say that it is causal, as one that attends to images."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if q_len in (1, kv_len) or is_packed(others):
+        return False
+    return q_len > kv_len or (is_causal is None and not hasattr(module, "is_causal"))
+
+
+def is_left_to_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, device: Device | None) -> bool:
+    """Whether a call will want gradients that torch's SDPA computes faster, by cuDNN: nothing is to be told of it."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return wanted and cudnn_is_faster(query, key, value, causal=causal, device=device)
+
+
+def why_not_known(mask: Tensor) -> str:
+    """What keeps these kernels, which read no masks, from knowing what it says."""
+    if can_be_asked(mask):
+        return "a mask other than causal, within sequences too, or a window is not supported so far"
+    if is_compiling() or not mask.is_inference():
+        return "what a mask says is not known in a graph, which may not look at it"
+    return "what masks say that are made under torch.inference_mode() is not known; use torch.no_grad()"
 
 
 def eager_of(module: nn.Module, asked: list[str]) -> Attend:

@@ -11,7 +11,6 @@ One pass may run here and the other there: O and LSE, in natural logarithms, are
 
 import contextlib
 import functools
-import math
 import os
 import threading
 import warnings
@@ -26,6 +25,7 @@ from torch.nn.attention import register_flash_attention_impl
 
 from .api import attention
 from .checks import Window
+from .cudnn import cudnn_is_faster
 from .device import Device
 from .gradients import attention_backward, check_outputs, readable_by_tma
 from .support import supports
@@ -34,8 +34,6 @@ from .varlen import attention_varlen, attention_varlen_backward
 
 NAME = "GLUON"
 DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
-FASTER_THERE_FROM = {(192, 128): 2048, (256, 256): 8192, (128, 128): 2048}  # tokens, see `cudnn_is_faster`
-MANY_HEADS = 8
 WINDOW = ("window_size_left", "window_size_right")  # -1, or None: no limit
 
 Original = Callable[..., Any]
@@ -313,21 +311,6 @@ def timed(q: Tensor, v: Tensor) -> bool:
     """Whether the pair of head dims was measured beside cuDNN. What was not could be slower, and stays there. Where
     they differ, O of a Q that is expanded has other strides there as well."""
     return q.shape[-1] == v.shape[-1] or ((q.shape[-1], v.shape[-1]) == (192, 128) and 0 not in q.stride())
-
-
-def cudnn_is_faster(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, device: Device | None) -> bool:
-    """Whether its gradients were measured to be faster than ours, so that they stay there (docs/backward.md): causal
-    ones of these head dims; at 128 on an H100, whose memory is slower than an H200's, and with many heads to a KV head.
-    Not where they have to be deterministic, as cuDNN's are not."""
-    if not causal or torch.are_deterministic_algorithms_enabled():
-        return False
-    head_dims = q.shape[-1], v.shape[-1]
-    if q.shape[2] < FASTER_THERE_FROM.get(head_dims, math.inf):
-        return False
-    if head_dims != (128, 128):
-        return True
-    many_heads = q.shape[1] >= MANY_HEADS * k.shape[1]
-    return many_heads and (Device.of(q.device) if device is None else device).model == "H100"
 
 
 def flash_forward(

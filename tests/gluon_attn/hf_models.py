@@ -115,9 +115,13 @@ def is_clear(generated: Any) -> bool:
     return bool((best[..., 0] - best[..., 1]).min() > 0.1)
 
 
-def attend(q: Tensor, k: Tensor, mask: Tensor | None = None, *, is_causal: bool = True, **options: Any) -> Tensor:
-    """A layer's call, without a model; v is k."""
-    module = SimpleNamespace(is_causal=is_causal, num_key_value_groups=q.shape[1] // k.shape[1], training=False)
+def attend(
+    q: Tensor, k: Tensor, mask: Tensor | None = None, *, is_causal: bool | None = True, **options: Any
+) -> Tensor:
+    """A layer's call, without a model; v is k. is_causal: what the layer says of itself; None: nothing."""
+    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False)
+    if is_causal is not None:
+        module.is_causal = is_causal
     out, weights = transformers.AttentionInterface()[hf.NAME](module, q, k, k, mask, **options)
     assert weights is None
     assert out.is_contiguous()

@@ -4,6 +4,7 @@ import collections
 import copy
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gluon_attn.cudnn import FASTER_THERE_FROM
 from tests.slow import slow_if
 
 transformers = pytest.importorskip(
@@ -32,6 +34,7 @@ from tests.gluon_attn.hf_models import (  # noqa: E402
     is_clear,
     logits,
     model_of,
+    randn,
     seen_by,
     tokens,
 )
@@ -292,6 +295,11 @@ CALLS: dict[str, tuple[Tensor, Tensor, dict[str, Any], Tensor, str]] = {
     "no causal mask": (Q, K, {"is_causal": False}, ALL[:, :24], "ours"),
     "cross attention": (Q, LATER, {"is_causal": False}, ALL, "ours"),
     "queries were dropped": (Q, LATER, {}, ALL.tril(16), "ours"),
+    # Transformers' SDPA aligns these to the top left.
+    "more queries than keys": (LATER.expand(2, 2, 40, 64), K, {}, ALL.T.tril(), "SDPA"),
+    "a layer that says nothing": (Q, K, {"is_causal": None}, ALL[:, :24].tril(), "ours"),
+    "one that attends to fewer": (LATER.expand(2, 2, 40, 64), K, {"is_causal": None}, ALL.T.tril(), "SDPA"),
+    "one that attends to more": (Q, LATER, {"is_causal": None}, ALL.tril(), "SDPA"),
     "queries were dropped, head dim": (Q[..., :36], LATER[..., :36], {}, ALL.tril(16), "SDPA"),
     "one query": (Q[:, :, :1], LATER, {}, ALL[:1], "SDPA"),
     "one sequence": (Q, K, {"cu_seq_lens_q": torch.tensor([0, 24])}, ALL[:, :24].tril(), "ours"),
@@ -313,6 +321,45 @@ def test_calls(name, ran):
     out = attend(q, k, **options)
     assert (out - seen_by(q, k, sees, **options)).abs().max() < 0.03
     assert ran == [(who, q.shape[2])]
+
+
+@pytest.mark.parametrize("wants_gradients", [False, True])
+def test_gradients_that_cudnn_computes_faster(wants_gradients, ran, monkeypatch):
+    """Both passes are SDPA's then, and nothing is said of it. With a mask SDPA would not take cuDNN."""
+    monkeypatch.setitem(FASTER_THERE_FROM, (192, 128), 24)
+    q, k = (randn(1, 2, 24, 192).requires_grad_(wants_gradients) for _ in range(2))
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=True)
+    call = transformers.AttentionInterface()[hf.NAME]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="gluon_attn leaves")
+        for options in ({}, {"deterministic": True}, {"is_causal": False}):
+            call(module, q, k, k[..., :128], None, **options)
+        with torch.no_grad():
+            call(module, q, k, k[..., :128], None)
+    assert [who for who, _ in ran] == ["SDPA" if wants_gradients else "ours", "ours", "ours", "ours"]
+
+
+def test_what_is_no_device_or_no_model_is_refused():
+    no_device: Any = "cuda"
+    no_model: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"^device: expected a gluon_attn Device or None, got .*; leave it out"):
+        hf.register(no_device)
+    with (
+        pytest.raises(TypeError, match=r"^model: expected a model of transformers, .*got .*Linear; give that"),
+        hf.continuous_batching(no_model),
+    ):
+        pass
+
+
+def test_why_a_mask_is_not_known(ran):
+    """It is causal, but nobody could look at it."""
+    model, ids = model_of("Llama"), tokens(20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    model.set_attn_implementation(hf.NAME)
+    with torch.inference_mode(), pytest.warns(UserWarning, match=r"made under torch\.inference_mode.*no_grad"):
+        model(ids, attention_mask=mask)
+    assert ran == [("SDPA", 20)] * 2
 
 
 def test_packed_unequal_lengths(ran):

@@ -1,7 +1,6 @@
 """The overrides of torch's operators for FlashAttention and cuDNN, on the CPU: stand-ins for them are overridden, ours
 run on gluon_cpu."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gluon_attn import reference_attention, torch_sdpa
+from gluon_attn.cudnn import FASTER_THERE_FROM
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import check, check_gradients
 from tests.gluon_attn.sdpa import (
@@ -62,41 +62,8 @@ def test_cudnns_forward_and_backward(causal, head_dim, of_v, calls):
     assert calls == []
 
 
-H100 = replace(HOPPER, name="NVIDIA H100 80GB HBM3")
-FASTER = {
-    "V unlike Q": (2, 2, 2048, (192, 128), HOPPER),
-    "long, D=256": (1, 1, 8192, (256, 256), HOPPER),
-    "8 heads to a KV head on an H100": (8, 1, 2048, (128, 128), H100),
-    "16 of them": (32, 2, 16384, (128, 128), H100),
-}
-NOT_FASTER = {
-    "V unlike Q, not long": (2, 2, 2047, (192, 128), H100),
-    "D=256, not long": (1, 1, 8191, (256, 256), H100),
-    "D=248, long": (1, 1, 8192, (248, 248), H100),
-    "D=128, long": (4, 4, 8192, (128, 128), H100),
-    "8 heads on an H200": (8, 1, 2048, (128, 128), HOPPER),
-    "8 heads, not long": (8, 1, 2047, (128, 128), H100),
-    "8 heads, D=64": (8, 1, 2048, (64, 64), H100),
-    "4 heads": (8, 2, 2048, (128, 128), H100),
-}
-
-
-@pytest.mark.parametrize("name", [*FASTER, *NOT_FASTER])
-def test_gradients_that_cudnn_computes_faster_stay_there(name):
-    """But for those without a mask, and deterministic ones."""
-    heads, kv_heads, length, (d, d_v), device = (FASTER | NOT_FASTER)[name]
-    q, k, v = (torch.empty(1, h, length, d, device="meta") for h, d in ((heads, d), (kv_heads, d), (kv_heads, d_v)))
-    assert torch_sdpa.cudnn_is_faster(q, k, v, causal=True, device=device) == (name in FASTER)
-    assert not torch_sdpa.cudnn_is_faster(q, k, v, causal=False, device=device)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert not torch_sdpa.cudnn_is_faster(q, k, v, causal=True, device=device)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_a_backward_that_stays_is_called_with_what_ours_returned(calls, monkeypatch):
-    monkeypatch.setitem(torch_sdpa.FASTER_THERE_FROM, (192, 128), 40)
+    monkeypatch.setitem(FASTER_THERE_FROM, (192, 128), 40)
     q, k, v = (q_of(1, 2, 40, d).requires_grad_() for d in (192, 192, 128))
     out, lse, *_ = by_cudnn(q, k, v, is_causal=True)
     dout = q_of(2, 1, 40, 128).reshape(out.shape)

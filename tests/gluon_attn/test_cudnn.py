@@ -1,0 +1,43 @@
+"""Which gradients hooks leave to cuDNN."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gluon_attn.cudnn import cudnn_is_faster
+from gluon_attn.device import Device
+
+HOPPER = Device.hopper()
+H100 = replace(HOPPER, name="NVIDIA H100 80GB HBM3")
+FASTER = {
+    "V unlike Q": (2, 2, 2048, (192, 128), HOPPER),
+    "long, D=256, on an H100": (1, 1, 8192, (256, 256), H100),
+    "8 heads to a KV head on an H100": (8, 1, 2048, (128, 128), H100),
+    "16 of them": (32, 2, 16384, (128, 128), H100),
+}
+NOT_FASTER = {
+    "V unlike Q, not long": (2, 2, 2047, (192, 128), H100),
+    "D=256, not long": (1, 1, 8191, (256, 256), H100),
+    "long, D=256, on an H200": (1, 1, 8192, (256, 256), HOPPER),
+    "D=248, long": (1, 1, 8192, (248, 248), H100),
+    "D=128, long": (4, 4, 8192, (128, 128), H100),
+    "8 heads on an H200": (8, 1, 2048, (128, 128), HOPPER),
+    "8 heads, not long": (8, 1, 2047, (128, 128), H100),
+    "8 heads, D=64": (8, 1, 2048, (64, 64), H100),
+    "4 heads": (8, 2, 2048, (128, 128), H100),
+}
+
+
+@pytest.mark.parametrize("name", [*FASTER, *NOT_FASTER])
+def test_gradients_that_cudnn_computes_faster_stay_there(name):
+    """But for those without a mask, and deterministic ones."""
+    heads, kv_heads, length, (d, d_v), device = (FASTER | NOT_FASTER)[name]
+    q, k, v = (torch.empty(1, h, length, d, device="meta") for h, d in ((heads, d), (kv_heads, d), (kv_heads, d_v)))
+    assert cudnn_is_faster(q, k, v, causal=True, device=device) == (name in FASTER)
+    assert not cudnn_is_faster(q, k, v, causal=False, device=device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not cudnn_is_faster(q, k, v, causal=True, device=device)
+    finally:
+        torch.use_deterministic_algorithms(False)
