@@ -19,6 +19,7 @@ from gluon_attn import MaskMod, attention
 from gluon_attn.apart import Apart
 from gluon_attn.backward.launch import Choices, compiled_backward
 from gluon_attn.backward.table import PACKAGED as BACKWARD
+from gluon_attn.backward.table import rows_by_default
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS, Row
@@ -32,12 +33,19 @@ from tests.gpu.checks import outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(900)
 
-# Of the backward's table, in code and in files: padded head dims of Q and V; causal; dQ in a fixed order.
+# Of the backward's table, in code and in files, by name and mask: padded head dims of Q and V, and the config.
 CONFIGS = {
-    f"D={d}{f' and {d_v}' * (d != d_v)}": (row.head_dims, row.config) for row in BACKWARD for d, d_v in [row.head_dims]
+    (f"D={d}{f' and {d_v}' * (d != d_v)}{f', row {i}' * (i > 0)}", causal): ((d, d_v), row.config)
+    for d, d_v in dict.fromkeys(row.head_dims for row in BACKWARD)
+    for causal in (False, True)
+    for i, row in enumerate(rows_by_default((d, d_v), causal))
 }
-CONFIGS |= {name: (row.head_dims, row.config) for name, row in gradient_kernels_of_cards().items()}
-GRADIENT_CASES = list(itertools.product(CONFIGS, (False, True), (False, True)))
+CONFIGS |= {
+    (name, causal): (row.head_dims, row.config)
+    for name, row in gradient_kernels_of_cards().items()
+    for causal in (False, True)
+}
+GRADIENT_CASES = [(name, causal, fixed) for name, causal in CONFIGS for fixed in (False, True)]
 CASES: dict[str, Row] = {f"table row {i}": row for i, row in enumerate(HOPPER)} | kernels_of_cards()
 CASES |= {f"192 and 128, row {i}": row for i, row in enumerate(OTHER_HEAD_DIMS) if row.result_file is not None}
 # (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
@@ -65,7 +73,7 @@ def run_attention(row: Row) -> None:
 
 def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
     """All three kernels, with a processor for each key block, and with two for all of them."""
-    ((head_dim, head_dim_v), config), mask = CONFIGS[name], Mask(causal=causal)
+    ((head_dim, head_dim_v), config), mask = CONFIGS[name, causal], Mask(causal=causal)
     choices = Choices(
         dtype=torch.bfloat16,
         padded_head_dims=(head_dim, head_dim_v),

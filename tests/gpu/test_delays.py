@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 LAUNCHES = 200
 LAUNCHES_IN_ORDER = 10_000  # with delays in the reduce role alone, where the order of sums is kept
 KEPT = 20  # of those, to be compared with float64
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of Q and of V, one for each row of the table
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of Q and of V, all that the table has
 ROLES = {**{role: (role,) for role in DELAYS}, "all roles": tuple(DELAYS)}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gluon_attn import attention
 from gluon_attn.apart import Apart
-from gluon_attn.backward.table import HOPPER, PACKAGED
+from gluon_attn.backward.table import PACKAGED, rows_by_default
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import backward_call, check_gradients, normal, normal_qkv, poison_free_memory
 from tests.gpu.checks import outcomes_of, settle
@@ -138,8 +138,9 @@ def poisoned_outputs_and_workspaces() -> None:
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
         dout = normal(*q.shape, seed=7)
         out, lse = attention(q, k, v, causal=causal, return_lse=True)
+        config = rows_by_default((head_dim, head_dim), causal)[0].config
         call = backward_call(
-            HOPPER[head_dim], dout, q, k, v, out, lse, causal=causal, deterministic=deterministic,
+            config, dout, q, k, v, out, lse, causal=causal, deterministic=deterministic,
             output=nan_like, workspaces=poisoned,
         )  # fmt: skip
         got = call()
@@ -163,7 +164,7 @@ def everybody_adds_once() -> None:
     for head_dim, causal, (q_len, kv_len) in itertools.product(
         (64, 128, 256), (False, True), ((700, 300), (300, 700), (1000, 1000))
     ):
-        config = HOPPER[head_dim]
+        config = rows_by_default((head_dim, head_dim), causal)[0].config
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
         dout = normal(*q.shape, seed=7)
         out, lse = attention(q, k, v, causal=causal, return_lse=True)
@@ -227,9 +228,9 @@ def deterministic_launches_are_equal(head_dim: int, head_dim_v: int) -> None:
         assert int(different) == 0, f"{sizes} {causal=}: {int(different)} tensors differ"
 
 
-for row in PACKAGED:
-    name = f"deterministic launches are equal, D={' and '.join(map(str, row.head_dims))}"
-    GRADIENTS[name] = partial(deterministic_launches_are_equal, *row.head_dims)
+for dims in dict.fromkeys(row.head_dims for row in PACKAGED):
+    name = f"deterministic launches are equal, D={' and '.join(map(str, dims))}"
+    GRADIENTS[name] = partial(deterministic_launches_are_equal, *dims)
 
 
 @gradients_test

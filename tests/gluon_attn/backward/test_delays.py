@@ -17,7 +17,7 @@ import sys, warnings
 import torch
 from gluon_attn import attention
 from gluon_attn.backward.launch import Choices, compiled_backward
-from gluon_attn.backward.table import HOPPER
+from gluon_attn.backward.table import rows_by_default
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.kernels.common.mask import Mask
@@ -31,7 +31,7 @@ choices = Choices(
     dtype=torch.bfloat16,
     padded_head_dims=(head_dim, head_dim),
     mask=Mask(causal=True),
-    config=HOPPER[head_dim],
+    config=rows_by_default((head_dim, head_dim), True)[0].config,
     deterministic=True,
 )
 kernels = compiled_backward(choices)
