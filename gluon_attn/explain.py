@@ -374,12 +374,13 @@ def launch_lines(plan: Plan) -> Iterator[str]:
     if config.transposes_before(problem.dtype.itemsize):
         yield f"  before it, {plan.transpose_programs} programs transpose V"
     smem = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize, problem.padded_head_dim_v)
+    smem += 0 if problem.bias is None else config.bias_bytes(problem.bias)
     yield f"shared memory: at most {smem} bytes to a CTA"
     yield f"registers: {registers(config)} of {REGISTERS_PER_SM}"
 
 
 def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
-    config = plan.config
+    problem, config = plan.problem, plan.config
     item = "a key block" if plan.blocks_per_item == 1 else "two key blocks, one that many queries see with one that few"
     yield f"launch: {plan.programs} programs, for {plan.key_blocks} key blocks of {config.keys}"
     yield f"  an item is {item}; it walks row blocks of {config.block_m}"
@@ -388,7 +389,7 @@ def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
     if len(config.launches) > 1:
         yield "  dV has a launch of its own, and then dK and dQ another, each of so many programs"
     yield f"  before and after it, {plan.row_programs} programs, one for each row block"
-    smem = config.smem_bytes(*backward.padded_head_dims(plan.problem.head_dim, plan.problem.head_dim_v))
+    smem = config.smem_bytes(*backward.padded_head_dims(problem.head_dim, problem.head_dim_v), problem.bias)
     yield f"shared memory: at most {smem} bytes to a CTA"
     yield f"registers: {config.load_registers} a thread that loads or adds up dQ; two warpgroups have the rest"
 

@@ -137,6 +137,22 @@ def test_what_a_bias_is_served_by():
         said("--shape", "2,16,1,64", "--bias")
 
 
+@pytest.mark.parametrize("options", [[], ["--backward"]], ids=["O", "gradients"])
+def test_shared_memory_has_room_for_a_bias(options):
+    shape = (1, 4, 512, 128)
+    text = said("--shape", ",".join(map(str, shape)), "--bias", *options)
+    asked = problem_of(shape, explain.parser().parse_args(["--shape", "1,1,1,8", "--bias"]))
+    assert asked.bias is not None
+    if options:
+        gradients = backward.pick_config(asked)
+        expected = gradients.smem_bytes(128, 128, asked.bias)
+        assert expected > gradients.smem_bytes(128, 128)
+    else:
+        config = pick_config(asked, H200)
+        expected = config.smem_bytes(128, 2) + config.bias_bytes(asked.bias)
+    assert f"shared memory: at most {expected} bytes to a CTA" in text
+
+
 def test_what_transposes_v_is_said():
     assert "before it, 128 programs transpose V" in said("--shape", "1,16,1024,128", "--dtype", "e4m3")
 
