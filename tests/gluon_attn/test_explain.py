@@ -318,6 +318,12 @@ def test_a_row_of_a_table_file_for_gradients(tmp_path):
         (["--shape", "1,8,64,260"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 260"),
         (["--shape", "1,8,64,64", "--kv-heads", "3"], "q: expected a number of heads that is a multiple of the 3 KV"),
         (["--shape", "1,8,64,64", "--kv-length", "0"], "--kv-length: expected 1 or more, got 0"),
+        (["--shape", f"1,8,{10**20},64"], f"q: expected at most 2^60 elements, got shape (1, 8, {10**20}, 64); give"),
+        (["--shape", f"{10**6},{10**6},{10**6},64"], "q: expected at most 2^60 elements"),
+        (["--shape", "1,8,64,64", "--kv-length", f"{10**20}"], "k: expected at most 2^60 elements"),
+        (["--shape", "1,8,64,64", "--head-dim-v", f"{10**20}"], "v: expected at most 2^60 elements"),
+        (["--shape", "1,8,4000000000,64", "--bias"], "bias: expected at most 2^60 elements"),
+        (["--shape", f"1,{10**15},1,64", "--alibi"], "q: expected fewer than 2^31 row blocks"),
         (["--shape", "1,8,64,64", "--num-ctas", "3"], "num_ctas: expected one of (1, 2) or None for NVIDIA H200"),
         (["--shape", "1,8,64,256", "--device", "b200"], "head_dim 256 on a Blackwell card is not supported"),
         (

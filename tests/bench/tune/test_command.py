@@ -184,6 +184,7 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--shape", "1,2,3,64", "--backward", "--dtype", "e4m3"], "--backward: expected --dtype fp16 or bf16"),
         (["--shape", "1,2,3,64", "--out", "table"], "--out: expected a file name that ends in .json, got table"),
         (["--shape", "1,2,3,64", "--device", "h100"], "--device: expected with --list only"),
+        (["--shape", f"1,2,{10**20},64"], f"q: expected at most 2^60 elements, got shape (1, 2, {10**20}, 64); give"),
         (["--shape", "1,2,3,300"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 300"),
         (
             ["--shape", "1,2,3,64", "--table", "none.json"],
