@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> None:
             for batch in batches:
                 for problem in batch.problems:
                     show(batch.choices(problem, device), args.first)
-    except (NotImplementedError, RuntimeError, Stop) as error:
+    except (NotImplementedError, RuntimeError, Stop, ValueError) as error:
         sys.exit(f"bench tune: {error}")
 
 
@@ -379,7 +379,7 @@ def run_here(args: argparse.Namespace, resume: bool, until: float, watch: Watch)
     except Again as error:
         print(f"bench tune: {error}", file=sys.stderr, flush=True)
         sys.exit(AGAIN)
-    except (NotImplementedError, OSError, RuntimeError, Stop) as error:
+    except (NotImplementedError, OSError, RuntimeError, Stop, ValueError) as error:
         sys.exit(f"bench tune: {error}")
 
 

@@ -18,8 +18,10 @@ from bench.points import sweep
 from bench.tune import command
 from bench.tune.command import AGAIN, Batch
 from bench.tune.search import Stop
+from bench.tune.watch import Watch
 from gluon_attn import HopperConfig, tuning
 from gluon_attn.backward import table as backward_table
+from gluon_attn.explain import DEVICES
 from gluon_attn.forward.table import pick_config
 from tests.bench.tune.fakes import (
     ASKED,
@@ -236,6 +238,23 @@ def test_a_file_for_another_card_is_not_improved_on(monkeypatch, tmp_path):
     assert tuning.active() == ()
     run(monkeypatch, *options, "--device", "h200")
     assert [table.source for table in tuning.active()] == [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "says"),
+    [
+        ("h200", "--shape 100000,1000,100000,128", "q: expected fewer than 2.31 row blocks over all heads and batches"),
+        ("b200", "--shape 1,2,1000,224 --head-dim-v 72 --bias", "config: none has room for a bias of"),
+    ],
+)
+def test_what_has_no_launch_is_refused(monkeypatch, capsys, device, options, says):
+    """Whether its configs are listed or timed."""
+    with pytest.raises(SystemExit, match=f"^bench tune: {says}"):
+        run(monkeypatch, *options.split(), "--list", "--device", device)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(command, "here", lambda: DEVICES[device])
+    with pytest.raises(SystemExit, match=f"^bench tune: {says}"):
+        command.run_here(command.parser().parse_args(options.split()), False, math.inf, Watch())
 
 
 def test_without_a_card_nothing_is_timed(monkeypatch):
