@@ -217,6 +217,40 @@ def test_nonsense_is_refused(monkeypatch, capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("from_environment", [False, True], ids=["--table", "GLUON_ATTN_TABLE"])
+def test_a_table_in_use_is_not_written_over(monkeypatch, capsys, tmp_path, from_environment):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [], [])))
+    monkeypatch.chdir(tmp_path)
+    options = ["--shape", "1,2,3,64", "--out", "./mine.json"]
+    if from_environment:
+        tuning.load(path)
+    else:
+        options += ["--table", str(path)]
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *options)
+    says = "--out: expected another file than a table in use, without which --resume could not go on, got mine.json;"
+    assert says in capsys.readouterr().err
+    run(monkeypatch, *options, "--list", "--device", "h200")  # which writes nothing
+
+
+def test_resuming_asks_for_the_same_tables_and_the_same_changes(args, monkeypatch, tmp_path):
+    """And says which differ without what is in them."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [], [])))
+    card, given = FakeCard(), args()
+    card.calls_left = 1
+    with pytest.raises(KeyboardInterrupt):
+        command.run([Batch((ASKED,))], H200, card, given, resume=False)
+    with tuning.load(path), pytest.raises(Stop, match=r"to have tables_sha256 \['[0-9a-f]{16}'\], got \[\]; leave"):
+        command.run([Batch((ASKED,))], H200, FakeCard(), given, resume=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "provenance", lambda commit: PROVENANCE | {"driver": "1", "changed": ["a.py"]})
+        with pytest.raises(Stop, match=r"to have changed \['a\.py'\], got \[\]; leave --resume out"):
+            command.run([Batch((ASKED,))], H200, FakeCard(), given, resume=True)
+    command.run([Batch((ASKED,))], H200, FakeCard(), given, resume=True)
+
+
 @pytest.mark.parametrize("given", [{}, {"shapes": 3}, {"shapes": [3]}, {"shapes": [{"shape": {"dtype": "fp16"}}]}])
 def test_a_file_that_does_not_say_what_it_was_chosen_from_is_not_shown(monkeypatch, capsys, tmp_path, given):
     path = tmp_path / "mine.json"
