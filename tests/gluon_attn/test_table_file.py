@@ -193,7 +193,7 @@ def test_a_file_without_gradients(written):
 def test_every_packaged_row_of_gradients_can_be_in_a_file(written):
     for row in backward.PACKAGED:
         [found] = tuning.read(written(gradients(row))).backward_rows
-        assert (found.head_dims, found.config, found.causal) == (row.head_dims, row.config, None)
+        assert (found.head_dims, found.config, found.causal) == (row.head_dims, row.config, row.causal)
 
 
 @pytest.mark.parametrize(
