@@ -1,6 +1,7 @@
 """`python -m gluon_attn explain`: which row of the tuning table serves a problem, and why; what its launch is."""
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ DEVICES = {
     "b200": Device.blackwell(),
     "b300": Device.blackwell_ultra(),
 }
+LARGEST_NUMEL = 2**60  # of a tensor, whose bytes torch counts in int64
 RESULTS = Path(__file__).parents[1] / "bench" / "results"  # in a checkout
 EXAMPLES = """examples:
   python -m gluon_attn explain --shape 4,16,4096,128 --causal --device h200
@@ -142,19 +144,20 @@ def problem_of(of_q: Sequence[int], options: argparse.Namespace) -> Problem:
             raise ValueError(f"{option}: expected 1 or more, got {given}")
     dtype = NAMED_DTYPES[options.dtype]
     head_dim_v = head_dim if options.head_dim_v is None else options.head_dim_v
-    q, k, v = (
-        torch.empty(size, dtype=dtype, device="meta")
-        for size in (
-            (batch, heads, q_len, head_dim),
-            (batch, kv_heads, kv_len, head_dim),
-            (batch, kv_heads, kv_len, head_dim_v),
-        )
-    )
-    bias = None
+    sizes = {
+        "q": (batch, heads, q_len, head_dim),
+        "k": (batch, kv_heads, kv_len, head_dim),
+        "v": (batch, kv_heads, kv_len, head_dim_v),
+    }
     if options.bias and q_len == 1:
         raise ValueError("--bias: expected several queries, as a bias that all share has no rows, got 1; leave it out")
     if options.bias:
-        bias = torch.empty((1, 1, q_len, row_stride(kv_len)), dtype=dtype, device="meta")[..., :kv_len]
+        sizes["bias"] = (1, 1, q_len, row_stride(kv_len))
+    for name, size in sizes.items():
+        if math.prod(size) > LARGEST_NUMEL:
+            raise ValueError(f"{name}: expected at most 2^60 elements, got shape {size}; give smaller sizes")
+    q, k, v, *biases = (torch.empty(size, dtype=dtype, device="meta") for size in sizes.values())
+    bias = biases[0][..., :kv_len] if biases else None
     score_mod = None
     if options.softcap is not None:
         score_mod = softcap(options.softcap)
@@ -374,12 +377,13 @@ def launch_lines(plan: Plan) -> Iterator[str]:
     if config.transposes_before(problem.dtype.itemsize):
         yield f"  before it, {plan.transpose_programs} programs transpose V"
     smem = config.smem_bytes(problem.padded_head_dim, problem.dtype.itemsize, problem.padded_head_dim_v)
+    smem += 0 if problem.bias is None else config.bias_bytes(problem.bias)
     yield f"shared memory: at most {smem} bytes to a CTA"
     yield f"registers: {registers(config)} of {REGISTERS_PER_SM}"
 
 
 def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
-    config = plan.config
+    problem, config = plan.problem, plan.config
     item = "a key block" if plan.blocks_per_item == 1 else "two key blocks, one that many queries see with one that few"
     yield f"launch: {plan.programs} programs, for {plan.key_blocks} key blocks of {config.keys}"
     yield f"  an item is {item}; it walks row blocks of {config.block_m}"
@@ -388,7 +392,7 @@ def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
     if len(config.launches) > 1:
         yield "  dV has a launch of its own, and then dK and dQ another, each of so many programs"
     yield f"  before and after it, {plan.row_programs} programs, one for each row block"
-    smem = config.smem_bytes(*backward.padded_head_dims(plan.problem.head_dim, plan.problem.head_dim_v))
+    smem = config.smem_bytes(*backward.padded_head_dims(problem.head_dim, problem.head_dim_v), problem.bias)
     yield f"shared memory: at most {smem} bytes to a CTA"
     yield f"registers: {config.load_registers} a thread that loads or adds up dQ; two warpgroups have the rest"
 

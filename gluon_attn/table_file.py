@@ -42,7 +42,7 @@ SIZES = (
 )
 LIMITS = (*SIZES, "one_round")
 PROVENANCE = ("date", "commit", "card", "torch", "triton")
-LARGEST = 2**31
+LARGEST = 2**63  # of any number; rows of the tuner reach beyond 2^31
 # Of a row for changed scores, a function that changes them so.
 LIKE = {"softcap": softcap(1.0), "softcap with maxima": softcap(100.0), "alibi": alibi(torch.empty(1))}
 T = TypeVar("T")
@@ -105,10 +105,12 @@ class At:
         return ValueError(f"{self.path}: {self.place or 'table'}: {text}")
 
     def typed(self, value: Any, kind: type[T], words: str) -> T:
-        """The value, if it is of that type, no bool where a number is wanted, and no number without end."""
+        """The value, if it is of that type, no bool where a number is wanted, and no number beyond the largest."""
         without_end = isinstance(value, float) and not math.isfinite(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or without_end:
             raise self.error(f"expected {words}, got {value!r}")
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            raise self.error(f"expected {words} of at most 2^63, got a larger one; give one that is less")
         return value
 
     def object_of(self, value: Any, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
@@ -136,11 +138,12 @@ def read(path: str | os.PathLike[str]) -> TableFile:
             f"{at.path}: expected a table file, got none that can be read ({error.strerror}); give the path of one, as "
             "python -m bench tune writes it"
         ) from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise at.error(f"expected JSON, got what is none: {error}") from None
-    if isinstance(given, dict) and given.get("schema", SCHEMA) != SCHEMA:
+    schema = given.get("schema", SCHEMA) if isinstance(given, dict) else SCHEMA
+    if type(schema) is not int or schema != SCHEMA:
         raise (at / "schema").error(
-            f"expected {SCHEMA}, got {given['schema']!r}, as another version of gluon_attn writes it; write it anew "
+            f"expected {SCHEMA}, got {schema!r}, as another version of gluon_attn writes it; write it anew "
             "with python -m bench tune"
         )
     top = at.object_of(given, ("schema", "devices", "provenance", "forward"), ("backward",))
@@ -170,7 +173,8 @@ def device_at(at: At, value: Any) -> Device:
     for name in ("sm_count", "smem_bytes", "l2_bytes"):
         if (at / name).typed(given[name], int, "a number") < 1:
             raise (at / name).error(f"expected at least 1, got {given[name]}")
-    (at / "name").typed(given["name"], str, "a text")
+    if not (at / "name").typed(given["name"], str, "a text").strip():
+        raise (at / "name").error(f"expected the name of a card, got {given['name']!r}; give it as torch has it")
     capability = pair_at(at / "capability", given["capability"])
     device = Device(**given | {"capability": capability})
     try:
@@ -183,7 +187,7 @@ def device_at(at: At, value: Any) -> Device:
 def pair_at(at: At, value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(v) is int for v in value):
         raise at.error(f"expected two whole numbers, got {value!r}")
-    return value[0], value[1]
+    return (at / 0).typed(value[0], int, "a whole number"), (at / 1).typed(value[1], int, "a whole number")
 
 
 def one_of(at: At, value: Any, names: Collection[str], words: str = "one of ") -> str:

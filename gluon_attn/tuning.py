@@ -68,12 +68,16 @@ def warn_of_other_cards(table: Table) -> None:
     here = cards_here()
     if table in _active and here and not any(table.serves(device) for device in here):
         cards = " or ".join(dict.fromkeys(device.title for device in here))
-        warnings.warn(
-            f"{table.source}: expected a table file for {cards}, which is here, got one for {table.cards}; it serves "
-            f"nothing here: leave it out of tuning.load or {VARIABLE}, or write one for this card with python -m bench "
-            "tune",
-            stacklevel=5,  # who called `load`, if a card is in use already
-        )
+        try:
+            warnings.warn(
+                f"{table.source}: expected a table file for {cards}, which is here, got one for {table.cards}; it "
+                f"serves nothing here: leave it out of tuning.load or {VARIABLE}, or write one for this card with "
+                "python -m bench tune",
+                stacklevel=5,  # who called `load`, if a card is in use already
+            )
+        except UserWarning:  # an error by a filter: who gets no table could not unload it
+            unload(table)
+            raise
 
 
 def cards_here() -> list[Device]:

@@ -6,6 +6,7 @@ the same command with --resume goes on where one was interrupted.
 
 import argparse
 import functools
+import hashlib
 import json
 import math
 import signal
@@ -245,6 +246,12 @@ def main(arguments: Sequence[str]) -> None:
             f"--out: expected a file elsewhere than in {tuning.TABLES}, whose files are in use, got {args.out}; copy "
             "it there when it is whole"
         )
+    sources = [table.source for table in tuning.active()] + [args.table] * bool(args.table)
+    if not args.list and args.out.resolve() in [Path(source).resolve() for source in sources]:
+        command.error(
+            f"--out: expected another file than a table in use, without which --resume could not go on, got "
+            f"{args.out}; give another name"
+        )
     if args.device and not args.list:
         command.error("--device: expected with --list only, as only the card here can be timed; add --list")
     try:
@@ -265,7 +272,7 @@ def main(arguments: Sequence[str]) -> None:
             for batch in batches:
                 for problem in batch.problems:
                     show(batch.choices(problem, device), args.first)
-    except (NotImplementedError, RuntimeError, Stop) as error:
+    except (NotImplementedError, RuntimeError, Stop, ValueError) as error:
         sys.exit(f"bench tune: {error}")
 
 
@@ -379,7 +386,7 @@ def run_here(args: argparse.Namespace, resume: bool, until: float, watch: Watch)
     except Again as error:
         print(f"bench tune: {error}", file=sys.stderr, flush=True)
         sys.exit(AGAIN)
-    except (NotImplementedError, OSError, RuntimeError, Stop) as error:
+    except (NotImplementedError, OSError, RuntimeError, Stop, ValueError) as error:
         sys.exit(f"bench tune: {error}")
 
 
@@ -394,7 +401,11 @@ def run(
     """Writes the table file after each problem."""
     source = provenance(args.commit)
     key = {name: source[name] for name in ("commit", "card", "driver", "torch", "triton")}
-    key["tables"] = [Path(table.source).read_text(encoding="utf-8") for table in tuning.active()]
+    key["changed"] = source.get("changed", [])
+    # Of what they hold, not of their names; short, as a message may have it.
+    key["tables_sha256"] = [
+        hashlib.sha256(Path(table.source).read_bytes()).hexdigest()[:16] for table in tuning.active()
+    ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     partial = args.out.with_suffix(".partial.json")
     progress = Progress.begin(partial, key, resume)

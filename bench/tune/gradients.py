@@ -64,7 +64,8 @@ class Gradients:
 
     def first(self) -> list[HopperBackward]:
         """Those of the rows of the kind; and for each size of row blocks and number of tiles of dS, with rings in step
-        or not, as many slots for Q and dO as there is memory for, and two. Not pruned."""
+        or not, as many slots for Q and dO as there is memory for, and two. Of dQ they have two slots; where Q is in one
+        piece, one too. Not pruned."""
         found = [row.config for row in self.rows if row.is_of_kind(self.problem)]
         groups: dict[tuple[Any, ...], list[HopperBackward]] = {}
         for config in configs(*self.head_dims):

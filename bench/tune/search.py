@@ -27,6 +27,7 @@ ENDED = "the process ended while it ran alone"
 PEER = "peer"  # where names of configs are
 SHARE_OF_TRYING = 0.4  # of a generation's time for a problem; the rest is for timing
 FIRST_CONFIRMING_S = 1.0  # that confirming may take, before anything was timed
+PARTS = {"key": dict, "spent_s": float, "shapes": dict, "ended": dict}  # of what a run has found so far
 
 Config = ForwardConfig | HopperBackward
 C = TypeVar("C", bound=Config)
@@ -128,7 +129,7 @@ class Progress:
         """key: what a run must have in common with the one that it resumes. Raises Stop if it has not."""
         found: dict[str, Any] = {"key": dict(key), "spent_s": 0.0, "shapes": {}, "ended": {}}
         if resume and path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = found_before(path)
             for name, value in found["key"].items():
                 if before["key"].get(name) != value:
                     raise Stop(
@@ -187,6 +188,22 @@ class Progress:
         other = self.path.with_suffix(".new")  # so that an interruption leaves one or the other
         other.write_text(json.dumps(self.found) + "\n", encoding="utf-8")
         other.replace(self.path)
+
+
+def found_before(path: Path) -> dict[str, Any]:
+    """What an interrupted run has left. Raises Stop for what no run writes."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        whole = all(isinstance(found[name], kind) for name, kind in PARTS.items())
+        why = "other parts"
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        whole, why = False, f"{type(error).__name__}: {error}"
+    if not whole:
+        raise Stop(
+            f"--resume: expected {path} to be as an interrupted run left it, got a damaged file ({why}); leave "
+            "--resume out, or give another --out"
+        )
+    return found
 
 
 class Search(Generic[C]):

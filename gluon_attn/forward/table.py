@@ -426,7 +426,9 @@ def for_bias(config: ForwardConfig, problem: Problem, device: Device) -> Forward
     """The config for scores that a bias is added to: this one, or else the first that has room for it."""
     candidates: Iterable[ForwardConfig]
     if isinstance(config, BlackwellConfig):
-        candidates = with_less_memory(replace(config, max_in_load=False))
+        own = replace(config, max_in_load=False)
+        # Itself first: what takes less begins with 128 keys and two result slots, whatever it has.
+        candidates = (own, *with_less_memory(own))
     else:
         wide = problem.padded_head_dim_v > 128  # too many registers for scores of 128 keys
         candidates = (config, *(c for c in WITH_BIAS if c.block_n == 64 or not wide))

@@ -1,6 +1,7 @@
 """What is taken for a bias, what is refused, how TMA sees it and which config has room for it."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from gluon_attn.bias import Bias, view_of_bias
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellConfig, HopperConfig
 from gluon_attn.forward.fits import require_fits
-from gluon_attn.forward.table import UNLIKE_ON_BLACKWELL, blackwell_config, hopper_config, pick_config
+from gluon_attn.forward.table import UNLIKE_ON_BLACKWELL, Row, blackwell_config, hopper_config, pick_config
 from gluon_attn.problem import Problem
 from gluon_attn.tensors import PADDED_HEAD_DIMS
 from tests.gluon_attn.problems import problem
@@ -81,6 +82,16 @@ def test_there_is_a_config_on_blackwell_where_one_has_room(device):
             tiles = 2 * (128 if bias.each_row else 1) * config.block_n * bias.dtype.itemsize
             assert config.bias_bytes(bias) == tiles
             assert config.smem_bytes(head_dims[0], 2, head_dims[1]) + tiles <= device.smem_bytes
+
+
+@pytest.mark.parametrize("block_n", [128, 64])
+@pytest.mark.parametrize("result_slots", [2, 1])
+def test_a_row_for_a_bias_serves_its_own_config_on_blackwell(block_n, result_slots):
+    """Where that has room: others were not timed."""
+    config = replace(blackwell_config(2, 192, result_slots=result_slots), block_n=block_n)
+    asked = problem(head_dim=64, kv_len=8192, bias=KINDS[0])
+    require_fits(config, asked, BLACKWELL)
+    assert pick_config(asked, BLACKWELL, None, [Row(64, False, config, scores="bias")]) == config
 
 
 Q = torch.zeros(1, 2, 24, 64, dtype=BF16)

@@ -137,6 +137,22 @@ def test_what_a_bias_is_served_by():
         said("--shape", "2,16,1,64", "--bias")
 
 
+@pytest.mark.parametrize("options", [[], ["--backward"]], ids=["O", "gradients"])
+def test_shared_memory_has_room_for_a_bias(options):
+    shape = (1, 4, 512, 128)
+    text = said("--shape", ",".join(map(str, shape)), "--bias", *options)
+    asked = problem_of(shape, explain.parser().parse_args(["--shape", "1,1,1,8", "--bias"]))
+    assert asked.bias is not None
+    if options:
+        gradients = backward.pick_config(asked)
+        expected = gradients.smem_bytes(128, 128, asked.bias)
+        assert expected > gradients.smem_bytes(128, 128)
+    else:
+        config = pick_config(asked, H200)
+        expected = config.smem_bytes(128, 2) + config.bias_bytes(asked.bias)
+    assert f"shared memory: at most {expected} bytes to a CTA" in text
+
+
 def test_what_transposes_v_is_said():
     assert "before it, 128 programs transpose V" in said("--shape", "1,16,1024,128", "--dtype", "e4m3")
 
@@ -302,6 +318,12 @@ def test_a_row_of_a_table_file_for_gradients(tmp_path):
         (["--shape", "1,8,64,260"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 260"),
         (["--shape", "1,8,64,64", "--kv-heads", "3"], "q: expected a number of heads that is a multiple of the 3 KV"),
         (["--shape", "1,8,64,64", "--kv-length", "0"], "--kv-length: expected 1 or more, got 0"),
+        (["--shape", f"1,8,{10**20},64"], f"q: expected at most 2^60 elements, got shape (1, 8, {10**20}, 64); give"),
+        (["--shape", f"{10**6},{10**6},{10**6},64"], "q: expected at most 2^60 elements"),
+        (["--shape", "1,8,64,64", "--kv-length", f"{10**20}"], "k: expected at most 2^60 elements"),
+        (["--shape", "1,8,64,64", "--head-dim-v", f"{10**20}"], "v: expected at most 2^60 elements"),
+        (["--shape", "1,8,4000000000,64", "--bias"], "bias: expected at most 2^60 elements"),
+        (["--shape", f"1,{10**15},1,64", "--alibi"], "q: expected fewer than 2^31 row blocks"),
         (["--shape", "1,8,64,64", "--num-ctas", "3"], "num_ctas: expected one of (1, 2) or None for NVIDIA H200"),
         (["--shape", "1,8,64,256", "--device", "b200"], "head_dim 256 on a Blackwell card is not supported"),
         (

@@ -57,6 +57,19 @@ def test_rows_of_blackwell(written):
     assert [row.config for row in table.rows] == [config]
 
 
+def test_a_threshold_beyond_a_float_is_refused(written):
+    given = content([Row(64, True, blackwell_config(6, 192, rescale_threshold=8))], [Device.blackwell()])
+    given["forward"][0]["config"]["rescale_threshold"] = 10**400
+    with pytest.raises(ValueError, match=r"rescale_threshold: expected a number of at most 2\^63, got a larger one"):
+        tuning.read(written(given))
+
+
+def test_a_row_may_reach_far(written):
+    """As the tuner writes it with --reach 1048576, and without max_kv_len."""
+    row = dataclasses.replace(ROW, min_kv_len=2**40, max_kv_len=None, q_lens=(1, 2**51))
+    assert tuning.read(written(content([row]))).rows[0].q_lens == (1, 2**51)
+
+
 def test_every_packaged_row_can_be_in_a_file(written):
     for device in (H200, Device.blackwell(), Device.blackwell_ultra()):
         rows = [row for row in PACKAGED if device.arch in row.config.archs]
@@ -81,6 +94,16 @@ def changed(place: str, value: Any) -> dict[str, Any]:
     ("place", "value", "says"),
     [
         ("schema", 2, "schema: expected 1, got 2, as another version of gluon_attn writes it"),
+        ("schema", True, "schema: expected 1, got True, as another version of gluon_attn writes it"),
+        ("schema", 1.0, "schema: expected 1, got 1.0, as another version of gluon_attn writes it"),
+        ("devices.0.name", "", "devices[0].name: expected the name of a card, got ''; give it as torch has it"),
+        ("devices.0.name", " ", "devices[0].name: expected the name of a card, got ' '; give it as torch has it"),
+        (
+            "devices.0.l2_bytes",
+            10**400,
+            "l2_bytes: expected a number of at most 2^63, got a larger one; give one that is",
+        ),
+        ("devices.0.capability", [9, 10**400], "capability[1]: expected a whole number of at most 2^63, got a larger"),
         ("sideways", [], "table: expected schema, devices, provenance, forward, backward, got an unknown 'sideways'"),
         ("backward", {}, "backward: expected a list, got {}"),
         ("forward", None, "table: expected 'forward', got none"),
@@ -100,6 +123,7 @@ def changed(place: str, value: Any) -> dict[str, Any]:
         ("forward.0.config.cga_layout", [[1]], "forward[0].config.cga_layout[0]: expected two whole numbers, got [1]"),
         ("forward.0.config.kv_slots", 40, "forward[0].config: not for a row of these conditions: config: expected a"),
         ("forward.0.config.half_by_polynomial", True, "config: expected half_by_polynomial=False"),
+        ("forward.0.config.kv_slots", 10**400, "kv_slots: expected a whole number of at most 2^63, got a larger one"),
         ("forward.0.config.kind", "ampere", "forward[0].config.kind: expected one of hopper, blackwell, got 'ampere'"),
         ("forward.0.config.kind", ["hopper"], "config.kind: expected one of hopper, blackwell, got ['hopper']"),
         ("forward.0.conditions.keys", 3, "forward[0].conditions: expected padded_head_dim"),
@@ -108,6 +132,8 @@ def changed(place: str, value: Any) -> dict[str, Any]:
         ("forward.0.conditions.min_kv_len", 0, "forward[0].conditions.min_kv_len: expected at least 1, got 0"),
         ("forward.0.conditions.max_kv_len", 8, "max_kv_len: expected at least min_kv_len, 512, got 8"),
         ("forward.0.conditions.q_lens", [3, 2], "q_lens: expected the least and the most, from 1 on, got [3, 2]"),
+        ("forward.0.conditions.min_kv_len", 2**64, "min_kv_len: expected a whole number of at most 2^63, got a larger"),
+        ("forward.0.conditions.q_lens", [1, 2**64], "q_lens[1]: expected a whole number of at most 2^63, got a larger"),
         ("forward.0.measured", {}, "forward[0].measured: expected 'shape', got none"),
     ],
 )
@@ -128,6 +154,9 @@ def test_what_is_wrong_in_a_file_is_said(written, place, value, says):
         ("chosen", "c", "forward[0].measured.chosen: expected one of those in ms, a, b, got 'c'"),
         ("in_use", ["a"], "forward[0].measured.in_use: expected one of those in ms, a, b, got ['a']"),
         ("spread", math.nan, "forward[0].measured.spread: expected a number, got nan"),
+        ("ms", {"a": 1e300}, "forward[0].measured.ms.a: expected milliseconds of at most 2^63, got a larger one"),
+        ("gain", 10**400, "forward[0].measured.gain: expected a number of at most 2^63, got a larger one"),
+        ("gain", -(10**400), "forward[0].measured.gain: expected a number of at most 2^63, got a larger one"),
         ("gain", "much", "forward[0].measured.gain: expected a number, got 'much'"),
     ],
 )
@@ -164,7 +193,7 @@ def test_a_file_without_gradients(written):
 def test_every_packaged_row_of_gradients_can_be_in_a_file(written):
     for row in backward.PACKAGED:
         [found] = tuning.read(written(gradients(row))).backward_rows
-        assert (found.head_dims, found.config, found.causal) == (row.head_dims, row.config, None)
+        assert (found.head_dims, found.config, found.causal) == (row.head_dims, row.config, row.causal)
 
 
 @pytest.mark.parametrize(
@@ -222,5 +251,7 @@ def test_a_config_of_another_architecture(written):
 def test_what_is_no_json(written, tmp_path):
     with pytest.raises(ValueError, match=r"table\.json: table: expected JSON"):
         tuning.load(written("{"))
+    with pytest.raises(ValueError, match=r"table\.json: table: expected JSON, got what is none: maximum recursion"):
+        tuning.load(written("[" * 100000))
     with pytest.raises(FileNotFoundError, match=r"none\.json: expected a table file, .*; give the path of one"):
         tuning.load(tmp_path / "none.json")

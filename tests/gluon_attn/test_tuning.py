@@ -182,6 +182,14 @@ def test_a_file_for_other_cards_alone_is_warned_of_once_a_card_is_in_use(written
     assert [f"table.json: {says}" in str(one.message) for one in seen] == [True] * warned
 
 
+def test_a_file_for_other_cards_is_not_in_use_where_warnings_are_errors(written, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_lazy_call", lambda call: call())
+    monkeypatch.setattr(tuning, "cards_here", lambda: [H100])
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="expected a table file for NVIDIA"):
+        tuning.load(written())
+    assert tuning.active() == ()
+
+
 def test_a_file_from_the_environment(written):
     path = written()
     code = "import gluon_attn; print([t.source for t in gluon_attn.tuning.active()])"

@@ -31,7 +31,7 @@ CHOICES = Forward(ASKED, H200, PACKAGED)
 IN_USE = CHOICES.in_use
 OF_GRADIENTS = Gradients(ASKED, H200, backward_table.PACKAGED)
 BEST = hopper_config(2, 128, 1, 2, 232, turns=True, early_exp=1, integer_max=True)
-GRADIENTS = dataclasses.replace(ASKED, batch=1)  # D=128, where they have 2 slots for each of Q and dO, and 2 tiles
+GRADIENTS = dataclasses.replace(ASKED, batch=1)  # D=128, where they have 2 slots for each of Q and dO, and a tile of dS
 BEST_OF_GRADIENTS = dataclasses.replace(backward_table.HOPPER[128], query_slots=3, load_registers=32)
 COMPILING_S = 2.0  # on the card that is made up
 KEY = {"commit": "abc"}

@@ -18,8 +18,10 @@ from bench.points import sweep
 from bench.tune import command
 from bench.tune.command import AGAIN, Batch
 from bench.tune.search import Stop
+from bench.tune.watch import Watch
 from gluon_attn import HopperConfig, tuning
 from gluon_attn.backward import table as backward_table
+from gluon_attn.explain import DEVICES
 from gluon_attn.forward.table import pick_config
 from tests.bench.tune.fakes import (
     ASKED,
@@ -184,6 +186,7 @@ def run(monkeypatch, *arguments: str) -> None:
         (["--shape", "1,2,3,64", "--backward", "--dtype", "e4m3"], "--backward: expected --dtype fp16 or bf16"),
         (["--shape", "1,2,3,64", "--out", "table"], "--out: expected a file name that ends in .json, got table"),
         (["--shape", "1,2,3,64", "--device", "h100"], "--device: expected with --list only"),
+        (["--shape", f"1,2,{10**20},64"], f"q: expected at most 2^60 elements, got shape (1, 2, {10**20}, 64); give"),
         (["--shape", "1,2,3,300"], "q: expected a head_dim that is a multiple of 8 from 8 to 256, got 300"),
         (
             ["--shape", "1,2,3,64", "--table", "none.json"],
@@ -214,6 +217,40 @@ def test_nonsense_is_refused(monkeypatch, capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("from_environment", [False, True], ids=["--table", "GLUON_ATTN_TABLE"])
+def test_a_table_in_use_is_not_written_over(monkeypatch, capsys, tmp_path, from_environment):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [], [])))
+    monkeypatch.chdir(tmp_path)
+    options = ["--shape", "1,2,3,64", "--out", "./mine.json"]
+    if from_environment:
+        tuning.load(path)
+    else:
+        options += ["--table", str(path)]
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *options)
+    says = "--out: expected another file than a table in use, without which --resume could not go on, got mine.json;"
+    assert says in capsys.readouterr().err
+    run(monkeypatch, *options, "--list", "--device", "h200")  # which writes nothing
+
+
+def test_resuming_asks_for_the_same_tables_and_the_same_changes(args, monkeypatch, tmp_path):
+    """And says which differ without what is in them."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(tuning.as_json([H200], PROVENANCE, [], [])))
+    card, given = FakeCard(), args()
+    card.calls_left = 1
+    with pytest.raises(KeyboardInterrupt):
+        command.run([Batch((ASKED,))], H200, card, given, resume=False)
+    with tuning.load(path), pytest.raises(Stop, match=r"to have tables_sha256 \['[0-9a-f]{16}'\], got \[\]; leave"):
+        command.run([Batch((ASKED,))], H200, FakeCard(), given, resume=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "provenance", lambda commit: PROVENANCE | {"driver": "1", "changed": ["a.py"]})
+        with pytest.raises(Stop, match=r"to have changed \['a\.py'\], got \[\]; leave --resume out"):
+            command.run([Batch((ASKED,))], H200, FakeCard(), given, resume=True)
+    command.run([Batch((ASKED,))], H200, FakeCard(), given, resume=True)
+
+
 @pytest.mark.parametrize("given", [{}, {"shapes": 3}, {"shapes": [3]}, {"shapes": [{"shape": {"dtype": "fp16"}}]}])
 def test_a_file_that_does_not_say_what_it_was_chosen_from_is_not_shown(monkeypatch, capsys, tmp_path, given):
     path = tmp_path / "mine.json"
@@ -235,6 +272,23 @@ def test_a_file_for_another_card_is_not_improved_on(monkeypatch, tmp_path):
     assert tuning.active() == ()
     run(monkeypatch, *options, "--device", "h200")
     assert [table.source for table in tuning.active()] == [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "says"),
+    [
+        ("h200", "--shape 100000,1000,100000,128", "q: expected fewer than 2.31 row blocks over all heads and batches"),
+        ("b200", "--shape 1,2,1000,224 --head-dim-v 72 --bias", "config: none has room for a bias of"),
+    ],
+)
+def test_what_has_no_launch_is_refused(monkeypatch, capsys, device, options, says):
+    """Whether its configs are listed or timed."""
+    with pytest.raises(SystemExit, match=f"^bench tune: {says}"):
+        run(monkeypatch, *options.split(), "--list", "--device", device)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(command, "here", lambda: DEVICES[device])
+    with pytest.raises(SystemExit, match=f"^bench tune: {says}"):
+        command.run_here(command.parser().parse_args(options.split()), False, math.inf, Watch())
 
 
 def test_without_a_card_nothing_is_timed(monkeypatch):

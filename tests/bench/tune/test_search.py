@@ -123,6 +123,24 @@ def test_resuming_asks_for_the_same_tree(tmp_path):
         Progress.begin(path, {"commit": "other"}, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "JSONDecodeError: Expecting value"),
+        ("{}", "KeyError: 'key'"),
+        ("[]", "TypeError: list indices"),
+        ('{"key": {}, "spent_s": 0.0, "shapes": [], "ended": {}}', "other parts"),
+    ],
+)
+def test_resuming_what_is_damaged_says_what_to_do(tmp_path, text, why):
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    says = rf"^--resume: expected .*p\.json to be as an interrupted run .*\({why}.*\); leave --resume out, or give"
+    with pytest.raises(Stop, match=says):
+        Progress.begin(path, KEY, resume=True)
+    Progress.begin(path, KEY, resume=False)
+
+
 def test_time_counts_over_all_processes(tmp_path):
     card = FakeCard()
     card.calls_left = 6
