@@ -11,7 +11,7 @@ import torch
 
 from gluon_attn.backward.launch import Choices, builds_of, compiled_backward, workspaces
 from gluon_attn.backward.plan import BackwardPlan
-from gluon_attn.backward.table import HOPPER, RESULT_FILES, pick_config
+from gluon_attn.backward.table import HOPPER, RESULT_FILES, pick_config, rows_by_default
 from gluon_attn.device import Device
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
@@ -178,6 +178,10 @@ def test_a_config_fits_a_card(head_dim):
     assert HOPPER[head_dim].smem_bytes(head_dim) <= Device.hopper().smem_bytes
 
 
+# Of packed sequences, by whether in order: two slots of dQ leave them fewer registers. A step takes 4000 cycles.
+PACKED_SPILLS = {(128, False): 1, (128, True): 6}
+
+
 @pytest.mark.parametrize(
     ("head_dim", "waits", "spills"), slow_if(lambda case: case[0] != 128, [(64, 5, 1), (128, 5, 0), (256, 6, 2)])
 )
@@ -185,18 +189,21 @@ def test_a_config_fits_a_card(head_dim):
 def test_products_overlap_and_loops_hardly_spill(packed, deterministic, head_dim, waits, spills):
     """The assembler makes a kernel wait after each product if it has too few registers. At D=256 dQ comes in halves,
     and so has a wait more."""
+    if packed:
+        spills = PACKED_SPILLS.get((head_dim, deterministic), spills)
     for causal in (False, True):
+        config = rows_by_default((head_dim, head_dim), causal)[0].config
         choices = Choices(
             dtype=torch.bfloat16,
             padded_head_dims=(head_dim, head_dim),
             mask=Mask(causal=causal),
-            config=HOPPER[head_dim],
+            config=config,
             packed=packed,
             deterministic=deterministic,
         )
         main = compiled_backward(choices)[-2]
         found = resources(main)
-        assert found.smem_bytes <= HOPPER[head_dim].smem_bytes(head_dim)
+        assert found.smem_bytes <= config.smem_bytes(head_dim)
         loops = [loop for loop in found.loops if loop.products > 4]
         assert len(loops) == 2  # masked and not
         assert all(loop.waits <= waits and loop.spills <= spills for loop in loops), loops
