@@ -327,6 +327,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--commit", help="of the tree that is measured, if git cannot tell")
     args = parser.parse_args()
+    known = {label(config) for dims in args.head_dims for config in configs(*padded_head_dims(*dims))}
+    if args.only and not (args.candidates and known.issuperset(args.only)):
+        parser.error(f"--only: expected labels of configs of these head dims, with --candidates, got {args.only}")
     if args.show:
         show(json.loads(args.show.read_text(encoding="utf-8")))
         return

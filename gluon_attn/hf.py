@@ -21,13 +21,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from .api import attention
 from .checks import Window, check_device, type_name
-from .cudnn import cudnn_is_faster
 from .device import Device
 from .features import NOT_THERE
 from .hf_masks import (
@@ -36,11 +34,13 @@ from .hf_masks import (
     apart,
     can_be_asked,
     fits,
+    is_in_a_graph,
     is_packed,
     known_sequences,
     known_window,
     mask_for_none,
     mask_of,
+    seen_from_the_top_left,
 )
 from .support import supports
 from .varlen import attention_varlen
@@ -125,6 +125,8 @@ def set_name(config: PreTrainedConfig, name: str) -> None:
 
 def refuse_other_batches(model: PreTrainedModel) -> None:
     """What `continuous_batching` raises."""
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise TypeError(f"model: expected a model of transformers, with its config, got {type_name(model)}; give that")
     name, instead = type(model).__name__, 'call model.set_attn_implementation("sdpa") and generate_batch without it'
     if not layers_gather_keys():
         wanted = ".".join(map(str, FIRST_WITH_BATCHES))
@@ -133,8 +135,6 @@ def refuse_other_batches(model: PreTrainedModel) -> None:
             f"requests' keys by PagedAttentionCache.update(kwargs=...), got {transformers_version}; "
             f"install such a one, or {instead}"
         )
-    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise TypeError(f"model: expected a model of transformers, with its config, got {type_name(model)}; give that")
     if model.config._attn_implementation not in (NAME, NAME_IN_BATCHES):
         raise ValueError(
             f'model: expected attn_implementation="{NAME}", got {model.config._attn_implementation!r}; '
@@ -234,8 +234,11 @@ def attend(
         [name for name in asked if name not in OURS], dropout, attention_mask, window, causal, key, others,
         sequences is not None,
     )  # fmt: skip
-    if top_left:
-        why = "is_causal: lengths differ, and without a mask SDPA aligns such a causal call to the top left"
+    if top_left and why is None:
+        why = (
+            f"is_causal: without a mask SDPA aligns {query.shape[2]} queries and {key.shape[2]} keys to the top left, "
+            "which these kernels do not; give a mask"
+        )
     if why is None and query.shape[2] > 1:
         options: dict[str, Any] = {
             "causal": causal or window is not None, "window": window or (None, None), "scale": scaling,
@@ -248,8 +251,7 @@ def attend(
                 return packed, None
     if why is None and query.shape[2] > 1:
         why = supports(query, key, value, **options)
-        plain = attention_mask is None and not asked and options["deterministic"] is None
-        if why is None and not (plain and is_left_to_cudnn(query, key, value, causal, device)):
+        if why is None:
             out: Any = attention(query, key, value, **options)
             return out.transpose(1, 2).contiguous(), None
 
@@ -258,7 +260,10 @@ def attend(
     if why is not None and query.shape[2] > 1:
         warn(why, "the model's eager attention" if by_eager else "transformers' SDPA")
     if attention_mask is None:
-        attention_mask = None if top_left else mask_for_none(query, key, causal, others, always=by_eager)
+        if top_left:  # which SDPA knows without a mask
+            attention_mask = seen_from_the_top_left(query, key) if by_eager else None
+        else:
+            attention_mask = mask_for_none(query, key, causal, others, always=by_eager)
     elif is_packed(others) and query.shape[2] > 1 and fits(attention_mask, query, key):
         attention_mask = apart(attention_mask, query, key, others)
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
@@ -376,19 +381,15 @@ def is_top_left(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool |
     return q_len > kv_len or (is_causal is None and not hasattr(module, "is_causal"))
 
 
-def is_left_to_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, device: Device | None) -> bool:
-    """Whether a call will want gradients that torch's SDPA computes faster, by cuDNN: nothing is to be told of it."""
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    return wanted and cudnn_is_faster(query, key, value, causal=causal, device=device)
-
-
 def why_not_known(mask: Tensor) -> str:
     """What keeps these kernels, which read no masks, from knowing what it says."""
     if can_be_asked(mask):
         return "a mask other than causal, within sequences too, or a window is not supported so far"
-    if is_compiling() or not mask.is_inference():
+    if is_in_a_graph():
         return "what a mask says is not known in a graph, which may not look at it"
-    return "what masks say that are made under torch.inference_mode() is not known; use torch.no_grad()"
+    if mask.is_inference():
+        return "what masks say that are made under torch.inference_mode() is not known; use torch.no_grad()"
+    return "what a mask says is not known of a tensor that stands for others, or for none"
 
 
 def eager_of(module: nn.Module, asked: list[str]) -> Attend:

@@ -80,12 +80,17 @@ def noted(sdpa_mask: Callable[..., Tensor | None], options: dict[str, Any]) -> T
     return mask
 
 
+def is_in_a_graph() -> bool:
+    """Whether one is made now: by a compiler, a tracer or a stream's capture."""
+    if is_compiling() or torch.jit.is_tracing():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def can_be_asked(*tensors: Tensor | None) -> bool:
     """Whether what masks hold may be looked at, and kept with them. It may not while a graph is made, by a compiler, a
     tracer or a stream's capture; and a tensor that stands for others, or for none, does not tell."""
-    if is_compiling() or torch.jit.is_tracing():
-        return False
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_in_a_graph():
         return False
     there = [t for t in tensors if t is not None]
     return not any(t.is_inference() or unusual(t) or torch._is_functional_tensor(t) for t in there)
@@ -240,6 +245,11 @@ def mask_for_none(query: Tensor, key: Tensor, causal: bool, others: dict[str, An
     if packed:
         return seen_in_sequences(query, key, causal, others)
     return seen_in_rows(query, key, causal)
+
+
+def seen_from_the_top_left(query: Tensor, key: Tensor) -> Tensor:
+    """(1, 1, Sq, Sk), True where a query sees a key, causal as SDPA has it."""
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
 
 
 def seen_in_rows(query: Tensor, key: Tensor, causal: bool) -> Tensor:

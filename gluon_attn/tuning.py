@@ -75,7 +75,7 @@ def warn_of_other_cards(table: Table) -> None:
                 "python -m bench tune",
                 stacklevel=5,  # who called `load`, if a card is in use already
             )
-        except UserWarning:  # an error by a filter: who gets no table could not unload it
+        except UserWarning:  # an error by a filter: `load` returns nothing to unload then
             unload(table)
             raise
 

@@ -249,8 +249,8 @@ def main(arguments: Sequence[str]) -> None:
     sources = [table.source for table in tuning.active()] + [args.table] * bool(args.table)
     if not args.list and args.out.resolve() in [Path(source).resolve() for source in sources]:
         command.error(
-            f"--out: expected another file than a table in use, without which --resume could not go on, got "
-            f"{args.out}; give another name"
+            f"--out: expected another file than a table in use, as --resume compares what that holds, got {args.out}; "
+            "give another name"
         )
     if args.device and not args.list:
         command.error("--device: expected with --list only, as only the card here can be timed; add --list")

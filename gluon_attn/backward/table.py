@@ -86,7 +86,7 @@ def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 # With a bias of each row: a tile of it takes memory. At D=64 its gradient goes through the slots of dQ in two parts,
-# and with row blocks of 128 they would wait for each other.
+# and with row blocks of 128 they would wait for each other. At D=128 there is no room for it beside two slots of dQ.
 WITH_BIAS = {
     64: HopperBackward(block_m=128, keys=128, query_slots=2, dout_slots=2, ds_slots=1, rings_in_step=True),
     128: HopperBackward(block_m=64, keys=128, query_slots=2, dout_slots=2, ds_slots=2),

@@ -104,3 +104,13 @@ def test_the_host_is_timed_forward_and_backward(stand_ins, monkeypatch):
     assert asked["forward"].shape == (1, 1, 130, 64)
     assert asked["forward, to be differentiated"].requires_grad
     assert len(asked["backward, called directly"]) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--candidates", "--only", "64x128 q9"], ["--only", "64x128 q2do2ds1dq2 r24"]], ids=["label", "alone"]
+)
+def test_labels_that_are_of_no_config_are_refused(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench.gradients", *arguments])
+    with pytest.raises(SystemExit):
+        gradients.main()
+    assert "--only: expected labels of configs of these head dims, with --candidates, got" in capsys.readouterr().err

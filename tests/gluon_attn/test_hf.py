@@ -4,15 +4,14 @@ import collections
 import copy
 import re
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gluon_attn.cudnn import FASTER_THERE_FROM
 from tests.slow import slow_if
 
 transformers = pytest.importorskip(
@@ -34,7 +33,6 @@ from tests.gluon_attn.hf_models import (  # noqa: E402
     is_clear,
     logits,
     model_of,
-    randn,
     seen_by,
     tokens,
 )
@@ -323,22 +321,6 @@ def test_calls(name, ran):
     assert ran == [(who, q.shape[2])]
 
 
-@pytest.mark.parametrize("wants_gradients", [False, True])
-def test_gradients_that_cudnn_computes_faster(wants_gradients, ran, monkeypatch):
-    """Both passes are SDPA's then, and nothing is said of it. With a mask SDPA would not take cuDNN."""
-    monkeypatch.setitem(FASTER_THERE_FROM, (192, 128), 24)
-    q, k = (randn(1, 2, 24, 192).requires_grad_(wants_gradients) for _ in range(2))
-    module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=True)
-    call = transformers.AttentionInterface()[hf.NAME]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="gluon_attn leaves")
-        for options in ({}, {"deterministic": True}, {"is_causal": False}):
-            call(module, q, k, k[..., :128], None, **options)
-        with torch.no_grad():
-            call(module, q, k, k[..., :128], None)
-    assert [who for who, _ in ran] == ["SDPA" if wants_gradients else "ours", "ours", "ours", "ours"]
-
-
 def test_what_is_no_device_or_no_model_is_refused():
     no_device: Any = "cuda"
     no_model: Any = torch.nn.Linear(2, 2)
@@ -351,15 +333,42 @@ def test_what_is_no_device_or_no_model_is_refused():
         pass
 
 
-def test_why_a_mask_is_not_known(ran):
+@pytest.mark.parametrize(
+    ("context", "says"),
+    [
+        (torch.inference_mode, r"made under torch\.inference_mode.*no_grad"),
+        (FakeTensorMode, "of a tensor that stands for others, or for none"),
+    ],
+)
+def test_why_a_mask_is_not_known(context, says, ran):
     """It is causal, but nobody could look at it."""
-    model, ids = model_of("Llama"), tokens(20)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    model.set_attn_implementation(hf.NAME)
-    with torch.inference_mode(), pytest.warns(UserWarning, match=r"made under torch\.inference_mode.*no_grad"):
-        model(ids, attention_mask=mask)
-    assert ran == [("SDPA", 20)] * 2
+    with context():
+        q, k = torch.randn(1, 2, 24, 64).bfloat16(), torch.randn(1, 1, 24, 64).bfloat16()
+        mask = torch.ones(24, 24).tril().bool()
+        with pytest.warns(UserWarning, match=f"attention_mask: .*{says}"):
+            attend(q, k, mask)
+    assert ran == [("SDPA", 24)]
+
+
+def test_a_mask_in_a_graph(ran):
+    compiled = torch.compile(attend, backend="eager")
+    with pytest.warns(UserWarning, match="attention_mask: what a mask says is not known in a graph"):
+        compiled(Q, K, ALL[:, :24].tril())
+
+
+@pytest.mark.parametrize("asks", [{"softcap": 20.0}, {"s_aux": torch.zeros(2)}])
+def test_more_queries_than_keys_by_eager_attention(asks, ran):
+    """Which knows no causal call but by a mask."""
+    seen: list[Tensor] = []
+
+    def eager(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
+        seen.append(mask)
+        return query.transpose(1, 2).contiguous(), None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "eager_of", lambda *_: eager)
+        attend(LATER.expand(2, 2, 40, 64), K, **asks)
+    assert torch.equal(seen[0].expand(1, 1, 40, 24) == 0, ALL.T.tril()[None, None])
 
 
 def test_packed_unequal_lengths(ran):

@@ -154,6 +154,8 @@ def check_padding_in_a_graph() -> None:
     try:
         run_in_graph(model)
     except RuntimeError as e:  # versions of transformers whose own masks read what padding holds
+        if "captur" not in str(e):
+            raise
         raise Skipped(f"transformers {transformers.__version__} with SDPA: {e}") from None
     got = with_ours(model, run_in_graph, [])
     for exact, sdpa, ours in zip(want, plain, got, strict=True):

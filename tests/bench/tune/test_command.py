@@ -229,7 +229,7 @@ def test_a_table_in_use_is_not_written_over(monkeypatch, capsys, tmp_path, from_
         options += ["--table", str(path)]
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, *options)
-    says = "--out: expected another file than a table in use, without which --resume could not go on, got mine.json;"
+    says = "--out: expected another file than a table in use, as --resume compares what that holds, got mine.json;"
     assert says in capsys.readouterr().err
     run(monkeypatch, *options, "--list", "--device", "h200")  # which writes nothing
 
