@@ -51,6 +51,7 @@ class Together:
     def run(self, generations: int, keep: Callable[[], None]) -> None:
         """keep: is called whenever a problem has something new."""
         for generation in range(generations):
+            begun = self.progress.now()
             active = [search for search in self.searches if search.ask()]
             if not active:
                 break
@@ -69,6 +70,10 @@ class Together:
                 with self.passed_over():
                     search.step(self.progress.now() + share)
                 keep()
+            more = generations - 1 - generation
+            if more and not all(search.ended for search in self.searches):
+                left = min(more * (self.progress.now() - begun), max(0.0, self.left_s()))
+                self.say(f"generations left: {more} at most, about {left:.0f} s if they take as long as this one")
 
     @contextlib.contextmanager
     def passed_over(self) -> Iterator[None]:

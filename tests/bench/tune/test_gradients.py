@@ -1,6 +1,7 @@
 """What can be chosen for gradients."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -18,6 +19,9 @@ def test_gradients_are_searched_too(tmp_path):
     assert found.row.config == BEST_OF_GRADIENTS
     assert (found.measured.chosen, found.measured.in_use) == ("64x128 q3do2ds1dq2 r32", "64x128 q2do2ds1dq2 r24")
     assert "gradients of q (1, 12, 3000, 96), k (1, 4, 3000, 96), bf16, no mask" in said
+    left = [int(line.split()[2]) for line in said if re.match(r"generations left: \d at most, about \d+ s if", line)]
+    assert left == list(range(5, 5 - len(left), -1))
+    assert len(left) >= 2
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256), (192, 128)])
