@@ -13,6 +13,7 @@ from torch import Tensor
 from channels.compat import gl, jit
 from gluon_attn import MaskMod, ScoreMod, reference_attention
 from gluon_attn.api import plan_of
+from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.launch import NOT_THERE, backward_launches_of, workspaces
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config
@@ -284,13 +285,16 @@ class FeatureRun:
 class FeatureBackwardRun:
     """The launches of the gradients of a call, likewise. `launch` is that of the main kernel."""
 
-    def __init__(self, call: FeatureCall, *, deterministic: bool, programs: int) -> None:
+    def __init__(
+        self, call: FeatureCall, *, deterministic: bool, programs: int, config: HopperBackward | None = None
+    ) -> None:
+        """config: default: the table's in code."""
         self.call, self.deterministic = call, deterministic
         q, k, v, sinks = call.q, call.k, call.v, call.extras.sinks
         assert q.dtype not in FP8_DTYPES
         device = dataclasses.replace(Device.hopper(), sm_count=programs)
         problem = problem_of(q, k, v, call.extras, call.options)
-        plan = BackwardPlan.of(problem, pick_config(problem), device, deterministic=deterministic)
+        plan = BackwardPlan.of(problem, config or pick_config(problem), device, deterministic=deterministic)
         assert len(plan.config.launches) == 1
         self.sharers = plan.sharers
         self.target = f"sm_{plan.arch}a"

@@ -3,10 +3,12 @@ new. The others are in the campaign on mutants, each kind once."""
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from gluon_attn.backward.table import CAUSAL
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellConfig, ForwardConfig
 from gluon_attn.forward.table import blackwell_config, hopper_config
@@ -36,10 +38,11 @@ def run_of(name: str, kind: str) -> AnyRun:
         if call is None:
             return Run(*qkv, causal=True, device=device, config=config, programs=1)
         return FeatureRun(call, device=device, config=config, programs=1)
-    deterministic = kind == "backward, in order"
+    # One config for all: the table has another one where no mask is causal.
+    options: dict[str, Any] = {"deterministic": kind == "backward, in order", "programs": 1, "config": CAUSAL[64]}
     if call is None:
-        return BackwardRun(*qkv, causal=True, deterministic=deterministic, programs=1)
-    return FeatureBackwardRun(call, deterministic=deterministic, programs=1)
+        return BackwardRun(*qkv, causal=True, **options)
+    return FeatureBackwardRun(call, **options)
 
 
 @functools.cache
