@@ -70,7 +70,7 @@ class Gradients:
         groups: dict[tuple[Any, ...], list[HopperBackward]] = {}
         for config in configs(*self.head_dims):
             cut = config.block_m, config.ds_slots, config.rings_in_step, config.grads
-            if config.dq_slots <= 2 and (config.dq_slots == 2 or config.q_pieces == 1):
+            if config.dq_slots in ((1, 2) if config.q_pieces == 1 else (2,)):
                 groups.setdefault(cut, []).append(config)
         for alike in groups.values():
             found += [c for c in alike if c.query_slots == c.dout_slots == 2]
