@@ -23,6 +23,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ from gluon_attn.gradients import attention_backward
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.problem import Problem
 from gluon_attn.resources import resources
+from gluon_attn.runtime.launcher import Launcher
 from gluon_attn.tensors import empty_output
 from gluon_attn.testing import backward_call
 
@@ -183,21 +185,61 @@ def packed_calls(device: str = "cuda") -> dict[str, Callable[[], object]]:
     }
 
 
+class Nothing(torch.autograd.Function):
+    """Three inputs, and gradients that are there already: what autograd alone takes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.saved_tensors
+
+
+def launches_of(call: Callable[[], object]) -> Callable[[], None]:
+    """What a call launches, with the arguments that it has now. Its workspaces are nobody's then: so what is computed
+    is worth nothing, and no call of use may run beside it."""
+    launched: list[Callable[[], None]] = []
+    original = Launcher.__call__
+
+    def kept(self: Launcher, arguments: tuple[Any, ...], stream: int) -> None:
+        launched.append(partial(original, self, arguments, stream))
+        original(self, arguments, stream)
+
+    with patch.object(Launcher, "__call__", kept):
+        call()
+
+    def launch() -> None:
+        for one in launched:
+            one()
+
+    return launch
+
+
 def host_microseconds() -> dict[str, float]:
-    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each is called; and ours
-    of as many rows packed."""
+    """Of HOST_POINT: our forward and backward pass and cuDNN's, medians over rounds in which each is called; what of
+    these the launches take, and autograd; and ours of as many rows packed."""
     q, k, v = HOST_POINT.tensors()
     dout = torch.randn_like(q)
     calls = calls_of(HOST_POINT, with_deterministic=True)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     out, lse = attention(q, k, v, causal=True, return_lse=True)
+    forward = partial(attention, q, k, v, causal=True)
+    backward = partial(attention_backward, dout, None, q, k, v, out, lse, causal=True)
     return measure_by_rounds(
         host_seconds,
         {
-            "forward": partial(attention, q, k, v, causal=True),
+            "forward": forward,
+            "forward, its launch alone": launches_of(forward),
             "forward, to be differentiated": partial(attention, *inputs, causal=True),
-            "backward, called directly": partial(attention_backward, dout, None, q, k, v, out, lse, causal=True),
+            "backward, called directly": backward,
+            "backward, its three launches alone": launches_of(backward),
             "backward": calls["ours"],
+            "backward of nothing": partial(
+                torch.autograd.grad, Nothing.apply(*inputs), inputs, dout, retain_graph=True
+            ),
             "backward, deterministic": calls["ours, deterministic"],
             "backward, cuDNN": calls["cudnn"],
             **packed_calls(),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import tuning
+from .backward.configs import label as backward_label
 from .backward.table import BackwardRow
 from .device import Device
 from .forward.configs import label
@@ -61,17 +62,34 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
         yield at_shape(found)
         yield from times(found.ms, name)
         return
-    point = nearest(content["points"], row, problem)
+    yield from times_of_points(content["points"], row.result_file, row.date, name_in_results(row), row, problem, device)
+    if isinstance(row, BackwardRow) and row.candidates_file is not None:
+        content = json.loads((results / row.candidates_file).read_text(encoding="utf-8"))
+        of_config = backward_label(row.config)
+        date = content["provenance"]["date"]
+        yield from times_of_points(content["points"], row.candidates_file, date, of_config, row, problem, device)
+
+
+def times_of_points(
+    points: Sequence[Mapping[str, Any]],
+    name_of_file: str,
+    date: str | None,
+    name: str,
+    row: Row | BackwardRow,
+    problem: Problem,
+    device: Device,
+) -> Iterator[str]:
+    """What the row's config, which has that name there, and others took at the nearest point of a result file."""
+    point = nearest(points, name, row, problem)
     if point is None:
-        yield f"measured: no point of bench/results/{row.result_file} is of that kind"
+        yield f"measured: no point of bench/results/{name_of_file} is of that kind"
         return
-    yield f"measured on an {row.card}, {row.date} (bench/results/{row.result_file})"
+    yield f"measured on an {row.card}, {date} (bench/results/{name_of_file})"
     plain = ", plain" * (problem.scores is not None or problem.mask != Mask(causal=problem.causal))
     heads = f"batch {point['point']['batch']}, {point['point']['heads']} heads"
     elsewhere = "" if serves_at(row, point["point"], problem, device) else ", which is beyond the row"
     yield f"  at the nearest point, {point['name']}, {heads}{plain}{elsewhere}"
-    ms = {name: found["ms"] for name, found in point["results"].items() if name != ANCHOR}
-    yield from times(ms, name_in_results(row))
+    yield from times({n: found["ms"] for n, found in point["results"].items() if n != ANCHOR}, name)
 
 
 def serves_at(row: Row | BackwardRow, given: Mapping[str, Any], problem: Problem, device: Device) -> bool:
@@ -102,7 +120,7 @@ def of_search(file: Path, row: Row) -> tuple[Measured, str]:
 
 
 def name_in_results(row: Row | BackwardRow) -> str:
-    """What a result file calls the row's config: of gradients it has none but ours."""
+    """What a row's result file calls its config: one of gradients times none but the table's."""
     return label(row.config) if isinstance(row, Row) else "ours"
 
 
@@ -125,8 +143,11 @@ def what_is(name: str) -> str:
     return "(a peer)" if of in PEERS else ""
 
 
-def nearest(points: Sequence[Mapping[str, Any]], row: Row | BackwardRow, problem: Problem) -> Mapping[str, Any] | None:
-    """The point of the row's kind whose length and whose heads are nearest, as ratios."""
+def nearest(
+    points: Sequence[Mapping[str, Any]], name: str, row: Row | BackwardRow, problem: Problem
+) -> Mapping[str, Any] | None:
+    """The point of the row's kind, where its config has that name, whose length and whose heads are nearest, as
+    ratios."""
 
     def of_kind(point: Mapping[str, Any]) -> bool:
         given = point["point"]
@@ -134,7 +155,7 @@ def nearest(points: Sequence[Mapping[str, Any]], row: Row | BackwardRow, problem
         causal = problem.causal if row.causal is None else row.causal
         kind = of_point, given["causal"], NAMED_DTYPES[given["dtype"]].itemsize
         asked = "backward" if isinstance(row, BackwardRow) else "forward"
-        of_row = point.get("pass", asked) == asked and name_in_results(row) in point["results"]
+        of_row = point.get("pass", asked) == asked and name in point["results"]
         return of_row and kind == (row.head_dims, causal, problem.dtype.itemsize)
 
     def distance(point: Mapping[str, Any]) -> float:

@@ -21,6 +21,7 @@ CAUSAL = {64: replace(HOPPER[64], query_slots=2, dout_slots=2, dq_slots=2)}
 
 # By padded head dim, under bench/results/: where they were timed beside cuDNN. docs/lab_log.md says what lost to them.
 RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h200_gradients_d256.json"}
+CANDIDATES = "h200_gradients_candidates.json"  # where other configs were timed beside these, too
 
 
 # By padded head dims of Q and of V, and where they were timed.
@@ -41,7 +42,8 @@ class BackwardRow(Sizes):
     """A choice of config for the problems it fits.
 
     head_dims: of Q and of V, padded. causal: None for both. result_file (under bench/results/), card, date: where it
-    was timed; None for a row that waits for its measurement. Fields of `Sizes` are given by name.
+    was timed; None for a row that waits for its measurement. candidates_file: where other configs were timed beside it,
+    on such a card. Fields of `Sizes` are given by name.
     """
 
     head_dims: tuple[int, int]
@@ -50,6 +52,7 @@ class BackwardRow(Sizes):
     result_file: str | None = None
     card: str | None = None
     date: str | None = None
+    candidates_file: str | None = None
 
     def is_of_kind(self, problem: Problem) -> bool:
         """Whether it is for such head dims and mask, whatever the sizes."""
@@ -64,12 +67,16 @@ class BackwardRow(Sizes):
 
 PACKAGED = (
     *(
-        BackwardRow((d, d), config, causal, result_file=RESULT_FILES[d], card="NVIDIA H200", date="2026-11-27")
+        BackwardRow(
+            (d, d), config, causal, RESULT_FILES[d], card="NVIDIA H200", date="2026-11-27", candidates_file=CANDIDATES
+        )
         for causal, configs in ((True, CAUSAL), (None, HOPPER))
         for d, config in configs.items()
     ),
     *(
-        BackwardRow(dims, config, result_file="h200_unlike.json", card="NVIDIA H200", date="2026-11-25")
+        BackwardRow(
+            dims, config, None, "h200_unlike.json", card="NVIDIA H200", date="2026-11-25", candidates_file=CANDIDATES
+        )
         for dims, config in UNLIKE.items()
     ),
 )

@@ -15,6 +15,7 @@ from bench.timing import Timing
 from gluon_attn import attention, attention_varlen
 from gluon_attn.backward.table import HOPPER, UNLIKE
 from gluon_attn.device import Device
+from gluon_attn.runtime.launcher import Launcher
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import backward_call
 
@@ -104,6 +105,21 @@ def test_the_host_is_timed_forward_and_backward(stand_ins, monkeypatch):
     assert asked["forward"].shape == (1, 1, 130, 64)
     assert asked["forward, to be differentiated"].requires_grad
     assert len(asked["backward, called directly"]) == 3
+
+
+def test_what_a_call_launches_is_launched_again(monkeypatch):
+    launched = []
+    monkeypatch.setattr(Launcher, "__call__", lambda *given: launched.append(given))
+    one, other = object.__new__(Launcher), object.__new__(Launcher)
+    again = gradients.launches_of(lambda: (one((1, 2), 7), other((), 7)))
+    again()
+    assert launched == 2 * [(one, (1, 2), 7), (other, (), 7)]
+
+
+def test_a_backward_pass_of_nothing_has_gradients():
+    inputs = [torch.randn(2, 3, requires_grad=True) for _ in range(3)]
+    out = gradients.Nothing.apply(*inputs)
+    assert len(torch.autograd.grad(out, inputs, torch.ones_like(out))) == 3
 
 
 @pytest.mark.parametrize(
