@@ -15,8 +15,8 @@ from bench.timing import Timing
 from gluon_attn import attention, attention_varlen
 from gluon_attn.backward.table import HOPPER, UNLIKE
 from gluon_attn.device import Device
-from gluon_attn.runtime.launcher import Launcher
 from gluon_attn.gradients import attention_backward
+from gluon_attn.runtime.launcher import Launcher
 from gluon_attn.testing import backward_call
 
 POINT = Point(head_dim=64, causal=True, length=130, batch=1, heads=1)
