@@ -227,7 +227,7 @@ def host_microseconds() -> dict[str, float]:
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     out, lse = attention(q, k, v, causal=True, return_lse=True)
     forward = partial(attention, q, k, v, causal=True)
-    backward = partial(attention_backward, dout, None, q, k, v, out, lse, causal=True)
+    backward = torch.no_grad()(partial(attention_backward, dout, None, q, k, v, out, lse, causal=True))
     return measure_by_rounds(
         host_seconds,
         {
