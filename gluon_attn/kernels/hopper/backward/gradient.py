@@ -207,11 +207,10 @@ def from_memory(p, p_tile, ds_tile, k, rows, state, dqs):
     dk = state.dk[:0]
     for i in gl.static_range(PIECES):
         dk += (warpgroup_mma(ds_tile, rows.q[i], state.dk[i], is_async=True),)
-    dq = wait_apart(dq, 1 + PIECES)
-    following = multiply(ds_tile.permute((1, 0)), parts[1], DQ)
-    dqs = hand_over(dq, dqs)
-    dv = warpgroup_mma_wait(1 + PIECES, deps=[dv])
+    dqs = hand_over(wait_apart(dq, 1 + PIECES), dqs)
+    dv = warpgroup_mma_wait(PIECES, deps=[dv])
     rows.do_slot.release()
+    following = multiply(ds_tile.permute((1, 0)), parts[1], DQ)
     dk = waited(dk, 1)
     rows.q_slot.release()
     for i in gl.static_range(2, len(parts)):
