@@ -26,6 +26,7 @@ from transformers import __version__ as transformers_version
 
 from .api import attention
 from .checks import Window, check_device, type_name
+from .cudnn import cudnn_is_faster
 from .device import Device
 from .features import NOT_THERE
 from .hf_masks import (
@@ -251,7 +252,8 @@ def attend(
                 return packed, None
     if why is None and query.shape[2] > 1:
         why = supports(query, key, value, **options)
-        if why is None:
+        plain = attention_mask is None and not asked and options["deterministic"] is None
+        if why is None and not (plain and is_left_to_cudnn(query, key, value, causal, device)):
             out: Any = attention(query, key, value, **options)
             return out.transpose(1, 2).contiguous(), None
 
@@ -379,6 +381,13 @@ def is_top_left(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool |
     if q_len in (1, kv_len) or is_packed(others):
         return False
     return q_len > kv_len or (is_causal is None and not hasattr(module, "is_causal"))
+
+
+def is_left_to_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, device: Device | None) -> bool:
+    """Whether a call will want gradients, and torch's SDPA has both passes faster, by cuDNN: nothing is to be told of
+    it."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return wanted and cudnn_is_faster(query, key, value, causal=causal, device=device, with_forward=True)
 
 
 def why_not_known(mask: Tensor) -> str:

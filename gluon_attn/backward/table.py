@@ -21,7 +21,8 @@ CAUSAL = {64: replace(HOPPER[64], query_slots=2, dout_slots=2, dq_slots=2)}
 
 # By padded head dim, under bench/results/: where they were timed beside cuDNN. docs/lab_log.md says what lost to them.
 RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h200_gradients_d256.json"}
-CANDIDATES = "h200_gradients_candidates.json"  # where other configs were timed beside these, too
+# Where other configs were timed beside these too, if they were.
+CANDIDATES = {64: "h200_gradients_dq_slots.json", 128: "h200_gradients_dq_slots.json"}
 
 
 # By padded head dims of Q and of V, and where they were timed.
@@ -68,15 +69,13 @@ class BackwardRow(Sizes):
 PACKAGED = (
     *(
         BackwardRow(
-            (d, d), config, causal, RESULT_FILES[d], card="NVIDIA H200", date="2026-11-27", candidates_file=CANDIDATES
+            (d, d), config, causal, RESULT_FILES[d], "NVIDIA H200", "2026-11-27", candidates_file=CANDIDATES.get(d)
         )
         for causal, configs in ((True, CAUSAL), (None, HOPPER))
         for d, config in configs.items()
     ),
     *(
-        BackwardRow(
-            dims, config, None, "h200_unlike.json", card="NVIDIA H200", date="2026-11-25", candidates_file=CANDIDATES
-        )
+        BackwardRow(dims, config, result_file="h200_unlike.json", card="NVIDIA H200", date="2026-11-25")
         for dims, config in UNLIKE.items()
     ),
 )

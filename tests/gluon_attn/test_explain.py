@@ -273,11 +273,22 @@ def test_gradients_and_which_row_serves_them(results):
     assert "launch: 132 programs, for 2048 key blocks of 128" in text
     assert "an item is two key blocks, one that many queries see with one that few; it walks row blocks of 64" in text
     assert "at the nearest point, D=128 causal 4096, batch 4, 16 heads" in text
-    own, *others = text.splitlines()[-4:]  # there no config was timed but the row's
+    lines = text.splitlines()
+    own, *others = lines[lines.index("  at the nearest point, D=128 causal 4096, batch 4, 16 heads") + 1 :][:4]
     assert re.fullmatch(r"  \* ours +[\d.]+ ms +1\.00 x  \(with this row\)", own)
     assert [(line.split()[0], line.partition(" x  ")[2]) for line in others] == [
         ("ours,", "(ours in another mode)"), ("cudnn", "(a peer)"), ("fa2,", "(a peer)")
     ]  # fmt: skip
+    # In that file no config was timed but the row's. The other one has some, and in a fixed order too.
+    heading = lines.index("measured on an NVIDIA H200, 2026-11-27 (bench/results/h200_gradients_dq_slots.json)")
+    assert lines[heading + 1] == "  at the nearest point, D=128 causal 1024, batch 16, 16 heads"
+    timed = dict(re.findall(r"^  [ *] (\d\S+ .*?) +([\d.]+) ms", "\n".join(lines[heading:]), re.MULTILINE))
+    points = json.loads((explain.RESULTS / "h200_gradients_dq_slots.json").read_text(encoding="utf-8"))["points"]
+    (point,) = (p for p in points if p["name"] == "D=128 causal 1024" and not p["in_order"])
+    assert {name: float(ms) for name, ms in timed.items()} == {
+        name: pytest.approx(found["ms"], abs=1e-4) for name, found in point["results"].items()
+    }
+    assert [line.split()[1] for line in lines[heading:] if "*" in line] == ["64x128"]
     text = said("--shape", "1,4,16384,128", "--kv-length", "100", "--backward")
     assert "the last 4 key blocks are shared by 132 programs" in text
     # Its file has both passes, of the same name.

@@ -63,7 +63,8 @@ def test_the_same_kernels_as_with_the_newest(minor):
 
 
 def differences(name: str, other: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """What must not differ. Of the instructions outside loops a fifth comes and goes with the compiler's release."""
+    """What must not differ. Of the instructions outside loops a fifth comes and goes with the compiler's release, and
+    a few spills, as where dK and dV are handed in once for a key block."""
     said = [
         f"{name}: {fact}: {other[fact]}, with the newest {own[fact]}"
         for fact in ("smem_bytes", "warps", "registers", "loops")
@@ -72,7 +73,7 @@ def differences(name: str, other: dict[str, Any], own: dict[str, Any]) -> list[s
     said += [f"{name}: serialised" for kernel in (other, own) if kernel["serialised"]]
     if not 0.8 <= other["instructions"] / own["instructions"] <= 1.25:
         said.append(f"{name}: {other['instructions']} instructions, with the newest {own['instructions']}")
-    if other["spills_in_loops"] > own["spills_in_loops"] or other["spills"] > own["spills"] + 32:
+    if other["spills_in_loops"] > own["spills_in_loops"] or other["spills"] > own["spills"] + 40:
         said.append(f"{name}: spills {other['spills']}, with the newest {own['spills']}")
     return said
 
