@@ -1,11 +1,11 @@
 """What gradients are expected to take, from a config's cut alone; and how far that is off where it was timed.
 
-    python -m bench.predict_gradients               # fit and judge by what the tuner has timed; no card is needed
+    python -m bench.predict_gradients               # fit and judge by what was timed; no card is needed
     python -m bench.predict_gradients --out FILE    # and write what was found
 
 As in predict.py. A step is a row block of a key block: five products, exponentials and the other instructions. Loads
 and sums are left out: in a fit they cost nothing. Before and after the main kernel are others, which take what their
-bytes take. To what was timed on an H100 it is fitted; what was timed on an H200 is predicted by that.
+bytes take. To what was timed on an H200 it is fitted; what was timed on an H100 is predicted by that.
 """
 
 import argparse
@@ -42,10 +42,11 @@ from gluon_attn.device import Device
 from gluon_attn.problem import Problem
 
 ROOT = Path(__file__).parents[1]
-FITTED = ROOT / "bench" / "results" / "h100_tune_gradients.json"
-OTHER_CARD = ROOT / "bench" / "results" / "h200_tune.json"
-CARD = "H100"  # that is fitted
-PREDICTED = ROOT / "bench" / "results" / "h100_predicted_gradients.json"
+RESULTS = ROOT / "bench" / "results"
+FITTED = tuple(RESULTS / f"h200_{name}.json" for name in ("tune", "gradients_dq_slots"))
+OTHER_CARD = (RESULTS / "h100_tune_gradients.json",)
+CARD = "H200"  # that is fitted
+PREDICTED = RESULTS / "h200_predicted_gradients.json"
 LABEL = re.compile(
     r"(?P<block_m>\d+)x(?P<keys>\d+) q(?P<query_slots>\d)do(?P<dout_slots>\d)ds(?P<ds_slots>\d)"
     r"(?:dq(?P<dq_slots>\d))?(?P<in_step> in step)? r(?P<load_registers>\d+)"
@@ -223,10 +224,16 @@ class Sample:
 
 
 def samples(files: Sequence[Mapping[str, Any]], device: Device) -> list[Sample]:
-    """Of table files: all configs where a row was found, and elsewhere the one in use."""
+    """Of table files: all configs where a row was found, and elsewhere the one in use. Of result files: the configs of
+    each point, with sums in any order. Of times of the same config, the last file's count."""
     timed: dict[tuple[str, Point], dict[str, float]] = defaultdict(dict)
     for found in files:
         card = found["provenance"]["card"].split()[1]
+        if "points" in found:
+            for one in found["points"]:
+                if not one["in_order"]:
+                    timed[card, Point(**one["point"])] |= {name: t["ms"] for name, t in one["results"].items()}
+            continue
         of_gradients = [one for one in found["provenance"]["shapes"] if one.get("of_gradients")]
         for one in [*of_gradients, *(row["measured"] for row in found["backward"])]:
             shape = one["shape"]
@@ -292,7 +299,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     command.add_argument("--out", type=Path, help="result file to write (JSON)")
     args = command.parse_args(arguments)
-    files = [json.loads(path.read_text(encoding="utf-8")) for path in (FITTED, OTHER_CARD)]
+    paths = (*FITTED, *OTHER_CARD)
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     every = samples(files, Device.hopper())
     fits, ms = judged(every, CARD)
     table = errors(every, ms, CARD)
@@ -301,7 +309,7 @@ def main(arguments: Sequence[str]) -> None:
     if args.out:
         here = [s for s in every if s.card == CARD]
         of_all = fitted([s.counts for s in here], [s.ms for s in here])
-        timed = [came_from(path, found) for path, found in zip((FITTED, OTHER_CARD), files, strict=True)]
+        timed = [came_from(path, found) for path, found in zip(paths, files, strict=True)]
         write(args.out, timed, of_all, fits, table, rates(every, ms))
 
 

@@ -321,11 +321,15 @@ def limits(row: Row | BackwardRow, problem: Problem) -> Iterator[tuple[str, str]
     if row.sequence_heads is not None:
         yield f"{between(row.sequence_heads)} heads times batch", f"{heads}"
     if row.heads_per_kv_head is not None:
-        yield f"{row.heads_per_kv_head} query heads to a KV head", f"{group}"
+        yield f"{counted(row.heads_per_kv_head, 'query head')} to a KV head", f"{group}"
     if row.scores is not None:
         yield f"scores with {row.scores}", row.scores
     if isinstance(row, Row) and row.one_round:
         yield "no program with more than one item", "none"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def between(sizes: tuple[int, int] | None) -> str:
@@ -338,7 +342,7 @@ def why_not(row: Row, problem: Problem, device: Device, num_ctas: int | None) ->
     if problem.bias is not None and row.config.num_ctas > 1:
         return "for more than one CTA to a cluster, which no bias has"
     if unmet == "num_ctas":
-        return f"has {row.config.num_ctas} CTAs to a cluster, asked for are {num_ctas}"
+        return f"has {counted(row.config.num_ctas, 'CTA')} to a cluster, asked for are {num_ctas}"
     if unmet == "one_round":
         plan = Plan.of(problem, row.config, device)
         return f"for little work only, and here {plan.programs} programs have {plan.items} items"
@@ -359,7 +363,7 @@ def why_not_of_sizes(row: Row | BackwardRow, problem: Problem) -> str:
         "min_reuse": f"from {row.min_reuse} queries to a KV head on, there are {problem.q_len * group}",
         "q_lens": f"for {between(row.q_lens)} queries, there are {problem.q_len}",
         "sequence_heads": f"for {between(row.sequence_heads)} heads times batch, there are {heads}",
-        "heads_per_kv_head": f"for {row.heads_per_kv_head} query heads to a KV head, there are {group}",
+        "heads_per_kv_head": f"for {counted(row.heads_per_kv_head or 0, 'query head')} to a KV head, there are {group}",
         "scores": f"for scores with {row.scores}, here is {problem.scores or 'none of these'}",
         None: "for a batch of equal lengths",
     }[row.unmet_size(problem)]
@@ -368,9 +372,9 @@ def why_not_of_sizes(row: Row | BackwardRow, problem: Problem) -> str:
 def launch_lines(plan: Plan) -> Iterator[str]:
     problem, config = plan.problem, plan.config
     rounds = plan.items / plan.programs
-    ctas = "1 CTA" if config.num_ctas == 1 else f"{config.num_ctas} CTAs"
     item = "a row block" if plan.blocks_per_item == 1 else "two row blocks, a heavy one with a light one"
-    yield f"launch: {plan.programs} programs of {ctas}, for {plan.items} items, {rounds:.2f} each"
+    programs, ctas = counted(plan.programs, "program"), counted(config.num_ctas, "CTA")
+    yield f"launch: {programs} of {ctas}, for {counted(plan.items, 'item')}, {rounds:.2f} each"
     yield f"  an item is {item}, of {config.block_m} queries; key blocks of {config.block_n}"
     if plan.heads_longest_first and isinstance(config, HopperConfig):
         yield f"  the last {plan.heads_longest_first} heads one row block at a time, those with most keys first"
@@ -385,7 +389,7 @@ def launch_lines(plan: Plan) -> Iterator[str]:
 def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
     problem, config = plan.problem, plan.config
     item = "a key block" if plan.blocks_per_item == 1 else "two key blocks, one that many queries see with one that few"
-    yield f"launch: {plan.programs} programs, for {plan.key_blocks} key blocks of {config.keys}"
+    yield f"launch: {counted(plan.programs, 'program')}, for {counted(plan.key_blocks, 'key block')} of {config.keys}"
     yield f"  an item is {item}; it walks row blocks of {config.block_m}"
     if plan.shared:
         yield f"  the last {plan.shared} key blocks are shared by {plan.sharers} programs"
@@ -401,7 +405,7 @@ def registers(config: ForwardConfig) -> str:
     """Per thread of each role, and of all together."""
     if isinstance(config, HopperConfig):
         transpose = f", {config.transpose_registers} a thread that transposes" * (config.transpose_registers > 0)
-        softmax = f"{config.softmax_registers} a thread of {config.softmax_roles} softmax warpgroups"
+        softmax = f"{config.softmax_registers} a thread of {counted(config.softmax_roles, 'softmax warpgroup')}"
         return f"{softmax}{transpose}, {config.load_registers} that loads; {config.registers}"
     assert isinstance(config, BlackwellConfig)
     return (

@@ -350,7 +350,7 @@ def show(choices: Any, first: int | None) -> None:
         late = first is not None and passed > first
         kind = "in use" if in_use else "pruned" if why else "late" if late else ""
         line = f"  {kind:<7} {choices.name(config)}" + (f": {why}" if why else "")
-        print(f"{line:<48}predicted {expected[config]:.3f} ms" if config in expected else line)
+        print(f"{line:<48}predicted for an H200: {expected[config]:.3f} ms" if config in expected else line)
 
 
 def last_of(start: Callable[[bool], int | None], resume: bool, until: float = math.inf) -> int | str | None:

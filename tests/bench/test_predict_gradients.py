@@ -17,10 +17,9 @@ from gluon_attn.resources import resources
 from tests.gluon_attn.problems import problem
 
 ROOT = Path(__file__).parents[2]
-H200 = Device.hopper()
-FILES = [
-    json.loads(path.read_text(encoding="utf-8")) for path in (predict_gradients.FITTED, predict_gradients.OTHER_CARD)
-]
+H200, CARD = Device.hopper(), predict_gradients.CARD
+PATHS = (*predict_gradients.FITTED, *predict_gradients.OTHER_CARD)
+FILES = [json.loads(path.read_text(encoding="utf-8")) for path in PATHS]
 WRITTEN = json.loads(predict_gradients.PREDICTED.read_text(encoding="utf-8"))
 
 
@@ -30,13 +29,20 @@ def every() -> list[Sample]:
 
 
 def test_all_that_was_timed_is_judged(every):
-    """On each card at the same 24 points; all configs where a row was found."""
-    for card, found in zip(("H100", "H200"), FILES, strict=True):
+    """On each card at the same 24 points; all configs where a row was found, and those of a result file."""
+    for card in ("H100", "H200"):
         mine = [s for s in every if s.card == card]
         assert len({s.point for s in mine}) == 24
-        searched = [len(row["measured"]["ms"]) for row in found["backward"]]
-        assert len(mine) == sum(searched) + 24 - len(searched)
         assert all(label(predict_gradients.config_of(s.label)) == s.label for s in mine)
+    tuned, slots, other = FILES
+    searched = [len(row["measured"]["ms"]) for row in other["backward"]]
+    assert len([s for s in every if s.card == "H100"]) == sum(searched) + 24 - len(searched)
+    here = {(s.point.name, s.label): s.ms for s in every if s.card == "H200"}
+    for point in slots["points"]:
+        for name, found in point["results"].items():
+            assert (here.get((point["name"], name)) == found["ms"]) != point["in_order"]
+    of_tuner = [row["measured"] for row in tuned["backward"]]
+    assert all(name in {s.label for s in every} for one in of_tuner for name in one["ms"])
     for config in HOPPER.values():
         assert predict_gradients.config_of(label(config)) == config
     with pytest.raises(ValueError, match="label: expected one as '64x128 q2do2ds2 in step r24', got 'cudnn'"):
@@ -98,9 +104,9 @@ def test_counts_of_a_step():
 
 def test_a_config_is_judged_by_a_fit_that_has_not_seen_it(every):
     """Nor its length, nor another card."""
-    _, ms = predict_gradients.judged(every, "H100")
-    changed = [dataclasses.replace(s, ms=s.ms * 2) if (s.card, s.part) != ("H100", 3) else s for s in every]
-    _, others = predict_gradients.judged(changed, "H100")
+    _, ms = predict_gradients.judged(every, CARD)
+    changed = [dataclasses.replace(s, ms=s.ms * 2) if (s.card, s.part) != (CARD, 3) else s for s in every]
+    _, others = predict_gradients.judged(changed, CARD)
     assert [a == b for a, b in zip(ms, others, strict=True)] == [s.part == 0 for s in every]
 
 
@@ -111,16 +117,16 @@ def test_the_errors_are_those_of_the_constants(every):
         point: {name: pytest.approx(rate, rel=1e-3) for name, rate in of_point.items()}
         for point, of_point in WRITTEN["predicted_tflops"].items()
     }
-    for row, committed in zip(predict_gradients.errors(every, ms, "H100"), WRITTEN["errors"], strict=True):
+    for row, committed in zip(predict_gradients.errors(every, ms, CARD), WRITTEN["errors"], strict=True):
         assert row == {k: v if isinstance(v, str) else pytest.approx(v, abs=1e-3) for k, v in committed.items()}
 
 
 def test_the_constants_that_are_used_are_of_the_card_that_was_fitted(every):
     """Of all that was timed there they are off by less than those that have not seen a half."""
-    here = [s for s in every if s.card == "H100"]
+    here = [s for s in every if s.card == CARD]
     ms = predict_gradients.predicted_ms([s.counts for s in here], predict_gradients.constants())
     off = sum(abs(m / s.ms - 1) for s, m in zip(here, ms, strict=True)) / len(here)
-    assert off < next(row["mean_error"] for row in WRITTEN["errors"] if row["kind"] == "H100 all")
+    assert off < next(row["mean_error"] for row in WRITTEN["errors"] if row["kind"] == "H200 all")
 
 
 def test_the_command_writes_what_it_prints(tmp_path, monkeypatch, capsys):

@@ -301,7 +301,7 @@ def test_the_first_configs_are_listed(monkeypatch, capsys):
     run(monkeypatch, "--shape", "3,12,3000,96", "--kv-heads", "4", "--device", "h100", "--list", "--first", "2")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "q (3, 12, 3000, 96), k (3, 4, 3000, 96), bf16, no mask"
-    assert re.fullmatch(rf"  in use  {re.escape(name_of(IN_USE))} +predicted 0\.\d+ ms", lines[1])
+    assert re.fullmatch(rf"  in use  {re.escape(name_of(IN_USE))} +predicted for an H200: 0\.\d+ ms", lines[1])
     assert any(line.startswith("  pruned  ") and "which without a mask are alike" in line for line in lines)
     assert [line[2:9].strip() for line in lines[2:5]] == ["", "", "late"]
 
@@ -328,7 +328,7 @@ def test_the_first_configs_of_gradients_are_listed(monkeypatch, capsys):
     run(monkeypatch, "--shape", "4,16,4096,128", "--device", "h100", "--list", "--backward")
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        rf"  in use  {re.escape(name_of(backward_table.HOPPER[128]))} +predicted [12]\.\d+ ms", lines[1]
+        rf"  in use  {re.escape(name_of(backward_table.HOPPER[128]))} +predicted for an H200: [12]\.\d+ ms", lines[1]
     )
     assert "pruned  128x128 q1do1ds1 r24: needs 288 registers" in lines[-2]
     with pytest.raises(SystemExit, match="--backward: expected a Hopper card"):
