@@ -111,7 +111,12 @@ def test_what_a_call_launches_is_launched_again(monkeypatch):
     launched = []
     monkeypatch.setattr(Launcher, "__call__", lambda *given: launched.append(given))
     one, other = object.__new__(Launcher), object.__new__(Launcher)
-    again = gradients.launches_of(lambda: (one((1, 2), 7), other((), 7)))
+
+    def call() -> None:
+        one((1, 2), 7)
+        other((), 7)
+
+    again = gradients.launches_of(call)
     again()
     assert launched == 2 * [(one, (1, 2), 7), (other, (), 7)]
 
