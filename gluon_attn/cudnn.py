@@ -9,7 +9,7 @@ from .device import Device
 # is on an H100 alone, whose memory is slower than an H200's, and was timed before there were two slots of dQ.
 FASTER_THERE_FROM = {(192, 128): 2048, (128, 128): 2048}
 MANY_HEADS_PER_KV_HEAD = 8  # at (128, 128)
-# Likewise, a forward pass with its gradients.
+# Likewise, a forward pass with its gradients: docs/integrations.md has these measurements.
 BOTH_FASTER_THERE_FROM = {(192, 128): 4096}
 
 
@@ -20,7 +20,7 @@ def cudnn_is_faster(
     (128, 128), with many heads to a KV head. Not where they have to be deterministic, as cuDNN's are not.
 
     q, k, v: (B, H, S, D), of which only shapes and the device are looked at. device: as for `attention`. with_forward:
-    whether both passes together were, which are at (192, 128).
+    compare both passes together, which cuDNN has faster at (192, 128) alone.
     """
     head_dims = q.shape[-1], v.shape[-1]
     least = (BOTH_FASTER_THERE_FROM if with_forward else FASTER_THERE_FROM).get(head_dims)
@@ -30,6 +30,7 @@ def cudnn_is_faster(
         return False
     if head_dims == (192, 128):
         return True
+    assert head_dims == (128, 128)
     if q.shape[1] < MANY_HEADS_PER_KV_HEAD * k.shape[1]:
         return False
     return (Device.of(q.device) if device is None else device).model == "H100"

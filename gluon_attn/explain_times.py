@@ -63,11 +63,12 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
         yield from times(found.ms, name)
         return
     yield from times_of_points(content["points"], row.result_file, row.date, name_in_results(row), row, problem, device)
-    if isinstance(row, BackwardRow) and row.candidates_file is not None:
-        content = json.loads((results / row.candidates_file).read_text(encoding="utf-8"))
+    others = results / row.candidates_file if isinstance(row, BackwardRow) and row.candidates_file else None
+    if isinstance(row, BackwardRow) and others is not None and others.exists():
+        content = json.loads(others.read_text(encoding="utf-8"))
         of_config = backward_label(row.config)
         date = content["provenance"]["date"]
-        yield from times_of_points(content["points"], row.candidates_file, date, of_config, row, problem, device)
+        yield from times_of_points(content["points"], others.name, date, of_config, row, problem, device)
 
 
 def times_of_points(

@@ -387,6 +387,7 @@ def is_left_to_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, de
     """Whether a call will want gradients, and torch's SDPA has both passes faster, by cuDNN: nothing is to be told of
     it."""
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    wanted = wanted and torch.backends.cuda.cudnn_sdp_enabled()  # or SDPA would take another
     return wanted and cudnn_is_faster(query, key, value, causal=causal, device=device, with_forward=True)
 
 

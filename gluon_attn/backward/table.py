@@ -69,7 +69,13 @@ class BackwardRow(Sizes):
 PACKAGED = (
     *(
         BackwardRow(
-            (d, d), config, causal, RESULT_FILES[d], "NVIDIA H200", "2026-11-27", candidates_file=CANDIDATES.get(d)
+            (d, d),
+            config,
+            causal,
+            result_file=RESULT_FILES[d],
+            card="NVIDIA H200",
+            date="2026-11-27",
+            candidates_file=CANDIDATES.get(d),
         )
         for causal, configs in ((True, CAUSAL), (None, HOPPER))
         for d, config in configs.items()

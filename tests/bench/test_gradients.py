@@ -116,7 +116,7 @@ def test_what_a_call_launches_is_launched_again(monkeypatch):
         one((1, 2), 7)
         other((), 7)
 
-    again = gradients.launches_of(call)
+    again = gradients.relaunching(call)
     again()
     assert launched == 2 * [(one, (1, 2), 7), (other, (), 7)]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gluon_attn.cudnn import BOTH_FASTER_THERE_FROM
@@ -337,7 +338,9 @@ def test_what_is_trained_faster_by_cudnn(wants_gradients, ran, monkeypatch):
             call(module, q, k, k[..., :128], None, **options)
         with torch.no_grad():
             call(module, q, k, k[..., :128], None)
-    assert [who for who, _ in ran] == ["SDPA" if wants_gradients else "ours", "ours", "ours", "ours"]
+        with sdpa_kernel(SDPBackend.MATH):  # cuDNN is off
+            call(module, q, k, k[..., :128], None)
+    assert [who for who, _ in ran] == ["SDPA" if wants_gradients else "ours", "ours", "ours", "ours", "ours"]
 
 
 def test_what_is_no_device_or_no_model_is_refused():

@@ -195,7 +195,8 @@ def parts_of(k):
 @jit
 def from_memory(p, p_tile, ds_tile, k, rows, state, dqs):
     """The same with both from shared memory. dQ comes in parts of its columns, for which there are registers. The first
-    is handed over beside dV and dK, so that TMA adds it meanwhile. dO is freed when dV is there."""
+    is handed over beside dV and dK, so that TMA adds it meanwhile. dO is freed when dV is there, and the next part is
+    issued then: before that the loop would be up to 6 % slower, or spill more."""
     PIECES: gl.constexpr = len(k)
     parts = parts_of(k)
     DQ: gl.constexpr = accumulator_layout(rows.q[0].shape[0], parts[0].shape[1])
