@@ -4,17 +4,14 @@ import collections
 import copy
 import re
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gluon_attn.cudnn import BOTH_FASTER_THERE_FROM
 from tests.slow import slow_if
 
 transformers = pytest.importorskip(
@@ -36,7 +33,6 @@ from tests.gluon_attn.hf_models import (  # noqa: E402
     is_clear,
     logits,
     model_of,
-    randn,
     seen_by,
     tokens,
 )
@@ -323,24 +319,6 @@ def test_calls(name, ran):
     out = attend(q, k, **options)
     assert (out - seen_by(q, k, sees, **options)).abs().max() < 0.03
     assert ran == [(who, q.shape[2])]
-
-
-@pytest.mark.parametrize("wants_gradients", [False, True])
-def test_what_is_trained_faster_by_cudnn(wants_gradients, ran, monkeypatch):
-    """Both passes are SDPA's then, and nothing is said of it. With a mask SDPA would not take cuDNN."""
-    monkeypatch.setitem(BOTH_FASTER_THERE_FROM, (192, 128), 24)
-    q, k = (randn(1, 2, 24, 192).requires_grad_(wants_gradients) for _ in range(2))
-    module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=True)
-    call = transformers.AttentionInterface()[hf.NAME]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="gluon_attn leaves")
-        for options in ({}, {"deterministic": True}, {"is_causal": False}):
-            call(module, q, k, k[..., :128], None, **options)
-        with torch.no_grad():
-            call(module, q, k, k[..., :128], None)
-        with sdpa_kernel(SDPBackend.MATH):  # cuDNN is off
-            call(module, q, k, k[..., :128], None)
-    assert [who for who, _ in ran] == ["SDPA" if wants_gradients else "ours", "ours", "ours", "ours", "ours"]
 
 
 def test_what_is_no_device_or_no_model_is_refused():
