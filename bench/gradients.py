@@ -38,7 +38,8 @@ from bench.timing import host_seconds, time_interleaved
 from gluon_attn import attention, attention_varlen
 from gluon_attn.backward.configs import HopperBackward
 from gluon_attn.backward.configs import label as label
-from gluon_attn.backward.launch import Choices, compiled_backward
+from gluon_attn.backward.launch import Choices, compiled_backward, main_of
+from gluon_attn.backward.plan import finishes
 from gluon_attn.backward.table import UNLIKE, padded_head_dims, pick_config
 from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
@@ -288,12 +289,13 @@ def refusal(config: HopperBackward, point: Point, in_order: bool = False) -> str
         mask=Mask(causal=point.causal),
         config=config,
         deterministic=in_order,
+        finishes=finishes(config, head_dims, Device.hopper()),
     )
     try:
-        kernels = compiled_backward(choices)
+        mains = main_of(choices, compiled_backward(choices))
     except Exception as error:  # whatever the compiler raises, it is the result for this config
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
-    loops = [loop for main in kernels[1:-1] for loop in resources(main).loops if loop.products > 4]
+    loops = [loop for main in mains.values() for loop in resources(main).loops if loop.products > 4]
     spills = max((loop.spills for loop in loops), default=0)
     return f"{spills} spills in a loop" if spills > MOST_SPILLS else None
 

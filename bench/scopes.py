@@ -24,7 +24,8 @@ from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.forward.configs import HopperConfig
 from gluon_attn.forward.launch import NOT_GIVEN, compiled, launches_on_card, workspaces_of
 from gluon_attn.forward.plan import Plan
-from gluon_attn.kernels.hopper.backward import gradient, reduce
+from gluon_attn.kernels.hopper.backward import finish, gradient, reduce
+from gluon_attn.kernels.hopper.backward.finish import WARPS as FINISH_WARPS
 from gluon_attn.kernels.hopper.forward import softmax
 from gluon_attn.runtime.compat import gl
 from gluon_attn.runtime.kernel import CardLaunch, Launch, Tensors
@@ -68,7 +69,8 @@ def scoped_waits() -> Iterator[None]:
         for module, name in WAITS:
             stack.enter_context(patch.object(module, name, scoped(getattr(module, name))))
         stack.enter_context(patch.object(gradient, "wait_apart", wait_apart_inside_scope))
-        stack.enter_context(patch.object(reduce, "atomic_poll", poll_inside_scope))
+        for role in (reduce, finish):
+            stack.enter_context(patch.object(role, "atomic_poll", poll_inside_scope))
         of_module = patch.object(instrumentation.triton_proton, "get_scope_id_names", lambda m: scope_names(str(m)))
         stack.enter_context(of_module)
         # No cache of kernels can tell: keys leave out the source of Gluon's own functions.
@@ -132,9 +134,10 @@ def first_warps(config: HopperConfig) -> dict[str, int]:
     return placed({"softmax 0": 4}, asked | {"load": 1})
 
 
-def first_warps_of_gradients() -> dict[str, int]:
-    """Likewise; the first role has two warpgroups."""
-    return placed({"gradient, first half": 4, "gradient, second half": 4}, {"load": 1, "reduce": 1})
+def first_warps_of_gradients(*, finishes: bool) -> dict[str, int]:
+    """Likewise; the first role has two warpgroups. finishes: there is a role that makes dQ."""
+    asked = {"load": 1, "reduce": 1} | ({"finish": FINISH_WARPS.value} if finishes else {})
+    return placed({"gradient, first half": 4, "gradient, second half": 4}, asked)
 
 
 def placed(launched: dict[str, int], asked: dict[str, int]) -> dict[str, int]:
@@ -200,7 +203,7 @@ def tensors_of_gradients(plan: BackwardPlan, **tensors: Tensor) -> Tensors:
 def gradients_of(plan: BackwardPlan, tensors: Tensors) -> Callable[[], None]:
     """Its launch, likewise. What the programs of a launch tell each other is set to zero before each."""
     launch = launch_of(backward_launches_of(plan, given_to(tensors))[1], plan, tensors)
-    told = [tensors[name] for name in ("added", "claimed", "has_handed_in") if tensors[name] is not None]
+    told = [tensors[name] for name in ("added", "claimed", "done", "has_handed_in") if tensors[name] is not None]
 
     def launch_anew() -> None:
         for numbers in told:

@@ -154,7 +154,9 @@ def of_gradients(point: Point, device: Device, deterministic: bool) -> Looked:
     plan = BackwardPlan.of(problem, config, device, deterministic=deterministic)
     tensors = tensors_of_gradients(plan, q=q, k=k, v=v, out=out, dout=torch.randn_like(out), lse=lse)
     name = label_of_gradients(config) + " in a fixed order" * deterministic
-    return Looked(name, first_warps_of_gradients(), plan.programs, partial(gradients_of, plan, tensors))
+    return Looked(
+        name, first_warps_of_gradients(finishes=plan.finishes), plan.programs, partial(gradients_of, plan, tensors)
+    )
 
 
 def measure(

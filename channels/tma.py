@@ -119,3 +119,9 @@ def wait_stores_read():
     All of them, not the first alone: none that is newer stays in flight.
     """
     tma.store_wait(0)
+
+
+@jit
+def wait_stores_but_newest_read():
+    """The same for every one but the newest, which may still read."""
+    tma.store_wait(1)

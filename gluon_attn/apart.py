@@ -153,8 +153,10 @@ def main(function: str, results: str, item_seconds: str) -> None:
 
 
 def synchronize() -> None:
+    """Also gives the card back what memory an item is done with, which other processes may want."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def context_alive() -> bool:

@@ -395,10 +395,15 @@ def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
         yield f"  the last {plan.shared} key blocks are shared by {plan.sharers} programs"
     if len(config.launches) > 1:
         yield "  dV has a launch of its own, and then dK and dQ another, each of so many programs"
-    yield f"  before and after it, {plan.row_programs} programs, one for each row block"
-    smem = config.smem_bytes(*backward.padded_head_dims(problem.head_dim, problem.head_dim_v), problem.bias)
+    if plan.finishes:
+        yield f"  before it, {plan.row_programs} programs, one for each row block; it makes dQ of its sums itself"
+    else:
+        yield f"  before and after it, {plan.row_programs} programs, one for each row block; the last ones make dQ"
+    head_dims = backward.padded_head_dims(problem.head_dim, problem.head_dim_v)
+    smem = config.smem_bytes(*head_dims, problem.bias, finishes=plan.finishes)
     yield f"shared memory: at most {smem} bytes to a CTA"
-    yield f"registers: {config.load_registers} a thread that loads or adds up dQ; two warpgroups have the rest"
+    others = "loads, adds up dQ or finishes it" if plan.finishes else "loads or adds up dQ"
+    yield f"registers: {config.load_registers} a thread that {others}; two warpgroups have the rest"
 
 
 def registers(config: ForwardConfig) -> str:

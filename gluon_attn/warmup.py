@@ -10,14 +10,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from . import tuning
-from .backward.configs import HopperBackward, label
+from .backward.configs import GRADS, HopperBackward, label
 from .backward.launch import Choices, builds_of, key_list_build, sinks_build
-from .backward.plan import can_share
+from .backward.plan import can_share, finishes
 from .backward.table import BackwardRow, padded_head_dims
 from .backward.table import pick_config as pick_backward
 from .backward.table import rows_by_default as backward_rows_by_default
@@ -382,7 +382,7 @@ def backward_jobs(
     table: Sequence[BackwardRow],
     padded_head_dim_v: int | None = None,
 ) -> Iterator[Job]:
-    """A kernel in which programs share key blocks is another one."""
+    """Kernels with which programs share key blocks are others."""
     if features.sinks is not None:
         yield Job("backward, sinks", partial(sinks_build, features.sinks))
     if features.documents:
@@ -407,10 +407,10 @@ def backward_jobs(
         choices = (dtype, padded_head_dim, head_dim_v, mask, config, deterministic, shared, bias)
         how = ", fixed order" * deterministic + ", shared key blocks" * shared + of_row
         how += ", summed over a bias" * (bias is not None and features.of_bias and bias.sums_gradient)
-        parts = [part.grads for part in config.launches]
-        main = ["main"] if len(parts) == 1 else [f"main, {grads}" for grads in parts]
-        for step, name in enumerate(["before", *main, "after"], start=-2 - len(main)):
-            yield Job(f"backward {kind}, {name}{how}", partial(backward_build, features, step, *choices))
+        for step in backward_choices(features, *choices).steps:
+            name = f"main, {step}" * (len(config.launches) > 1) or "main" if step in GRADS else step
+            if step != "list":
+                yield Job(f"backward {kind}, {name}{how}", partial(backward_build, features, step, *choices))
 
 
 def forward_build(
@@ -429,9 +429,8 @@ def forward_build(
     )
 
 
-def backward_build(
+def backward_choices(
     features: Features,
-    step: int,
     dtype: torch.dtype,
     head_dim: int,
     head_dim_v: int,
@@ -440,10 +439,11 @@ def backward_build(
     deterministic: bool,
     shared: bool,
     bias: Bias | None,
-) -> Build:
-    choices = Choices(
+) -> Choices:
+    head_dims = head_dim, head_dim_v
+    return Choices(
         dtype=dtype,
-        padded_head_dims=(head_dim, head_dim_v),
+        padded_head_dims=head_dims,
         mask=features.mask(mask),
         config=config,
         deterministic=deterministic,
@@ -452,8 +452,14 @@ def backward_build(
         packed=features.packed,
         bias=bias,
         of_bias=features.of_bias,
+        finishes=finishes(config, head_dims, CARDS[90], bias=bias),
     )
-    return builds_of(choices)[step]
+
+
+def backward_build(features: Features, step: str, *choices: Any) -> Build:
+    """choices: as for `backward_choices`."""
+    made = backward_choices(features, *choices)
+    return builds_of(made)[made.steps.index(step)]
 
 
 def unlike(jobs: Iterable[Job]) -> list[Job]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from ..bias import Bias
 from ..forward.configs import BARRIER_BYTES, REGISTERS_PER_ROLE
+from ..kernels.hopper.backward.finish import FINISH_BYTES, can_finish
 
 GRADS = ("all", "apart", "dv", "dk, dq")
 
@@ -22,8 +23,8 @@ class HopperBackward:
         equally deep.
     dq_slots: depth of the channel of dQ, or of its parts.
     q_pieces: of how many pieces of columns Q, K and dK are, and parts dQ.
-    load_registers: registers per thread of the single warps, load and reduce; the warpgroups that compute have what
-        these leave.
+    load_registers: registers per thread of the warps that compute nothing: of load, of reduce and, if there is one, of
+        finish; the warpgroups that compute have what these leave.
     """
 
     block_m: int
@@ -100,9 +101,16 @@ class HopperBackward:
         """How many tiles of dS there is memory for: in a launch without dS, as much as dV takes."""
         return self.ds_slots if self.has_dk else 128 // self.block_m
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int | None = None, bias: Bias | None = None) -> int:
+    def can_finish(self, head_dim: int) -> bool:
+        """Whether there is a finish role for this config, and a padded head dim."""
+        return self.grads == "all" and self.dq_parts == 1 and can_finish(self.block_m, head_dim)
+
+    def smem_bytes(
+        self, head_dim: int, head_dim_v: int | None = None, bias: Bias | None = None, *, finishes: bool = False
+    ) -> int:
         """Shared memory of a CTA for a padded head dim, with barriers and the compiler's own use; of several launches,
-        of the one that takes most. head_dim_v: the one of V, padded; None: as Q's. bias: that is added to scores."""
+        of the one that takes most. head_dim_v: the one of V, padded; None: as Q's. bias: that is added to scores.
+        finishes: with the finish role."""
         if len(self.launches) > 1:
             return max(config.smem_bytes(head_dim, head_dim_v, bias) for config in self.launches)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -112,7 +120,8 @@ class HopperBackward:
         scores = (self.ds_tiles + self.exchanges_p) * self.keys * self.block_m
         dqs = self.dq_slots * 4 * self.block_m * head_dim // self.dq_parts * self.has_dk
         biases = 0 if bias is None else self.query_slots * bias.tile_bytes(self.block_m, self.keys)
-        return 2 * (queries + values + scores) + statistics + dqs + biases + BARRIER_BYTES
+        of_finish = FINISH_BYTES.value * finishes
+        return 2 * (queries + values + scores) + statistics + dqs + biases + of_finish + BARRIER_BYTES
 
     def dbias_rows(self, bias: Bias, head_dim: int) -> int:
         """Of how many queries a tile of a bias's gradient is, in its dtype, for which a slot of dQ has room."""

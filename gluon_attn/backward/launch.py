@@ -1,9 +1,10 @@
-"""From a plan to the launches of attention backward: three kernels, which hand on statistics and sums of dQ, of which
-the main one may come in two launches; before them, of packed sequences, one that lists the key blocks."""
+"""From a plan to the launches of attention backward: two or three kernels, which hand on statistics and sums of dQ, of
+which the main one may come in two launches; before them, of packed sequences, one that lists the key blocks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..documents import compiled_documents, documents_given, documents_launch, d
 from ..forward.launch import AUX, BIAS, LENGTHS, RECORDS, absent_lengths, types_of
 from ..kernels.common.mask import Mask
 from ..kernels.common.packed import RECORD
+from ..kernels.hopper.backward.finish import COLUMNS, ROWS, SUM_ROWS, SWIZZLE
 from ..kernels.hopper.backward.kernel import attention_backward
 from ..kernels.hopper.backward.packed import list_key_blocks
 from ..kernels.hopper.backward.postprocess import finish_backward
@@ -35,9 +37,14 @@ from ..runtime.kernel import (
 )
 from ..score_mod import TENSOR_TYPES, ScoreFunction
 from ..tensors import in_bhsd
-from .configs import HopperBackward
+from .configs import GRADS, HopperBackward
 from .plan import BackwardPlan
 from .table import padded_head_dims
+
+# Of the finish role: dQ and its sums, which other roles have in blocks of other shapes.
+DQ_PIECES, SUM_PIECES = Tma("dq_pieces_desc", "dq_pieces"), Tma("sum_pieces_desc", "sum_pieces")
+OF_PIECES = {DQ_PIECES.tensor: "dq", SUM_PIECES.tensor: "dq_sums"}
+DONE = Pointer("done_ptr", "done", "i32")
 
 # The gradient of a bias: of one of each row, or of one that queries have in common. At most one of them is there.
 DBIAS, DBIAS_ROW = Tma("dbias_desc", "dbias"), Pointer("dbias_ptr", "dbias")
@@ -60,6 +67,7 @@ PREPARE = Kernel(
     Pointer("added_ptr", "added", "i32"),
     Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
     Pointer("claimed_ptr", "claimed", "i32"),
+    DONE,
     LENGTHS[0],
     Scalar("sets_zero"),
     Scalar("sequences"),
@@ -77,12 +85,16 @@ MAIN = Kernel(
     Tma("dq_desc", "dq_sums"),
     BIAS,
     DBIAS,
+    DQ_PIECES,
+    SUM_PIECES,
     Pointer("added_ptr", "added", "i32"),
     Pointer("handed_in_ptr", "handed_in"),
     Pointer("has_handed_in_ptr", "has_handed_in", "i32"),
     DBIAS_ROW,
     *AUX,
     RECORDS,
+    DONE,
+    LENGTHS[0],
     Pointer("claimed_ptr", "claimed", "i32"),
     Scalar("scale_log2", "fp32"),
     Scalar("scale", "fp32"),
@@ -91,6 +103,7 @@ MAIN = Kernel(
     Scalar("heads_at_once"),
     Scalar("shared"),
     Scalar("sharers"),
+    Scalar("sequences"),
 )
 FINISH = Kernel(
     finish_backward,
@@ -115,8 +128,10 @@ SINKS = Kernel(
 
 # What a call gives for what there may not be: workspaces that it does not need, a bias, and what a ScoreFunction reads.
 NOT_THERE = dict.fromkeys(
-    ("handed_in", "has_handed_in", "claimed", "bias", "dbias", *(p.tensor for p in (*AUX, *LENGTHS, RECORDS)))
+    ("handed_in", "has_handed_in", "done", "bias", "dbias", *(p.tensor for p in (*AUX, *LENGTHS, RECORDS)))
 )
+
+Found = TypeVar("Found")
 
 SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid out in
 
@@ -127,7 +142,7 @@ class Choices:
 
     dtype: float16 or bfloat16. padded_head_dims: of Q and of V. shared: programs share key blocks. packed: of packed
     sequences, for which one kernel more comes before all; used: of each, some keys count. bias: that is added to
-    scores; of_bias: compute its gradient too.
+    scores; of_bias: compute its gradient too. finishes: the main kernel makes dQ of its sums, see `plan.finishes`.
     """
 
     dtype: torch.dtype
@@ -141,6 +156,7 @@ class Choices:
     used: bool = False
     bias: Bias | None = None
     of_bias: bool = False
+    finishes: bool = False
 
     @staticmethod
     def of(plan: BackwardPlan, *, used: bool = False, of_bias: bool = False) -> "Choices":
@@ -157,7 +173,14 @@ class Choices:
             used=used,
             bias=problem.bias,
             of_bias=of_bias,
+            finishes=plan.finishes,
         )
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """What `builds_of` makes, in order: of the main kernel, by what each part of it computes."""
+        lists, after = ("list",) * self.packed, ("after",) * (not self.finishes)
+        return *lists, "before", *(part.grads for part in self.config.launches), *after
 
     @property
     def of_dbias(self) -> Block | None:
@@ -178,15 +201,20 @@ class Choices:
         found = dict.fromkeys(("q", "dq"), rows) | dict.fromkeys(("dout", "out"), rows_v)
         found |= dict.fromkeys(("k", "dk"), keys) | dict.fromkeys(("v", "dv"), keys_v)
         found |= {"lse_log2": statistics, "delta": statistics, "dq_sums": sums}
+        if self.finishes:
+            found[DQ_PIECES.tensor] = Block.of(
+                self.dtype, ROWS.value, COLUMNS.value, packed=self.packed, most_swizzle=SWIZZLE.value
+            )
+            found[SUM_PIECES.tensor] = Block.of(torch.float32, SUM_ROWS.value, SUM_COLUMNS)
         if self.bias is not None:
             found[BIAS.tensor] = self.bias.block(config.block_m, config.keys)
         return found
 
 
 def builds_of(choices: Choices) -> tuple[Build, ...]:
-    """The kernel before, the main one, or its parts, and the one after."""
+    """One for each of the choices' steps: the kernel before, the main one, or its parts, and the one after."""
     config, packed, used, blocks = choices.config, choices.packed, choices.used, choices.blocks()
-    absent = {"claimed_ptr" if choices.shared else "has_handed_in_ptr": None}
+    absent = {} if choices.shared else {"has_handed_in_ptr": None}
     pieces = config.q_pieces
     return (
         *((key_list_build(config.keys, used),) if packed else ()),
@@ -195,19 +223,26 @@ def builds_of(choices: Choices) -> tuple[Build, ...]:
             blocks=blocks,
             constants=absent
             | absent_lengths(packed, used, PREPARE)
-            | {"DQ": (pieces, choices.padded_head_dims[0] // pieces)},
+            | {"DQ": (pieces, choices.padded_head_dims[0] // pieces)}
+            | ({} if choices.finishes else {DONE.name: None}),
             starts_early=packed,
         ),
         *(main_build(choices, part, blocks) for part in config.launches),
-        Build(
-            kernel=FINISH,
-            blocks=blocks,
-            constants={"PARTS": config.dq_parts, "PIECES": pieces}
-            | absent_lengths(packed, used, FINISH)
-            | ({} if packed else {"added_ptr": None}),
-            num_warps=config.WARPS,
-            starts_early=True,
-        ),
+        *(() if choices.finishes else (finish_build(choices, blocks),)),
+    )
+
+
+def finish_build(choices: Choices, blocks: Mapping[str, Block]) -> Build:
+    """The kernel after."""
+    config = choices.config
+    return Build(
+        kernel=FINISH,
+        blocks=blocks,
+        constants={"PARTS": config.dq_parts, "PIECES": config.q_pieces}
+        | absent_lengths(choices.packed, choices.used, FINISH)
+        | ({} if choices.packed else {"added_ptr": None}),
+        num_warps=config.WARPS,
+        starts_early=True,
     )
 
 
@@ -216,7 +251,7 @@ def main_build(choices: Choices, config: HopperBackward, blocks: Mapping[str, Bl
     bias, mask, score_mod = choices.bias, choices.mask, choices.score_mod
     pointers = types_of(score_mod, None, mask)
     absent = [] if choices.packed else [RECORDS.name]
-    absent += ["claimed_ptr"] if choices.shared else ["handed_in_ptr", "has_handed_in_ptr"]
+    absent += [] if choices.shared else ["handed_in_ptr", "has_handed_in_ptr"]
     absent += [] if bias is not None else [BIAS.name]
     sums_dbias = False
     if bias is not None and choices.of_bias and config.has_dk:  # from dS, which dV does not need
@@ -227,6 +262,8 @@ def main_build(choices: Choices, config: HopperBackward, blocks: Mapping[str, Bl
     else:
         absent += [DBIAS.name, DBIAS_ROW.name]
     absent += [p.name for p in AUX if p.name not in pointers]
+    absent += [] if choices.finishes else [DQ_PIECES.name, SUM_PIECES.name, DONE.name]
+    absent += [] if choices.finishes and choices.packed else [LENGTHS[0].name]
     return Build(
         kernel=MAIN,
         blocks=blocks,
@@ -260,24 +297,28 @@ def compiled_sinks(dtype: torch.dtype, *, device_index: int | None = None) -> Co
 def compiled_backward(
     choices: Choices, *, arch: int = 90, device_index: int | None = None
 ) -> tuple[CompiledKernel, ...]:
-    """The kernels, of which most configs have three; of packed sequences, one more. device_index: the card to launch
-    them on; None: to look at only."""
+    """The kernels, one for each of the choices' steps. device_index: the card to launch them on; None: to look at
+    only."""
     return tuple(build.compile(arch) for build in builds_of(choices))
 
 
+def main_of(choices: Choices, found: Sequence[Found]) -> dict[str, Found]:
+    """Of what is there for each of the choices' steps, that of the main kernel, by what it computes."""
+    return {step: of for step, of in zip(choices.steps, found, strict=True) if step in GRADS}
+
+
 def main_kernels(plan: BackwardPlan) -> dict[str, CompiledKernel]:
-    """Of a plan, those that compute, between the ones that list and prepare and the last one: by what they compute."""
-    parts = plan.config.launches
-    kernels = compiled_backward(Choices.of(plan), arch=plan.arch)[-1 - len(parts) : -1]
-    return dict(zip((part.grads for part in parts), kernels, strict=True))
+    """Of a plan, by what they compute."""
+    choices = Choices.of(plan)
+    return main_of(choices, compiled_backward(choices, arch=plan.arch))
 
 
 def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R), and
     the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded; how many key
-    blocks have added to each row block, int32. If programs share key blocks: dK and dV that each hands in, (sharers, 2,
-    KEYS, D) fp32, and who has, int32. Else how many items have been claimed, by launch, int32. Of packed sequences, the
-    list of key blocks, int32."""
+    blocks have added to each row block, and how many items have been claimed, by launch, int32. If programs share key
+    blocks: dK and dV that each part hands in, (sharers, 2, KEYS, D) fp32, and which has, int32. Of packed sequences,
+    the list of key blocks, int32."""
     problem, config = plan.problem, plan.config
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
     head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
@@ -287,12 +328,13 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
         "delta": ((*heads, *statistics), torch.float32),
         "dq_sums": ((*heads, *sums), torch.float32),
         "added": ((*heads, plan.row_blocks), torch.int32),
+        "claimed": ((2,), torch.int32),
     }
     if plan.shared:
         found["handed_in"] = ((plan.sharers, config.keys, head_dim + head_dim_v), torch.float32)
         found["has_handed_in"] = ((MOST_SHARERS.value,), torch.int32)
-    else:
-        found["claimed"] = ((2,), torch.int32)
+    if plan.finishes:
+        found["done"] = (heads, torch.int32)
     if problem.sequences is not None:
         found["records"] = (((1 + plan.capacity) * RECORD.value,), torch.int32)
     if problem.has_documents:
@@ -306,35 +348,37 @@ def backward_launches_of(
     """The launches of a call, in order. tensors: q, k, v, out, dout, dq, dk, dv; looked at for shapes and strides only,
     any may be on the meta device. used: of packed sequences, some keys count. bias: the problem's; of_bias: compute its
     gradient too."""
-    problem, config = plan.problem, plan.config
+    problem = plan.problem
     packed = problem.sequences is not None
     view = View.packed if packed else View.of
     views = {name: view(in_bhsd(t, problem.layout)) for name, t in tensors.items()}
     views |= {n: View.of(torch.empty(shape, device="meta")) for n, (shape, _) in workspaces(plan).items()}
+    views |= {pieces: views[whole] for pieces, whole in OF_PIECES.items()}
     if bias is not None and problem.bias is not None:
         views[BIAS.tensor] = view_of_bias(bias)
         views[DBIAS.tensor] = view_of_bias(problem.bias.zero_gradient(bias.shape, "meta"))
-    builds = builds_of(Choices.of(plan, used=used, of_bias=of_bias))
-    *lists, before = builds[: -1 - len(config.launches)]
-    *mains, after = builds[-1 - len(config.launches) :]
+    choices = Choices.of(plan, used=used, of_bias=of_bias)
+    builds = builds_of(choices)
     count = {"sequences": problem.sequences or 0}
     prepared, given = [], {}
     if problem.has_documents:
         prepared, given = [documents_launch(problem, of_keys=True)], documents_given(problem)
+    if plan.finishes:
+        given = given | OF_PIECES
     scale = {"scale": problem.scale}
     order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers")}
-    numbers = scale | order | {"scale_log2": plan.scale_log2}
+    numbers = scale | order | count | {"scale_log2": plan.scale_log2}
+    launch_of = {
+        "list": partial(Launch, programs=plan.list_programs, views={}, scalars=plan.list_numbers),
+        "before": partial(
+            Launch, programs=plan.row_programs, views=views, scalars=count | {"sets_zero": plan.sets_zero}
+        ),
+        **dict.fromkeys(GRADS, partial(Launch, programs=plan.programs, views=views, scalars=numbers, given=given)),
+        "after": partial(Launch, programs=plan.row_programs, views=views, scalars=scale | count),
+    }
     launches = [
         *prepared,  # done when the next begins, and so before the main one does
-        *(Launch(build=b, programs=plan.list_programs, views={}, scalars=plan.list_numbers) for b in lists),
-        Launch(
-            build=before,
-            programs=plan.row_programs,
-            views=views,
-            scalars=count | {"sets_zero": plan.sets_zero},
-        ),
-        *(Launch(build=b, programs=plan.programs, views=views, scalars=numbers, given=given) for b in mains),
-        Launch(build=after, programs=plan.row_programs, views=views, scalars=scale | count),
+        *(launch_of[step](build=build) for step, build in zip(choices.steps, builds, strict=True)),
     ]
     if problem.sinks is not None:
         sizes = {"batches": problem.batch, "heads": problem.heads, "rows": plan.rows}

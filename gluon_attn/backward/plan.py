@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from ..bias import Bias
 from ..device import Device
 from ..forward.plan import LARGEST_LENGTH, LARGEST_PACKED, pairs_even_out
 from ..kernels.common.mask import Mask
@@ -10,6 +11,7 @@ from ..kernels.common.packed import CANDIDATES
 from ..kernels.hopper.backward.preprocess import MOST_SHARERS
 from ..problem import Problem
 from .configs import HopperBackward
+from .table import padded_head_dims
 
 # How many programs work on one head at a time, with a fixed order of sums, where L2 has no room for more heads: they
 # wait for each other, one after the other. Fewer need more of Q and dO at once. By whether late keys alone are hidden,
@@ -40,8 +42,9 @@ class BackwardPlan:
     heads_at_once: of how many of those one key block follows the other.
     shared: key blocks, the last ones, that programs share: those that are left where the others go into the number of
         processors; or all, where there are fewer than processors.
-    sharers: programs that share them.
+    sharers: parts that these are divided into.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
+    finishes: see the function.
     """
 
     problem: Problem
@@ -55,11 +58,12 @@ class BackwardPlan:
     row_programs: int
     deterministic: bool
     arch: int
+    finishes: bool
 
     def __post_init__(self) -> None:
         """Shared key blocks are nobody's if no program shares them: dK and dV would not be written."""
         if self.shared and self.sharers <= self.shared:
-            raise ValueError(f"{self.sharers=} must be more than {self.shared=} key blocks that they share")
+            raise ValueError(f"{self.sharers=} parts must be more than the {self.shared=} key blocks that they are of")
 
     @property
     def key_blocks(self) -> int:
@@ -100,10 +104,11 @@ class BackwardPlan:
     @property
     def sets_zero(self) -> bool:
         """Whether dQ's sums are set to zero before, and not by who is first to add: some rows see no key. Of packed
-        sequences nobody knows: the kernel after finds to which nobody has added."""
-        mask = self.problem.mask
-        some_see_nothing = mask.has_ranges or mask.some_rows_see_nothing(self.problem.q_len, self.problem.kv_len)
-        return self.problem.sequences is None and some_see_nothing
+        sequences nobody knows. Whoever finishes these, and the finish role always, finds to which nobody has added."""
+        mask, packed = self.problem.mask, self.problem.sequences is not None
+        if packed or self.finishes:
+            return False
+        return mask.has_ranges or mask.some_rows_see_nothing(self.problem.q_len, self.problem.kv_len)
 
     @property
     def rows(self) -> int:
@@ -147,6 +152,7 @@ class BackwardPlan:
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
         shared, sharers = shares_of(problem, config, device, key_blocks, uneven, deterministic)
+        head_dims = padded_head_dims(problem.head_dim, problem.head_dim_v)
         programs = min(device.sm_count, items)
         if shared:
             programs = max(sharers, min(programs, device.sm_count))
@@ -169,6 +175,7 @@ class BackwardPlan:
             row_programs=row_programs,
             deterministic=deterministic,
             arch=device.arch,
+            finishes=finishes(config, head_dims, device, bias=problem.bias),
         )
 
     @staticmethod
@@ -188,7 +195,23 @@ class BackwardPlan:
             row_programs=problem.heads * blocks_of(problem, problem.q_len, config.block_m),
             deterministic=deterministic,
             arch=device.arch,
+            finishes=finishes(config, padded_head_dims(problem.head_dim, problem.head_dim_v), device),
         )
+
+
+def finishes(
+    config: HopperBackward,
+    head_dims: tuple[int, int],
+    device: Device,
+    *,
+    bias: Bias | None = None,
+) -> bool:
+    """Whether the main kernel makes dQ of its sums, so that none comes after it: not without a role for the config, or
+    without memory for it, as with some biases. Whom that role waits for runs: all work is claimed. head_dims: padded,
+    of Q and of V."""
+    if not config.can_finish(head_dims[0]):
+        return False
+    return config.smem_bytes(*head_dims, bias, finishes=True) <= device.smem_bytes
 
 
 def blocks_of(problem: Problem, rows: int, size: int) -> int:
@@ -241,7 +264,7 @@ def can_share(mask: Mask, config: HopperBackward) -> bool:
 def shares_of(
     problem: Problem, config: HopperBackward, device: Device, key_blocks: int, uneven: bool, deterministic: bool
 ) -> tuple[int, int]:
-    """(how many key blocks are shared, by how many programs), or twice 0: see `BackwardPlan`."""
+    """(how many key blocks are shared, in how many parts), or twice 0: see `BackwardPlan`."""
     if key_blocks < device.sm_count:
         shared = key_blocks
     else:  # pairs of key blocks that cost unlike, and programs in a fixed order, end together well enough
@@ -253,7 +276,7 @@ def shares_of(
         some = range((problem.kv_len - seen) // config.keys, -(-problem.kv_len // config.keys))
         row_blocks = max(row_blocks_of(problem, config, index) for index in some[:: -(-len(some) // 64)])
     sharers = min(device.sm_count, MOST_SHARERS.value, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
-    if deterministic and shared:  # each program has shares of one key block, or it could wait for itself
+    if deterministic and shared:  # each part has shares of one key block, or it could wait for itself
         sharers -= sharers % shared
     steps = row_blocks * (problem.heads // problem.kv_heads)
     if sharers <= shared or steps * (sharers - shared) < LEAST_SAVED * sharers:

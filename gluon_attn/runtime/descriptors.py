@@ -33,14 +33,21 @@ class Block:
     layout: Any  # Gluon's
 
     @staticmethod
-    def of(dtype: torch.dtype, rows: int, columns: int, cga_layout: Bases = (), packed: bool = False) -> "Block":
+    def of(
+        dtype: torch.dtype,
+        rows: int,
+        columns: int,
+        cga_layout: Bases = (),
+        packed: bool = False,
+        most_swizzle: int = MAX_SWIZZLE_BYTES,
+    ) -> "Block":
         """A tile of [rows, columns] of one head. Its shared memory layout has as wide a swizzle as a CTA's rows of it
-        allow, at most the 128 bytes at which tensor cores and TMA read it without bank conflicts; but none if it has
-        fewer than the eight rows over which a swizzle goes."""
+        allow, at most the 128 bytes at which tensor cores and TMA read it without bank conflicts, or `most_swizzle`;
+        but none if it has fewer than the eight rows over which a swizzle goes."""
         before = (0,) * (3 if packed else 2)
         splits = 2 ** sum(column != 0 for _, column in cga_layout)
         layout = gl.NVMMASharedLayout(
-            swizzle_byte_width=min(MAX_SWIZZLE_BYTES, columns * dtype.itemsize // splits) if rows >= 8 else 0,
+            swizzle_byte_width=min(most_swizzle, columns * dtype.itemsize // splits) if rows >= 8 else 0,
             element_bitwidth=dtype.itemsize * 8,
             rank=len(before) + 2,
             cga_layout=[[*before, *basis] for basis in cga_layout],

@@ -1,5 +1,6 @@
 """The timeline of the Hopper kernel: its clocks, their names and what is made of a trace, without a card."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -187,10 +188,14 @@ OF_GRADIENTS = {
 
 @pytest.mark.slow
 def test_every_wait_of_gradients_has_a_scope(profiler):
-    warps = scopes.first_warps_of_gradients()
-    assert warps == {"gradient, first half": 0, "gradient, second half": 4, "load": 10, "reduce": 11}
+    assert scopes.first_warps_of_gradients(finishes=False) == {
+        "gradient, first half": 0, "gradient, second half": 4, "load": 10, "reduce": 11,
+    }  # fmt: skip
+    warps = scopes.first_warps_of_gradients(finishes=True)
+    assert warps == {"gradient, first half": 0, "gradient, second half": 4, "load": 10, "reduce": 11, "finish": 8}
     mask, config = Mask(causal=True), BACKWARD[128]
     choices = Choices(dtype=torch.bfloat16, padded_head_dims=(128, 128), mask=mask, config=config, deterministic=True)
+    choices = dataclasses.replace(choices, finishes=True)
     build = builds_of(choices)[1]
     plain = build.compile(90)
     with scopes.scoped_waits():
@@ -205,7 +210,7 @@ def test_every_wait_of_gradients_has_a_scope(profiler):
     assert {name for _, name in names} == OF_GRADIENTS
     assert "proton" not in plain.asm["ttgir"]
     told = re.findall(r"store i8 (\d+), ptr addrspace\(3\)", instrumented.asm["llir"])
-    assert told == ["2", "2", "0", "1", "3", "3", "3", "3"]  # what warps 8 to 15 run: idle, load, reduce
+    assert told == ["2", "2", "0", "1", "3", "3", "3", "3"]  # what warps 8 to 15 run: finish, load, reduce
     assert [one.waits for one in resources(instrumented).loops] == [one.waits for one in resources(plain).loops]
 
 

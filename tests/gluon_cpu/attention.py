@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gluon_cpu
 from gluon_attn.backward.configs import HopperBackward
-from gluon_attn.backward.launch import NOT_THERE, backward_launches_of, workspaces
+from gluon_attn.backward.launch import NOT_THERE, Choices, backward_launches_of, workspaces
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config
 from gluon_attn.cpu import register_twins
@@ -127,26 +127,28 @@ class BackwardRun:
         config: HopperBackward | None = None,
     ) -> None:
         """programs: of the main kernel. If there are fewer key blocks, and queries enough, programs share them. which:
-        the launch that `launch` is: "before", "main" or "after"; or, where dV has a launch of its own, "dv", and "main"
-        is the other one. bias: that is added to scores, whose gradient is computed too. config: default: the table's
-        in code."""
+        the launch that `launch` is: "before" or "main"; "after", and then there is one; or, where dV has a launch of
+        its own, "dv", and "main" is the other one. bias: that is added to scores, whose gradient is computed too.
+        config: default: the table's in code."""
         self.inputs = (q, k, v, normal_like(empty_output(q, v)))
         self.causal, self.bias = causal, bias
         device = dataclasses.replace(Device.hopper(), sm_count=programs)
         problem = Problem.of(q, k, v, causal=causal, bias=bias)
         config = config or pick_config(problem, of_bias=bias is not None)
         plan = BackwardPlan.of(problem, config, device, deterministic=deterministic)
-        self.sharers = plan.sharers
+        if which == "after":
+            plan = dataclasses.replace(plan, finishes=False)
+        self.sharers, self.finishes = plan.sharers, plan.finishes
         self.target = f"sm_{plan.arch}a"
         out, lse = reference_attention(q, k, v, causal=causal, bias=bias)
-        kernels = ["before", *(part.grads for part in plan.config.launches[:-1]), "main", "after"]
         self.grads = [torch.empty_like(t) for t in (q, k, v)]
         self.tensors: Tensors = dict(zip(("q", "k", "v", "dout"), self.inputs, strict=True))
         self.tensors |= {"out": out, "lse": lse, "dlse": None, **NOT_THERE}
         self.tensors |= dict(zip(("dq", "dk", "dv"), self.grads, strict=True))
         described = {n: t for n, t in self.tensors.items() if n not in ("lse", "dlse", *NOT_THERE)}
         self.launches = backward_launches_of(plan, described, bias=bias, of_bias=bias is not None)
-        self.launch = self.launches[kernels.index(which)]
+        step = plan.config.launches[-1].grads if which == "main" else which
+        self.launch = self.launches[Choices.of(plan).steps.index(step)]
         self.deterministic = deterministic
         self.kept: list[Tensor] | None = None
         self.between = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in workspaces(plan).items()}
@@ -173,8 +175,8 @@ class BackwardRun:
 
     def bits(self) -> list[Tensor]:
         """What has the same bits under every schedule, of the last launch: dK and dV; if it is deterministic dQ too,
-        and the sums in fp32 that it is rounded from; dBias, unless that is a sum."""
-        of_q = [self.grads[0], self.between["dq_sums"]] if self.deterministic else []
+        and the sums in fp32 that it is rounded from, which stay NaN where nobody adds; dBias, unless that is a sum."""
+        of_q = [self.grads[0], self.between["dq_sums"].nan_to_num()] if self.deterministic else []
         return [*of_q, *self.grads[1:], *([] if self.dbias is None or self.sums_dbias else [self.dbias])]
 
     def keep_bits(self) -> None:

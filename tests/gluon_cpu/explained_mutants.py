@@ -95,7 +95,6 @@ KEYS_DRAIN = line_of(BLACKWELL, "copies.py", "keys_values.drain()")
 GRADIENTS = r"gradients, D=[^|]*"
 LOADED_BEFORE = line_of(BACKWARD, "preprocess.py", "slot, _ = loaded.producer().acquire()")
 DOUT_LOADED = line_of(BACKWARD, "load.py", "dout, douts = douts.acquire()")
-ROWS_FOR_ALL = "full, shared|causal, shared, in order"  # each share has row blocks
 ROW_OF_DBIAS = line_of(
     BACKWARD,
     "gradient.py",
@@ -108,11 +107,9 @@ QUERIES_AGAIN = line_of(
     "ends.queries.wait_again()  # which passes at once: past it the assembler would move half of the exponentials",
 )
 GRIDS_WAITED_FOR = line_of(BACKWARD, "reduce.py", "gdc_wait()")
-HANDED_IN = line_of(BACKWARD, "gradient.py", "hand_in(state.dk, state.dv, operands)")
 
 TOLD_BEFORE_WAITING = line_of(BACKWARD, "reduce.py", "sums = sums.told()", FIRST)
 SHARED_IN_ORDER = r"gradients, D=[^|]*, shared, in order"
-CLAIMED = r"(?![^|]*shared)gradients, D=[^|]*"
 STATISTICS_WAITED_FOR = line_of(
     BACKWARD,
     "load.py",
@@ -127,17 +124,20 @@ LIST_WAITED_FOR = line_of(
     "gdc_wait()  # for the kernel that sets the count to 0; and, in all roles, for the list of packed sequences",
 )
 FIRST_CLAIM = line_of(
-    BACKWARD, "work.py", "return claim(order, claims[0].producer() if CLAIMS else claims[0].consumer(), CLAIMS)"
+    BACKWARD, "work.py", "return claim(order, claims.producer() if CLAIMS else claims.consumer(), CLAIMS)"
 )
+ALL_ADDED = line_of(BACKWARD, "finish.py", "tma.wait_stores_done()")
+SUMS_LOADED = line_of(BACKWARD, "finish.py", "slot, to_fill = to_fill.acquire()")
 
-KEYS_LOADED = line_of(BACKWARD, "load.py", "kv, keys_values = keys_values.acquire()")
-KEYS_RELEASED = line_of(BACKWARD, "gradient.py", "kv_slot.release()")
 
 EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
-        rf"{SHARED_IN_ORDER} \| (delete: wait_barrier .* {KEYS_LOADED}|delete: arrive_barrier .* {KEYS_RELEASED}|"
-        rf"count .* init_barrier .* {FREED_INIT}.*, 1 of \d+$)",
-        "in order each program has one share: the slot of K and V is filled once, and nobody waits for its end",
+        rf"gradients, D=[^|]*, in order \| .*async_tma_store_wait .* {ALL_ADDED}",
+        "in a fixed order the reduce role has waited for its last addition already, to tell of it",
+    ),
+    Explanation(
+        rf"{GRADIENTS} \| delete: wait_barrier .* {SUMS_LOADED}",
+        "the finish role itself frees each slot of sums before it fills it again: the wait passes at once",
     ),
     Explanation(
         rf"{SHARED_IN_ORDER} \| .*(async_tma_store_wait|atomic_rmw) .* {TOLD_BEFORE_WAITING}",
@@ -153,7 +153,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "a window it may have stored, where its keys are the first that a row block sees",
     ),
     Explanation(
-        rf"{CLAIMED} \| delete: grid_dependency_wait .* ({STATISTICS_WAITED_FOR}|{GRIDS_WAITED_FOR})",
+        rf"{GRADIENTS} \| delete: grid_dependency_wait .* ({STATISTICS_WAITED_FOR}|{GRIDS_WAITED_FOR})",
         "the load role has waited before its first claim, of which it has told the others",
     ),
     Explanation(
@@ -174,10 +174,6 @@ EXPLAINED: tuple[Explanation, ...] = (
         "the slot is filled once: its first acquire passes at once, and nobody frees it",
     ),
     Explanation(
-        rf"gradients, D=(128|192/128, \w+), ({ROWS_FOR_ALL})[^|]* \| delete: grid_dependency_wait .* {HANDED_IN}",
-        "who has row blocks has waited for what the kernel before wrote; a share of the one kernel left out has none",
-    ),
-    Explanation(
         rf"gradients, D=64, bias, one row \| delete: atomic_rmw .* {ROW_OF_DBIAS}",
         "it adds to the gradient of the bias and synchronises nothing: without it those numbers are wrong, and no more",
     ),
@@ -188,10 +184,6 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"gradients, D=192/128, dv[^|]* \| delete: wait_barrier .* {ZEROS_LOADED}",
         "the slot of K has been acquired before, which is freed after the last dO of the key block before",
-    ),
-    Explanation(
-        rf"gradients, D=192/128, dv[^|]*, shared \| delete: grid_dependency_wait .* {GRIDS_WAITED_FOR}",
-        "the loads have waited for the kernel before; only where no program has row blocks nobody else waits for it",
     ),
     Explanation(
         rf"gradients, D=(64|128|192/128, main)[^|]* \| delete: wait_barrier .* {DOUT_LOADED}",

@@ -54,10 +54,10 @@ def test_with_a_window_who_waits_may_tell_of_a_store():
 @pytest.mark.parametrize(
     ("kernel", "races"),
     [
-        # Before dQ is there and once it is, neither of them in a loop; and in one.
-        ("gradients, D=64, full, in order", ["OutputRace", "OutputRace", "OutputRace"]),
-        # For what others hand in of dK and dV, and for who is first to add to dQ.
-        ("gradients, D=128, full, shared", ["DataRace", "OutputRace"]),
+        # Before dQ is there and once it is, neither of them in a loop; in one; and until a head's dQ can be made.
+        ("gradients, D=64, full, in order", ["OutputRace", "OutputRace", "OutputRace", "DataRace"]),
+        # For what others hand in of dK and dV, for who is first to add to dQ, and until a head's dQ can be made.
+        ("gradients, D=128, full, shared", ["DataRace", "OutputRace", "DataRace"]),
     ],
 )
 def test_who_never_waits_is_found(kernel, races):

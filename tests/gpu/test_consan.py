@@ -18,6 +18,7 @@ from bench.mask_mods import near, near_keys, near_rows
 from gluon_attn import MaskMod, attention
 from gluon_attn.apart import Apart
 from gluon_attn.backward.launch import Choices, compiled_backward
+from gluon_attn.backward.plan import finishes
 from gluon_attn.backward.table import PACKAGED as BACKWARD
 from gluon_attn.backward.table import rows_by_default
 from gluon_attn.device import Device
@@ -72,7 +73,7 @@ def run_attention(row: Row) -> None:
 
 
 def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
-    """All three kernels, with a processor for each key block, and with two for all of them."""
+    """All kernels, with a processor for each key block, and with two for all of them."""
     ((head_dim, head_dim_v), config), mask = CONFIGS[name, causal], Mask(causal=causal)
     choices = Choices(
         dtype=torch.bfloat16,
@@ -80,6 +81,7 @@ def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
         mask=mask,
         config=config,
         deterministic=deterministic,
+        finishes=finishes(config, (head_dim, head_dim_v), Device.hopper()),
     )
     kernels = compiled_backward(choices, device_index=0)
     assert all(kernel.metadata.profile_scratch_size > 0 for kernel in kernels)

@@ -124,6 +124,7 @@ class Keys:
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     group: gl.tensor  # query heads of the KV head
+    part: gl.tensor  # of the key blocks that programs share, which they compute of these, see shares.py
     shares: gl.tensor  # of their row blocks, in as many equal shares: those from share_first to share_end
     share_first: gl.tensor
     share_end: gl.tensor

@@ -1,6 +1,7 @@
 """How a backward is laid out over a card, and what a configuration may be."""
 
 import dataclasses
+import itertools
 import json
 import random
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gluon_attn.backward.launch import Choices, builds_of, compiled_backward, workspaces
+from gluon_attn.backward.launch import Choices, builds_of, compiled_backward, main_of, workspaces
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import HOPPER, RESULT_FILES, pick_config, rows_by_default
 from gluon_attn.device import Device
@@ -117,7 +118,7 @@ def test_how_many_row_blocks_see_the_last_of_many_key_blocks():
 def test_a_plan_in_which_nobody_shares_is_refused():
     plan = plan_of(batch=1, kv_len=100)
     for sharers in (0, 16):
-        with pytest.raises(ValueError, match=r"self.sharers=\d+ must be more than self.shared=16 key blocks"):
+        with pytest.raises(ValueError, match=r"self.sharers=\d+ parts must be more than the self.shared=16 key blocks"):
             dataclasses.replace(plan, sharers=sharers)
 
 
@@ -191,8 +192,10 @@ def test_products_overlap_and_loops_hardly_spill(packed, deterministic, head_dim
     and so has a wait more."""
     if packed:
         spills = PACKED_SPILLS.get((head_dim, deterministic), spills)
-    for causal in (False, True):
+    for causal, finishes in itertools.product((False, True), (False, True)):
         config = rows_by_default((head_dim, head_dim), causal)[0].config
+        if finishes and not config.can_finish(head_dim):
+            continue
         choices = Choices(
             dtype=torch.bfloat16,
             padded_head_dims=(head_dim, head_dim),
@@ -200,10 +203,11 @@ def test_products_overlap_and_loops_hardly_spill(packed, deterministic, head_dim
             config=config,
             packed=packed,
             deterministic=deterministic,
+            finishes=finishes,
         )
-        main = compiled_backward(choices)[-2]
+        (main,) = main_of(choices, compiled_backward(choices)).values()
         found = resources(main)
-        assert found.smem_bytes <= config.smem_bytes(head_dim)
+        assert found.smem_bytes <= config.smem_bytes(head_dim, finishes=finishes)
         loops = [loop for loop in found.loops if loop.products > 4]
         assert len(loops) == 2  # masked and not
         assert all(loop.waits <= waits and loop.spills <= spills for loop in loops), loops

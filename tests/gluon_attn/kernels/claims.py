@@ -7,7 +7,7 @@ from gluon_attn.kernels.hopper.backward.work import first_work, order_of
 
 
 @jit
-def claim(claims, order, visits, items, places, STRIDES: gl.constexpr):
+def claim(claims, order):
     work = first_work(order, claims, CLAIMS=True)
     while work.is_left():
         work = work.next()
@@ -60,13 +60,14 @@ def note_claims(
         none,
         aux,
         (records_ptr,),
-        (claimed,),
+        claimed,
         MASK,
+        False,
         ROTATED,
         None,
     )
-    claims = (alloc_claims(CONSUMERS=1),)
-    init_all(claims)
-    arguments = (claims, order, visits, items, places, STRIDES)
-    gl.warp_specialize([(note, arguments), (claim, arguments)], [1], [24])
-    close_all(claims)
+    claims = alloc_claims(CONSUMERS=1)
+    init_all((claims,))
+    notes = (claims, order, visits, items, places, STRIDES)
+    gl.warp_specialize([(note, notes), (claim, (claims, order))], [1], [24])
+    close_all((claims,))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gluon_attn.backward.configs import HopperBackward
-from gluon_attn.backward.launch import Choices, compiled_backward
+from gluon_attn.backward.launch import Choices, compiled_backward, main_of
 from gluon_attn.backward.table import HOPPER, IN_ONE_LAUNCH, UNLIKE, pick_config, rows_by_default
 from gluon_attn.bias import Bias
 from gluon_attn.kernels.common.mask import Mask
@@ -183,7 +183,8 @@ def wrong(ptx: str, config: HopperBackward, dbias_tiles: int = 0) -> list[str]:
 def main_ptx(config: HopperBackward, head_dims: tuple[int, int], *, causal: bool, **options: Any) -> str:
     mask = Mask(causal=causal)
     choices = Choices(dtype=torch.bfloat16, padded_head_dims=head_dims, mask=mask, config=config, **options)
-    return str(compiled_backward(choices)[-2].asm["ptx"])
+    *_, main = main_of(choices, compiled_backward(choices)).values()
+    return str(main.asm["ptx"])
 
 
 def config_of(head_dim: int, causal: bool) -> HopperBackward:
@@ -192,8 +193,10 @@ def config_of(head_dim: int, causal: bool) -> HopperBackward:
 
 @functools.cache
 def ptx_of(head_dim: int, causal: bool, deterministic: bool, packed: bool = False) -> str:
+    """Where there is one, with the role that makes dQ."""
     config = config_of(head_dim, causal)
-    return main_ptx(config, (head_dim, head_dim), causal=causal, deterministic=deterministic, packed=packed)
+    options = {"deterministic": deterministic, "packed": packed, "finishes": config.can_finish(head_dim)}
+    return main_ptx(config, (head_dim, head_dim), causal=causal, **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])

@@ -37,9 +37,8 @@ def describe(
     and its row block; then each masked step of a head once more, as the gradient role counts them."""
     sequence = whole_sequence(q_len, kv_len)
     zero, five = gl.to_tensor(0), gl.to_tensor(5)
-    keys = Keys(
-        zero, five, first, sequence, KEYS, BLOCK_M, group, shares, share_first, share_end, MASK, ROTATED, None, (), ()
-    )
+    shared = (zero, shares, share_first, share_end)
+    keys = Keys(zero, five, first, sequence, KEYS, BLOCK_M, group, *shared, MASK, ROTATED, None, (), ())
     walked = keys.query_range()
     steps = walked.steps()
     gl.store(found, walked.first)
@@ -136,7 +135,7 @@ def describe_windows(found, first, q_len, kv_len, group, KEYS: gl.constexpr, BLO
     many blocks of keys before these see the row block."""
     sequence = whole_sequence(q_len, kv_len)
     zero, one = gl.to_tensor(0), gl.to_tensor(1)
-    keys = Keys(zero, zero, first, sequence, KEYS, BLOCK_M, group, one, zero, one, MASK, False, None, (), ())
+    keys = Keys(zero, zero, first, sequence, KEYS, BLOCK_M, group, zero, one, zero, one, MASK, False, None, (), ())
     walked = keys.query_range()
     steps = walked.steps()
     gl.store(found, steps)

@@ -7,14 +7,16 @@ import pytest
 import torch
 
 import gluon_cpu
+from channels import close_all, init_all
 from channels.compat import gl, jit
 from gluon_attn.backward.plan import BackwardPlan
 from gluon_attn.backward.table import pick_config
 from gluon_attn.device import Device
 from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.kernels.hopper.backward.wires import alloc_claims
 from gluon_attn.kernels.hopper.backward.work import first_work, order_of
 from gluon_attn.problem import Problem
-from tests.gluon_attn.kernels.claims import note_claims
+from tests.gluon_attn.kernels.claims import claim, note_claims
 from tests.gluon_cpu.support import descriptor
 from tests.slow import slow_if
 
@@ -132,21 +134,16 @@ def test_under_a_causal_mask_all_end_within_half_a_key_block(processors, key_blo
     assert max(loads) - sum(loads) / len(loads) <= key_blocks / 2
 
 
-@jit(do_not_specialize=["shared", "sharers"])
-def note_shares(steps, tasks, q_desc, k_desc, shared, sharers, MASK: gl.constexpr, ROTATED: gl.constexpr):
-    """At [batch, query head, key block, row block]: add to steps 10000 * the program + 1000 + how many tasks it has
-    done before. At [program, task] of tasks, three to each: the key block, if it is shared, and from which share to
-    which the program has."""
-    one, none = gl.to_tensor(1), gl.to_tensor(0)
-    aux = (none, none, none, none)
-    order = order_of(q_desc, k_desc, one, none, one, shared, sharers, aux, (None,), (None,), MASK, ROTATED, None)
-    work, task = first_work(order, (), CLAIMS=False), 0
+@jit
+def note_steps(claims, order, steps, tasks):
+    work = first_work(order, claims, CLAIMS=False)
     while work.is_left():
         keys = work.keys()
         index = keys.first // order.KEYS
         block = (keys.batch * order.kv_heads + keys.kv_head) * order.key_blocks + index
+        task = gl.where(work.at_second, 1, 0)
         if keys.shares > 1:
-            at = tasks + (gl.program_id(0) * 2 + task) * 3
+            at = tasks + (keys.part * 2 + task) * 3
             gl.store(at, block)
             gl.store(at + 1, keys.share_first)
             gl.store(at + 2, keys.share_end)
@@ -155,8 +152,22 @@ def note_shares(steps, tasks, q_desc, k_desc, shared, sharers, MASK: gl.constexp
             member, row_block = walked.visit(step)
             head = keys.batch * order.kv_heads * order.group + keys.head(member)
             at = steps + (head * order.key_blocks + index) * keys.row_blocks() + row_block
-            gl.atomic_add(at, 10000 * gl.program_id(0) + 1000 + task)
-        work, task = work.next(), task + gl.where(keys.shares > 1, 1, 0)
+            gl.atomic_add(at, 10000 * keys.part + 1000 + task)
+        work = work.next()
+
+
+@jit(do_not_specialize=["shared", "sharers"])
+def note_shares(steps, tasks, claimed, q_desc, k_desc, shared, sharers, MASK: gl.constexpr, ROTATED: gl.constexpr):
+    """At [batch, query head, key block, row block]: add to steps 10000 * the part + 1000, and 1 if it is the second
+    thing that the part does. At [part, 0 or 1] of tasks, three to each: the key block, if it is shared, and from which
+    share to which the part has."""
+    one, none = gl.to_tensor(1), gl.to_tensor(0)
+    aux = (none, none, none, none)
+    order = order_of(q_desc, k_desc, one, none, one, shared, sharers, aux, (None,), claimed, MASK, True, ROTATED, None)
+    claims = alloc_claims(CONSUMERS=1)
+    init_all((claims,))
+    gl.warp_specialize([(note_steps, (claims, order, steps, tasks)), (claim, (claims, order))], [1], [24])
+    close_all((claims,))
 
 
 ROW_BLOCKS = 11
@@ -165,15 +176,18 @@ ROW_BLOCKS = 11
 def shares_walked(
     programs: int, key_blocks: int, shared: int, sharers: int, mask: Mask, rotated: bool
 ) -> tuple[torch.Tensor, list[list[tuple[int, int, int]]]]:
-    """At [query head of all batches, key block, row block]: what `note_shares` adds there; and of each program its
-    tasks."""
+    """At [query head of all batches, key block, row block]: what `note_shares` adds there; and of each part what it
+    does."""
     steps = torch.zeros(HEADS * GROUP, key_blocks, ROW_BLOCKS, dtype=torch.int32)
-    tasks = torch.full((programs, 2, 3), -1, dtype=torch.int32)
+    tasks = torch.full((sharers, 2, 3), -1, dtype=torch.int32)
+    claimed = torch.zeros(1, dtype=torch.int32)
     q = torch.zeros(BATCH, KV_HEADS * GROUP, ROW_BLOCKS * BLOCK_M - 3, 16, dtype=torch.bfloat16)
     k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)
     descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, KEYS, 16])
     with gluon_cpu.machine():
-        note_shares[(programs,)](steps, tasks, *descriptors, shared, sharers, mask, rotated, num_warps=1)
+        note_shares[(programs,)](steps, tasks, claimed, *descriptors, shared, sharers, mask, rotated, num_warps=4)
+    whole = HEADS * key_blocks - shared
+    assert claimed == whole + sharers + programs, "each program claims until nothing is left"
     return steps, [[(b, i, j) for b, i, j in of_one if b >= 0] for of_one in tasks.tolist()]
 
 
@@ -204,22 +218,22 @@ def test_shares_are_even_and_whoever_ends_a_key_block_knows_who_began_it(case, c
         seen = steps[:, index, first:]
         assert ((seen % 10000 == 1000) | (seen % 10000 == 1001)).all(), "each step is walked once"
 
-    assert all(len(mine) == (1 if program < sharers else 0) for program, mine in enumerate(tasks) if len(mine) != 2)
     handed_in: dict[int, list[int]] = {}
-    for program, mine in enumerate(tasks):
-        assert sum(end - first for _, first, end in mine) == (shared if program < sharers else 0)
+    for part, mine in enumerate(tasks):
+        assert len(mine) in (1, 2)
+        assert sum(end - first for _, first, end in mine) == shared
         for block, _, end in mine:
             if end < sharers:
-                handed_in.setdefault(block, []).append(program)
-    assert all(sum(end < sharers for *_, end in mine) <= 1 for mine in tasks), "a program has room to hand in once"
-    for program, mine in enumerate(tasks):
+                handed_in.setdefault(block, []).append(part)
+    assert all(sum(end < sharers for *_, end in mine) <= 1 for mine in tasks), "a part has room to hand in once"
+    for part, mine in enumerate(tasks):
         for nth, (block, first, end) in enumerate(mine):
             if end == sharers:
                 assert nth == len(mine) - 1, "it has handed in before it waits"
                 number = block - (HEADS * key_blocks - shared)
                 begun = number * sharers // shared
-                assert handed_in.get(block, []) == list(range(begun, program)), "all of a lower number"
-                assert (first == 0) == (begun == program)
+                assert handed_in.get(block, []) == list(range(begun, part)), "all of a lower number"
+                assert (first == 0) == (begun == part)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

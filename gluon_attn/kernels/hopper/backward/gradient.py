@@ -444,10 +444,10 @@ def gradient(wires, order, operands):
         if operands.handed_in[0] is None:
             store_grads(state.dk, state.dv, ends, wires, operands, keys)
         elif keys.share_end < keys.shares:
-            hand_in(state.dk, state.dv, operands)
+            hand_in(state.dk, state.dv, keys.part, operands)
         else:
             dk, dv = state.dk, state.dv
             if keys.share_first > 0:
-                dk, dv = collect(dk, dv, order, operands)
+                dk, dv = collect(dk, dv, keys.part, order, operands)
             store_grads(dk, dv, ends, wires, operands, keys)
         work = work.next()

@@ -28,6 +28,7 @@ class Operands:
     bias: (
         gl.tuple
     )  # of three: the bias of scores and, if it is of each row, its gradient; else a pointer to that. None: not there
+    finished: gl.tuple  # of one, a `Finished`, if this kernel makes dQ of its sums; else of none
     scale_log2: gl.tensor  # softmax scale times log2(e)
     scale: gl.tensor
     PIECES: gl.constexpr  # of how many tiles side by side are Q and K

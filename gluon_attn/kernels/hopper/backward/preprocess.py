@@ -21,7 +21,8 @@ def prepare_backward(
     dq_ptr,  # (B, H, R * D / 32, 32) fp32, contiguous: set to 0 if sets_zero
     added_ptr,  # (B, H, blocks) int32, contiguous, to be set to 0: nobody has added to a row block's dQ
     has_handed_in_ptr,  # (MOST_SHARERS) int32, to be set to 0; or None
-    claimed_ptr,  # (2,) int32, to be set to 0; or None
+    claimed_ptr,  # (2,) int32, to be set to 0
+    done_ptr,  # (B, H) int32, to be set to 0; or None
     cu_q_ptr,  # of packed sequences, as `list_key_blocks` has it; else None
     sets_zero,  # 1 if there are row blocks that see no key, to whose dQ nobody will add
     sequences,  # that are packed
@@ -60,10 +61,12 @@ def prepare_backward(
     tma.load(slot, (out_desc, do_desc), (coords, coords))
 
     gl.store(added_ptr + gl.program_id(0), 0)
-    if claimed_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
-        if gl.program_id(0) == 0:
-            gl.store(claimed_ptr, 0)
-            gl.store(claimed_ptr + 1, 0)
+    if done_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
+        if block == 0:
+            gl.store(done_ptr + gl.program_id(0) // blocks, 0)
+    if gl.program_id(0) == 0:
+        gl.store(claimed_ptr, 0)
+        gl.store(claimed_ptr + 1, 0)
     if has_handed_in_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
         if gl.program_id(0) == 0:
             each = gl.arange(0, MOST_SHARERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))

@@ -3,6 +3,7 @@
 from channels import SharedMemoryConsumer, tma
 from gluon_attn.runtime.compat import aggregate, atomic_load, atomic_poll, gdc_wait, gl, jit
 
+from .finish import tell_done
 from .operands import bias_coords, dq_coords, first_tile, in_workspaces
 from .work import first_work
 
@@ -166,4 +167,6 @@ def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
                 sums = add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS)
         if DETERMINISTIC:
             sums = sums.told()
+        if len(operands.finished) > 0:
+            tell_done(operands, order, keys)
         work = work.next()

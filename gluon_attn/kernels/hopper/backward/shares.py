@@ -1,30 +1,31 @@
 """Key blocks that programs share, so that all of them end together: the last ones, where their number does not go into
 that of the processors; or all, where there are fewer than processors.
 
-`shared` key blocks of `sharers` shares each are divided evenly: each program has `shared` shares in a row. So it ends
-one key block, or goes on with it, and perhaps begins the next. It computes the beginning of the next first. Whoever
-ends a key block adds up what the others have computed of its dK and dV, always in the same order. It waits for programs
-of a lower number only, and so for such that have begun. Those hand in before they wait for what others hand in.
+`shared` key blocks of `sharers` shares each are divided evenly into `sharers` parts, of `shared` shares in a row each,
+which programs claim as they claim key blocks. So a part ends one key block, or goes on with it, and perhaps begins the
+next. The beginning of the next is computed first. Whoever ends a key block adds up what the others have computed of its
+dK and dV, always in the same order. It waits for parts of a lower number only, and so for such that programs have begun
+which run. Those hand in before they wait for what others hand in.
 """
 
-from gluon_attn.runtime.compat import aggregate, atomic_poll, constexpr_function, gdc_wait, gl, jit
+from gluon_attn.runtime.compat import aggregate, atomic_poll, constexpr_function, gl, jit
 
 from ..inline_asm import plus
 
 
 @aggregate
 class Share:
-    """What this program has of the shared key blocks. int32 scalars."""
+    """What a part has of the shared key blocks. int32 scalars."""
 
-    block: gl.tensor  # of the shared ones: the one that the program begins with
+    block: gl.tensor  # of the shared ones: the one that the part begins with
     first: gl.tensor  # its shares of that block: from first to end
     end: gl.tensor
     of_next: gl.tensor  # of the next block: so many shares from the first on
 
 
 @jit
-def share_of_program(order):
-    at = gl.program_id(0) * order.shared
+def share_of(part, order):
+    at = part * order.shared
     shares = gl.maximum(order.sharers, 1)
     first = at % shares
     end = first + order.shared
@@ -32,14 +33,15 @@ def share_of_program(order):
 
 
 @jit
-def place_of(tensor, sums, program, number, PIECES: gl.constexpr, D: gl.constexpr):
-    """Pointers to where a program hands in dK or dV, in the tensor's layout: piece `number` of PIECES of D columns."""
+def place_of(tensor, sums, part, number, PIECES: gl.constexpr, D: gl.constexpr):
+    """Pointers to where dK or dV of a part is handed in, in the tensor's layout: piece `number` of PIECES of D
+    columns."""
     KEYS: gl.constexpr = tensor.shape[0]
     COLUMNS: gl.constexpr = tensor.shape[1]
     LAYOUT: gl.constexpr = tensor.type.layout
     row = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    return sums + (program * PIECES + number) * (KEYS * D) + row * COLUMNS + column
+    return sums + (part * PIECES + number) * (KEYS * D) + row * COLUMNS + column
 
 
 @constexpr_function
@@ -55,41 +57,36 @@ def told(dv):
 
 
 @jit
-def hand_in(dk, dv, operands):
-    """What a program does with its dK and dV [KEYS, D] of a key block that another one ends. Two launches that have
-    one of them each hand in at places of their own, as if each had both."""
+def hand_in(dk, dv, part, operands):
+    """What a program does with the part's dK and dV [KEYS, D] of a key block that another one ends. Two launches that
+    have one of them each hand in at places of their own, as if each had both."""
     sums, done = operands.handed_in
-    program = gl.program_id(0)
     PIECES: gl.constexpr = pieces_handed_in(operands)
     D: gl.constexpr = operands.k.block_shape[-1]
     for i in gl.static_range(len(dk)):
-        gl.store(place_of(dk[i], sums, program, i, PIECES, D), dk[i])
+        gl.store(place_of(dk[i], sums, part, i, PIECES, D), dk[i])
     for i in gl.static_range(len(dv)):
-        gl.store(place_of(dv[i], sums, program, operands.PIECES, PIECES, D), dv[i])
-    gdc_wait()  # until `done` is 0: a share without row blocks has waited for nothing of the kernel before
+        gl.store(place_of(dv[i], sums, part, operands.PIECES, PIECES, D), dv[i])
     gl.barrier()  # one thread tells of what all have written
-    gl.atomic_xchg(done + program, told(dv), sem="release")
+    gl.atomic_xchg(done + part, told(dv), sem="release")
 
 
 @jit
-def collect(dk, dv, order, operands):
-    """dK and dV [KEYS, D] of the key block that this program ends, given those of its own shares. They have row blocks,
-    and so have waited for the kernel before; unless the mask may hide the keys from all queries."""
+def collect(dk, dv, part, order, operands):
+    """dK and dV [KEYS, D] of the key block that this part ends, given those of its own shares."""
     sums, done = operands.handed_in
     PIECES: gl.constexpr = pieces_handed_in(operands)
     D: gl.constexpr = operands.k.block_shape[-1]
-    if order.MASK.hides_early_keys:
-        gdc_wait()
-    first = share_of_program(order).block * order.sharers // order.shared  # the program that begins the key block
-    for program in range(first, gl.program_id(0)):
-        atomic_poll(done + program, told(dv), sem="acquire")
+    first = share_of(part, order).block * order.sharers // order.shared  # the part that begins the key block
+    for other in range(first, part):
+        atomic_poll(done + other, told(dv), sem="acquire")
         gl.barrier()  # one thread has waited for all
         added = dk[:0]
         for i in gl.static_range(len(dk)):
-            added += (plus(dk[i], gl.load(place_of(dk[i], sums, program, i, PIECES, D))),)
+            added += (plus(dk[i], gl.load(place_of(dk[i], sums, other, i, PIECES, D))),)
         dk = added
         added = dv[:0]
         for i in gl.static_range(len(dv)):
-            added += (plus(dv[i], gl.load(place_of(dv[i], sums, program, operands.PIECES, PIECES, D))),)
+            added += (plus(dv[i], gl.load(place_of(dv[i], sums, other, operands.PIECES, PIECES, D))),)
         dv = added
     return dk, dv

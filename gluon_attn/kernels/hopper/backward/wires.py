@@ -3,6 +3,8 @@
 from channels import SharedMemoryChannel
 from gluon_attn.runtime.compat import aggregate, gl, jit
 
+from .finish import COLUMNS, ROWS, SUMS_SLOTS, SWIZZLE, TILES
+
 
 @aggregate
 class Wires:
@@ -21,8 +23,12 @@ class Wires:
     ds:      no channel but memory: [DS_SLOTS, KEYS, BLOCK_M], in which the gradient role's two warpgroups exchange dS,
              as dQ sums over the keys of both.
     p:       likewise of P, one tile, if CONFIG.exchanges_p.
-    claims:  load -> gradient, reduce; one channel, but none if programs share key blocks: one slot of an int32, which
-             item comes next, or one beyond the last; freed when both have read it.
+    claims:  load -> gradient, reduce; one slot of an int32, which item comes next, or one beyond the last; freed when
+             both have read it.
+    sums:    finish -> finish; one channel, but none without that role: SUMS_SLOTS slots of the sums of a piece of dQ,
+             [32, 32] fp32; freed when they have been converted.
+    dq_tiles: no channel but memory, of one, or none without that role: [TILES, ROWS, COLUMNS], pieces of dQ on their
+             way to memory.
     """
 
     keys_values: SharedMemoryChannel
@@ -31,12 +37,14 @@ class Wires:
     dqs: SharedMemoryChannel
     ds: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
-    claims: gl.tuple  # of one SharedMemoryChannel, or none
+    claims: SharedMemoryChannel
+    sums: gl.tuple  # of one SharedMemoryChannel, or none
+    dq_tiles: gl.tuple  # of one, or none
     CONFIG: gl.constexpr  # a HopperBackward
 
     @jit
     def channels(self):
-        return (self.keys_values, self.queries, self.douts, self.dqs) + self.claims
+        return (self.keys_values, self.queries, self.douts, self.dqs, self.claims) + self.sums
 
 
 @jit
@@ -44,6 +52,12 @@ def alloc_claims(CONSUMERS: gl.constexpr):
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     item = gl.allocate_shared_memory(gl.int32, [1, 1], ONE)
     return SharedMemoryChannel.over(item, SLOTS=1, CONSUMERS=CONSUMERS)
+
+
+@jit
+def alloc_dq_tiles(desc):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, desc.dtype.primitive_bitwidth, 2)
+    return gl.allocate_shared_memory(desc.dtype, [TILES, ROWS, COLUMNS], LAYOUT)
 
 
 @jit
@@ -60,6 +74,10 @@ def alloc_wires(operands, order, CONFIG: gl.constexpr):
         dqs=SharedMemoryChannel.alloc(operands.dq, SLOTS=CONFIG.dq_slots, CONSUMERS=1),
         ds=gl.allocate_shared_memory(DTYPE, [CONFIG.ds_tiles, KEYS, BLOCK_M], DS),
         p=gl.allocate_shared_memory(DTYPE, [KEYS, BLOCK_M], DS),
-        claims=() if order.claimed[0] is None else (alloc_claims(CONSUMERS=READERS),),
+        claims=alloc_claims(CONSUMERS=READERS),
+        sums=()
+        if len(operands.finished) == 0
+        else (SharedMemoryChannel.alloc(operands.finished[0].sums, SLOTS=SUMS_SLOTS, CONSUMERS=1),),
+        dq_tiles=() if len(operands.finished) == 0 else (alloc_dq_tiles(operands.finished[0].dq),),
         CONFIG=CONFIG,
     )

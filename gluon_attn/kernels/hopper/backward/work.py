@@ -5,7 +5,7 @@ from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
 from ...common.packed import RECORD, heads_at_once
 from ...common.queries import Keys
 from ...common.sequence import Sequence, whole_sequence
-from .shares import share_of_program
+from .shares import share_of
 
 
 @aggregate
@@ -21,8 +21,8 @@ class Order:
     Programs claim items, one after the other: who is free has the next. So those that begin together with the keys of a
     head go on together, and what one reads the others find in L2.
 
-    Or the `shared` last key blocks, fewer than programs, are divided evenly among `sharers` programs, see shares.py.
-    Then which items a program has, its number tells.
+    Or the `shared` last key blocks, fewer than programs, are divided evenly into `sharers` parts, see shares.py. Each
+    of these is an item.
 
     int32 scalars.
     """
@@ -39,7 +39,7 @@ class Order:
     heads_at_once: gl.tensor
     all_heads: gl.tensor  # KV heads of all batches
     shared: gl.tensor  # key blocks that programs share; 0, or last_heads is 0 and blocks_per_item 1
-    sharers: gl.tensor  # programs that share them, more than shared
+    sharers: gl.tensor  # parts that these are divided into, more than shared; 0 if none is
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     MASK: gl.constexpr  # a Mask
@@ -47,11 +47,13 @@ class Order:
     SCORE_MOD: gl.constexpr
     aux: gl.tuple
     records: gl.tuple  # of one: of packed sequences the key blocks, see packed.py; or None
-    claimed: gl.tuple  # of one, a pointer: how many items have been claimed; or None, if programs share key blocks
+    claimed: gl.tensor  # pointer: how many items have been claimed
+    SHARES: gl.constexpr  # whether programs share key blocks
 
     @jit
-    def keys_of(self, sequence, batch, kv_head, index, shares, share_first, share_end):
-        """Key block `index` of a sequence; of its `shares` shares those from share_first to share_end - 1."""
+    def keys_of(self, sequence, batch, kv_head, index, part, shares, share_first, share_end):
+        """Key block `index` of a sequence; of its `shares` shares those from share_first to share_end - 1, which are of
+        part `part`."""
         keys = Keys(
             batch=batch,
             kv_head=kv_head,
@@ -60,6 +62,7 @@ class Order:
             KEYS=self.KEYS,
             BLOCK_M=self.BLOCK_M,
             group=self.group,
+            part=part,
             shares=shares,
             share_first=share_first,
             share_end=share_end,
@@ -85,10 +88,11 @@ def order_of(
     records,
     claimed,
     MASK: gl.constexpr,
+    SHARES: gl.constexpr,
     ROTATED: gl.constexpr,
     SCORE_MOD: gl.constexpr,
 ):
-    """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D). records, claimed: of one, a pointer; or None."""
+    """From descriptors of (B, H, Sq, D) and (B, Hkv, Sk, D). records: of one, a pointer; or None."""
     KEYS: gl.constexpr = k_desc.block_shape[-2]
     kv_heads = k_desc.shape[1]
     all_heads = k_desc.shape[0] * kv_heads
@@ -116,12 +120,14 @@ def order_of(
         aux=aux,
         records=records,
         claimed=claimed,
+        SHARES=SHARES,
     )
 
 
 @aggregate
 class Work:
-    """A key block, of an item the first one or the second."""
+    """A key block: of an item of two the first one or the second; of a part the beginning of the next one, if it has
+    that, or its own."""
 
     item: gl.tensor
     at_second: gl.tensor  # whether it is the second one
@@ -130,31 +136,44 @@ class Work:
     @jit
     def is_left(self):
         order = self.order
-        return self.item < order.items + order.last_heads * order.key_blocks
+        return self.item < order.items + order.last_heads * order.key_blocks + order.sharers
 
     @jit
     def keys(self):
         order = self.order
-        head, index = self.item // order.items_per_head, self.item % order.items_per_head
-        index = gl.where(self.at_second, order.key_blocks - 1 - index, index)
-        place = self.item - order.items
-        if place >= 0:
-            round_size = order.heads_at_once * order.key_blocks
-            before, place = place // round_size * order.heads_at_once, place % round_size
-            heads = gl.minimum(order.heads_at_once, order.last_heads - before)
-            head = order.all_heads - order.last_heads + before + place % heads
-            index = place // heads
         sequence = whole_sequence(order.q_len, order.k_len)
+        place = self.item - order.items
+        part, shares, share_first, share_end = gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
+        if order.SHARES:
+            block = self.item
+            if place >= 0:
+                share = share_of(place, order)
+                part, shares = place, order.sharers
+                block = order.items + share.block + gl.where(self.at_second, 0, 1)
+                share_first = gl.where(self.at_second, share.first, 0)
+                share_end = gl.where(self.at_second, share.end, share.of_next)
+            head, index = block // order.key_blocks, block % order.key_blocks
+        else:
+            head, index = self.item // order.items_per_head, self.item % order.items_per_head
+            index = gl.where(self.at_second, order.key_blocks - 1 - index, index)
+            if place >= 0:
+                round_size = order.heads_at_once * order.key_blocks
+                before, place = place // round_size * order.heads_at_once, place % round_size
+                heads = gl.minimum(order.heads_at_once, order.last_heads - before)
+                head = order.all_heads - order.last_heads + before + place % heads
+                index = place // heads
         batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        whole = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
-        return order.keys_of(sequence, batch, kv_head, index, *whole)
+        return order.keys_of(sequence, batch, kv_head, index, part, shares, share_first, share_end)
 
     @jit
     def other_is_left(self):
         """Whether the other one of the item comes next."""
         order = self.order
-        alone = 2 * (self.item % order.items_per_head) + 1 >= order.key_blocks  # the middle one of an odd number
-        return ~(self.at_second | alone | (self.item >= order.items) | (order.blocks_per_item == 1))
+        if order.SHARES:
+            return ~self.at_second & (self.item >= order.items)
+        else:
+            alone = 2 * (self.item % order.items_per_head) + 1 >= order.key_blocks  # the middle one of an odd number
+            return ~(self.at_second | alone | (self.item >= order.items) | (order.blocks_per_item == 1))
 
 
 @aggregate
@@ -195,7 +214,7 @@ class PackedWork:
         k_first, k_len = gl.load(record + 2), gl.load(record + 3)
         batch, kv_head, index = gl.load(record + 4), before + place % heads, gl.load(record + 5)
         sequence = Sequence(q_first, q_len, k_first, k_len, True)
-        whole = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
+        whole = gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
         return order.keys_of(sequence, batch, kv_head, index, *whole)
 
 
@@ -249,66 +268,22 @@ def claim(order, end, CLAIMS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot, end = end.acquire()
     if CLAIMS:
-        item = gl.atomic_add(order.claimed[0], 1, sem="relaxed")
+        item = gl.atomic_add(order.claimed, 1, sem="relaxed")
         slot.part(0).store(gl.full([1], item, gl.int32, LAYOUT))
         slot.publish()
     else:
         item = gl.sum(slot.part(0).load(LAYOUT), axis=0)
         slot.release_accessed()
-    return ClaimedWork(item, item < 0, order, (end,), CLAIMS)
-
-
-@aggregate
-class SharedWork:
-    """The key block at hand, or the program's shares of it, if programs share the last ones. An item is one key block.
-    Immutable: `next()` returns the one that is as many on as there are programs."""
-
-    item: gl.tensor
-    order: Order
-
-    @jit
-    def is_left(self):
-        order = self.order
-        tasks = gl.where(gl.program_id(0) < order.sharers, 2 * gl.num_programs(0), 0)
-        return self.item - order.items < tasks
-
-    @jit
-    def keys(self):
-        order, block = self.order, self.item
-        shares, share_first, share_end = gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1)
-        place = self.item - order.items
-        if place >= 0:
-            share = share_of_program(order)
-            shares, share_first, share_end = order.sharers, share.first, share.end
-            block = order.items + share.block
-            if place < gl.num_programs(0):
-                block += 1
-                share_first, share_end = gl.to_tensor(0), share.of_next
-        head, index = block // order.key_blocks, block % order.key_blocks
-        sequence = whole_sequence(order.q_len, order.k_len)
-        batch, kv_head = head // order.kv_heads, head % order.kv_heads
-        return order.keys_of(sequence, batch, kv_head, index, shares, share_first, share_end)
-
-    @jit
-    def next(self):
-        return skip_empty(self.item + gl.num_programs(0), self.order)
-
-
-@jit
-def skip_empty(item, order):
-    """The SharedWork of an item, or of the one after if it is a program's share of a next key block, and it has
-    none."""
-    programs = gl.num_programs(0)
-    at_next = (item >= order.items) & (item < order.items + programs)
-    return SharedWork(item + gl.where(at_next & (share_of_program(order).of_next == 0), programs, 0), order)
+    if order.SHARES:  # a part without a next key block has none at first
+        at_second = (item >= order.items) & (share_of(item - order.items, order).of_next == 0)
+    else:
+        at_second = item < 0  # false, as a tensor
+    return ClaimedWork(item, at_second, order, (end,), CLAIMS)
 
 
 @jit
 def first_work(order, claims, CLAIMS: gl.constexpr):
-    """A SharedWork; or, if there is a channel of claims, a ClaimedWork of the role that claims, or of another."""
-    if len(claims) == 0:
-        return skip_empty(gl.program_id(0), order)
-    else:
-        if CLAIMS or order.records[0] is not None:
-            gdc_wait()  # for the kernel that sets the count to 0; and, in all roles, for the list of packed sequences
-        return claim(order, claims[0].producer() if CLAIMS else claims[0].consumer(), CLAIMS)
+    """The first ClaimedWork of the role that claims, or of another. claims: the channel."""
+    if CLAIMS or order.records[0] is not None:
+        gdc_wait()  # for the kernel that sets the count to 0; and, in all roles, for the list of packed sequences
+    return claim(order, claims.producer() if CLAIMS else claims.consumer(), CLAIMS)
