@@ -126,6 +126,7 @@ LIST_WAITED_FOR = line_of(
 FIRST_CLAIM = line_of(
     BACKWARD, "work.py", "return claim(order, claims.producer() if CLAIMS else claims.consumer(), CLAIMS)"
 )
+NEXT_CLAIM = line_of(BACKWARD, "work.py", "following = claim(self.order, self.end[0], self.CLAIMS)")
 ALL_ADDED = line_of(BACKWARD, "finish.py", "tma.wait_stores_done()")
 SUMS_LOADED = line_of(BACKWARD, "finish.py", "slot, to_fill = to_fill.acquire()")
 
@@ -134,6 +135,11 @@ EXPLAINED: tuple[Explanation, ...] = (
     Explanation(
         rf"gradients, D=[^|]*, in order \| .*async_tma_store_wait .* {ALL_ADDED}",
         "in a fixed order the reduce role has waited for its last addition already, to tell of it",
+    ),
+    Explanation(
+        rf"gradients, D=128, full, shared[^|]* \| delete: wait_barrier #\d+ partition0 .* {NEXT_CLAIM}",
+        "each part has more steps than the rings have slots: when load has asked for the last, the other roles have "
+        "begun, and so have read the claim",
     ),
     Explanation(
         rf"{GRADIENTS} \| delete: wait_barrier .* {SUMS_LOADED}",

@@ -55,8 +55,9 @@ class Backward:
     tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
     more, two, of which one waits for the other; or in a fixed order, for the last problem, three, of which the second
     is waited for while it waits. With `sharers`, so many programs share the key blocks of the first problem. With
-    `group`, three programs also have the second problem, of so many query heads to a KV head instead of two.
-    head_dim_v: None: as Q's. bias: as for `bias_of`."""
+    `group`, three programs also have the second problem, of so many query heads to a KV head instead of two. With a
+    group of one it is one program, whose key blocks have one step each. head_dim_v: None: as Q's. bias: as for
+    `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -87,7 +88,8 @@ class Backward:
         if self.group:
             q, kv = self.lengths[1]
             qkv = normal_qkv(heads=self.group, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
-            runs.append(BackwardRun(*qkv, programs=3, **kind))
+            programs = 1 if self.group == 1 else 3
+            runs.append(BackwardRun(*qkv, bias=bias_of(self.bias, *qkv[:2]), programs=programs, **kind))
         for run in runs:
             run.keep_bits()
         return runs
@@ -317,7 +319,13 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     },
     **{
         f"gradients, D={head_dim}, bias, {bias}": Backward(
-            head_dim=head_dim, lengths=BACKWARD_LENGTHS[like], causal=True, bias=bias
+            # At D=256 nothing but the channel of claims orders one claim after the next but one, where a key block has
+            # one step.
+            head_dim=head_dim,
+            lengths=BACKWARD_LENGTHS[like],
+            causal=True,
+            bias=bias,
+            group=1 if head_dim == 256 else 0,
         )
         # With rows of a bias each, row blocks are of 64 rows at D=64 too.
         for head_dim, bias, like in ((64, "a row each", 128), (64, "one row", 64), (256, "a row each", 256))
