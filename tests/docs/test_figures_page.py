@@ -200,6 +200,15 @@ def test_means_of_gradients():
     assert f"geometric mean is {mean('ours, deterministic', 'fa2, deterministic'):.2f}." in page
 
 
+def test_gradients_of_an_h100():
+    found = results_of_gradients("h100_gradients.json")
+    to_cudnn = {at: result["ours"]["ratio_to_cudnn"] for at, result in found.items()}
+    assert rows_below("backward.md", "| × cuDNN, H100 | 512") == by_mask_and_length(to_cudnn, 2)
+    page = (ROOT / "docs" / "backward.md").read_text(encoding="utf-8")
+    mean, lowest = geometric_mean(to_cudnn.values()), min(to_cudnn.values())
+    assert f"On an H100 the geometric mean is {mean:.2f}, the lowest point {lowest:.2f}" in page
+
+
 def test_costs_of_masks_in_the_readme():
     """At D=128 forward: over our own causal call, and over FlashAttention-4's time."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
