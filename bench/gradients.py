@@ -237,7 +237,7 @@ def host_microseconds() -> dict[str, float]:
             "forward, its launch alone": relaunching(forward),
             "forward, to be differentiated": partial(attention, *inputs, causal=True),
             "backward, called directly": backward,
-            "backward, its three launches alone": relaunching(backward),
+            "backward, its launches alone": relaunching(backward),
             "backward": calls["ours"],
             "backward of nothing": partial(
                 torch.autograd.grad, Nothing.apply(*inputs), inputs, dout, retain_graph=True

@@ -267,6 +267,11 @@ class SharedMemoryConsumer:
         return self.channel.slot(at.slot()), SharedMemoryConsumer(self.channel, at.next())
 
     @jit
+    def wait(self):
+        """Wait until the next slot is filled, and leave it there: `acquire` then passes at once. The end stays."""
+        self.channel.wait_until_filled(self.ring)
+
+    @jit
     def in_step_with(self, other):
         """This end where `other` is, the end of a ring of as many slots: for a role that acquires and releases both
         equally often, and so has to carry one position only."""

@@ -54,10 +54,10 @@ class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
     tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
     more, two, of which one waits for the other; or in a fixed order, for the last problem, three, of which the second
-    is waited for while it waits. With `sharers`, so many programs share the key blocks of the first problem. With
-    `group`, three programs also have the second problem, of so many query heads to a KV head instead of two. With a
-    group of one it is one program, whose key blocks have one step each. head_dim_v: None: as Q's. bias: as for
-    `bias_of`."""
+    is waited for while it waits. With `sharers`, so many programs share the key blocks of all problems. With `group`,
+    three programs also have the second problem, of so many query heads to a KV head instead of two. With a group of one
+    it is one program, whose key blocks have one step each; or one more than `sharers`. head_dim_v: None: as Q's. bias:
+    as for `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -88,7 +88,7 @@ class Backward:
         if self.group:
             q, kv = self.lengths[1]
             qkv = normal_qkv(heads=self.group, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
-            programs = 1 if self.group == 1 else 3
+            programs = self.sharers + 1 if self.group == 1 else 3
             runs.append(BackwardRun(*qkv, bias=bias_of(self.bias, *qkv[:2]), programs=programs, **kind))
         for run in runs:
             run.keep_bits()
@@ -287,10 +287,14 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
         f"gradients, D=128, {mask}, shared{order}": Backward(
             head_dim=128,
             # Full, the last key block is masked. Causal, one share has no row blocks, another several without a mask.
-            lengths=((512, 200 if mask == "full" else 256),),
+            # In any order, full, a problem with which a program may have two parts, see test_shares.py.
+            lengths=((512, 200), (768, 256))
+            if (mask, order) == ("full", "")
+            else ((512, 200 if mask == "full" else 256),),
             causal=mask == "causal",
             deterministic=bool(order),
             sharers=4 if order else 3,
+            group=1 if (mask, order) == ("full", "") else 0,
         )
         for mask in ("full", "causal")
         for order in ("", ", in order")

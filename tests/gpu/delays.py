@@ -11,7 +11,8 @@ import numpy as np
 
 from channels import tma
 from channels.compat import gl, jit
-from gluon_attn.kernels.hopper.backward import gradient, load, preprocess, reduce, work
+from gluon_attn.kernels.hopper.backward import finish, gradient, load, preprocess, reduce, work
+from gluon_attn.kernels.hopper.backward.finish import convert, start_piece, tell_done
 from gluon_attn.kernels.hopper.backward.gradient import hand_over, multiply
 from gluon_attn.kernels.hopper.backward.preprocess import init_all
 from gluon_attn.kernels.hopper.backward.shares import collect, hand_in
@@ -77,15 +78,33 @@ def late_hand_over(dq, dqs):
 
 
 @jit
-def late_hand_in(dk, dv, operands):
+def late_hand_in(dk, dv, part, operands):
     spin()
-    hand_in(dk, dv, operands)
+    hand_in(dk, dv, part, operands)
 
 
 @jit
-def late_collect(dk, dv, order, operands):
+def late_collect(dk, dv, part, order, operands):
     spin()
-    return collect(dk, dv, order, operands)
+    return collect(dk, dv, part, order, operands)
+
+
+@jit
+def late_tell_done(operands, order, keys):
+    spin()
+    tell_done(operands, order, keys)
+
+
+@jit
+def late_start_piece(to_fill, desc, coords, piece):
+    spin()
+    return start_piece(to_fill, desc, coords, piece)
+
+
+@jit
+def late_convert(sums, tile, scale):
+    spin()
+    convert(sums, tile, scale)
 
 
 @jit
@@ -133,7 +152,7 @@ LATE_ADDITIONS = tma_with(
     wait_stores_done=late_after_stores,
     wait_stores_but_newest_done=late_after_older_stores,
 )
-# By role: where it is, and what takes whose place there. `prepare` is the kernel before, `claim` is in all roles.
+# By role: where it is, and what takes whose place there. `prepare` is the kernel before, `claim` is in three roles.
 DELAYS: dict[str, tuple[types.ModuleType, dict[str, Any]]] = {
     "prepare": (preprocess, {"init_all": late_init}),
     "load": (load, {"tma": tma_with(load=late_load)}),
@@ -142,7 +161,8 @@ DELAYS: dict[str, tuple[types.ModuleType, dict[str, Any]]] = {
         gradient,
         {"multiply": late_multiply, "hand_over": late_hand_over, "hand_in": late_hand_in, "collect": late_collect},
     ),
-    "reduce": (reduce, {"tma": LATE_ADDITIONS}),
+    "reduce": (reduce, {"tma": LATE_ADDITIONS, "tell_done": late_tell_done}),
+    "finish": (finish, {"start_piece": late_start_piece, "convert": late_convert}),
 }
 
 

@@ -73,7 +73,7 @@ def add_dbias(dqs, operands, coords):
 @jit
 def add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS: gl.constexpr):
     """Who comes first is first; the others wait until it has stored. It is asked before dQ is there, so that asking
-    takes no time."""
+    takes no time. But not before the gradient role is sure to make it: see `collect`."""
     before = gl.atomic_cas(added, 0, BEGUN, sem="acquire")
     sums = Sums(add_dbias(sums.dqs, operands, dbias_coords), added, gl.to_tensor(1))
     for part in gl.static_range(PARTS):
@@ -164,6 +164,9 @@ def reduce_steps(wires, order, operands, DETERMINISTIC: gl.constexpr):
                 number = keys.key_blocks_before(block)
                 sums = add_in_order(sums, added, number, at_once, operands, coords, dbias_coords, PARTS)
             else:
+                if order.SHARES:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
+                    if step == 0:
+                        sums.dqs.wait()
                 sums = add_in_any_order(sums, added, operands, coords, dbias_coords, PARTS)
         if DETERMINISTIC:
             sums = sums.told()

@@ -4,8 +4,12 @@ that of the processors; or all, where there are fewer than processors.
 `shared` key blocks of `sharers` shares each are divided evenly into `sharers` parts, of `shared` shares in a row each,
 which programs claim as they claim key blocks. So a part ends one key block, or goes on with it, and perhaps begins the
 next. The beginning of the next is computed first. Whoever ends a key block adds up what the others have computed of its
-dK and dV, always in the same order. It waits for parts of a lower number only, and so for such that programs have begun
-which run. Those hand in before they wait for what others hand in.
+dK and dV, always in the same order. It waits for parts of a lower number only. These have been claimed by programs that
+run, and that hand in before they wait themselves.
+
+While the gradient role waits so, the reduce role may be at the program's next part. There it must not say that it is
+first to add to some rows: others would wait for that addition, and one of them may be who has not handed in yet. So it
+waits for the part's first dQ before it asks.
 """
 
 from gluon_attn.runtime.compat import aggregate, atomic_poll, constexpr_function, gl, jit
