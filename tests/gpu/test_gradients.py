@@ -340,7 +340,7 @@ def run_test(name: str) -> None:
 
 
 APART = Apart(
-    function="tests.gpu.test_gradients:run_test", group=lambda name: name.rpartition(",")[0] or name, processes=4
+    function="tests.gpu.test_gradients:run_test", group=lambda name: name.rpartition(",")[0] or name, processes=8
 )
 
 
