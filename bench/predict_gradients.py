@@ -155,7 +155,7 @@ def most_of_a_program(plan: BackwardPlan) -> tuple[float, float, float]:
         found[program] += item
         heapq.heappush(done, (busy + float(item[0]), program))
     if plan.shared:
-        found[: plan.sharers] += np.sum(whole_heads[-plan.shared :], axis=0) / plan.sharers
+        found[: plan.shared_parts] += np.sum(whole_heads[-plan.shared :], axis=0) / plan.shared_parts
     steps, masked, key_blocks = found[found[:, 0].argmax()]
     return float(steps), float(masked), float(key_blocks)
 

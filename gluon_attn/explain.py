@@ -392,7 +392,7 @@ def backward_launch_lines(plan: BackwardPlan) -> Iterator[str]:
     yield f"launch: {counted(plan.programs, 'program')}, for {counted(plan.key_blocks, 'key block')} of {config.keys}"
     yield f"  an item is {item}; it walks row blocks of {config.block_m}"
     if plan.shared:
-        yield f"  the last {plan.shared} key blocks are shared by {plan.sharers} programs"
+        yield f"  the last {plan.shared} key blocks are divided into {plan.shared_parts} parts"
     if len(config.launches) > 1:
         yield "  dV has a launch of its own, and then dK and dQ another, each of so many programs"
     if plan.finishes:

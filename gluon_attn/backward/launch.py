@@ -18,7 +18,7 @@ from ..kernels.hopper.backward.finish import COLUMNS, ROWS, SUM_ROWS, SWIZZLE
 from ..kernels.hopper.backward.kernel import attention_backward
 from ..kernels.hopper.backward.packed import list_key_blocks
 from ..kernels.hopper.backward.postprocess import finish_backward
-from ..kernels.hopper.backward.preprocess import MOST_SHARERS, prepare_backward
+from ..kernels.hopper.backward.preprocess import MOST_SHARED_PARTS, prepare_backward
 from ..kernels.hopper.backward.sinks import sum_sinks
 from ..runtime.compat import CompiledKernel
 from ..runtime.descriptors import Block, View
@@ -102,7 +102,7 @@ MAIN = Kernel(
     Scalar("last_heads"),
     Scalar("heads_at_once"),
     Scalar("shared"),
-    Scalar("sharers"),
+    Scalar("shared_parts"),
     Scalar("sequences"),
 )
 FINISH = Kernel(
@@ -315,10 +315,14 @@ def main_kernels(plan: BackwardPlan) -> dict[str, CompiledKernel]:
 
 def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of the memory that the launches hand on to each other: LSE in base 2 and delta, (B, H, 1, R), and
-    the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded; how many key
-    blocks have added to each row block, and how many items have been claimed, by launch, int32. If programs share key
-    blocks: dK and dV that each part hands in, (sharers, 2, KEYS, D) fp32, and which has, int32. Of packed sequences,
-    the list of key blocks, int32."""
+    the sums of dQ, (B, H, R D / 32, 32), fp32, with R queries, rounded up to whole blocks, and D padded.
+
+    int32: how many key blocks have added to each row block; how many items have been claimed, by launch. If the main
+    kernel makes dQ of its sums: how many key blocks of a KV head are done, (B, H), of which the first B Hkv are used.
+    Of packed sequences, the list of key blocks.
+
+    If programs share key blocks: dK and dV that each part hands in, (shared_parts, 2, KEYS, D) fp32, and which has,
+    int32."""
     problem, config = plan.problem, plan.config
     heads, statistics = (problem.batch, problem.heads), (1, plan.rows)
     head_dim, head_dim_v = padded_head_dims(problem.head_dim, problem.head_dim_v)
@@ -331,8 +335,8 @@ def workspaces(plan: BackwardPlan) -> dict[str, tuple[tuple[int, ...], torch.dty
         "claimed": ((2,), torch.int32),
     }
     if plan.shared:
-        found["handed_in"] = ((plan.sharers, config.keys, head_dim + head_dim_v), torch.float32)
-        found["has_handed_in"] = ((MOST_SHARERS.value,), torch.int32)
+        found["handed_in"] = ((plan.shared_parts, config.keys, head_dim + head_dim_v), torch.float32)
+        found["has_handed_in"] = ((MOST_SHARED_PARTS.value,), torch.int32)
     if plan.finishes:
         found["done"] = (heads, torch.int32)
     if problem.sequences is not None:
@@ -366,7 +370,7 @@ def backward_launches_of(
     if plan.finishes:
         given = given | OF_PIECES
     scale = {"scale": problem.scale}
-    order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers")}
+    order = {n: getattr(plan, n) for n in ("blocks_per_item", "last_heads", "heads_at_once", "shared", "shared_parts")}
     numbers = scale | order | count | {"scale_log2": plan.scale_log2}
     launch_of = {
         "list": partial(Launch, programs=plan.list_programs, views={}, scalars=plan.list_numbers),

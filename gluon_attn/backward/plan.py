@@ -8,7 +8,7 @@ from ..device import Device
 from ..forward.plan import LARGEST_LENGTH, LARGEST_PACKED, pairs_even_out
 from ..kernels.common.mask import Mask
 from ..kernels.common.packed import CANDIDATES
-from ..kernels.hopper.backward.preprocess import MOST_SHARERS
+from ..kernels.hopper.backward.preprocess import MOST_SHARED_PARTS
 from ..problem import Problem
 from .configs import HopperBackward
 from .table import padded_head_dims
@@ -42,7 +42,7 @@ class BackwardPlan:
     heads_at_once: of how many of those one key block follows the other.
     shared: key blocks, the last ones, that programs share: those that are left where the others go into the number of
         processors; or all, where there are fewer than processors.
-    sharers: parts that these are divided into.
+    shared_parts: parts that these are divided into.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     finishes: see the function.
     """
@@ -54,7 +54,7 @@ class BackwardPlan:
     last_heads: int
     heads_at_once: int
     shared: int
-    sharers: int
+    shared_parts: int
     row_programs: int
     deterministic: bool
     arch: int
@@ -62,8 +62,10 @@ class BackwardPlan:
 
     def __post_init__(self) -> None:
         """Shared key blocks are nobody's if no program shares them: dK and dV would not be written."""
-        if self.shared and self.sharers <= self.shared:
-            raise ValueError(f"{self.sharers=} parts must be more than the {self.shared=} key blocks that they are of")
+        if self.shared and self.shared_parts <= self.shared:
+            raise ValueError(
+                f"{self.shared_parts=} parts must be more than the {self.shared=} key blocks that they are of"
+            )
 
     @property
     def key_blocks(self) -> int:
@@ -151,11 +153,11 @@ class BackwardPlan:
         blocks_per_item = 2 if uneven and not deterministic and key_blocks > device.sm_count else 1
         items_of_head = -(-of_head // blocks_per_item)
         items = problem.batch * problem.kv_heads * items_of_head
-        shared, sharers = shares_of(problem, config, device, key_blocks, uneven, deterministic)
+        shared, shared_parts = shares_of(problem, config, device, key_blocks, uneven, deterministic)
         head_dims = padded_head_dims(problem.head_dim, problem.head_dim_v)
         programs = min(device.sm_count, items)
         if shared:
-            programs = max(sharers, min(programs, device.sm_count))
+            programs = max(shared_parts, min(programs, device.sm_count))
             last_heads = heads_at_once = 0
         elif deterministic:
             last_heads, heads_at_once = problem.batch * problem.kv_heads, heads_in_order(problem, device, of_head)
@@ -171,7 +173,7 @@ class BackwardPlan:
             last_heads=last_heads,
             heads_at_once=max(1, heads_at_once),
             shared=shared,
-            sharers=sharers,
+            shared_parts=shared_parts,
             row_programs=row_programs,
             deterministic=deterministic,
             arch=device.arch,
@@ -191,7 +193,7 @@ class BackwardPlan:
             last_heads=0,
             heads_at_once=heads_in_order(problem, device, None) if deterministic else 1,
             shared=0,
-            sharers=0,
+            shared_parts=0,
             row_programs=problem.heads * blocks_of(problem, problem.q_len, config.block_m),
             deterministic=deterministic,
             arch=device.arch,
@@ -275,10 +277,10 @@ def shares_of(
         seen = problem.mask.keys_seen(0, problem.q_len - 1, problem.q_len, problem.kv_len)
         some = range((problem.kv_len - seen) // config.keys, -(-problem.kv_len // config.keys))
         row_blocks = max(row_blocks_of(problem, config, index) for index in some[:: -(-len(some) // 64)])
-    sharers = min(device.sm_count, MOST_SHARERS.value, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
+    shared_parts = min(device.sm_count, MOST_SHARED_PARTS.value, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
     if deterministic and shared:  # each part has shares of one key block, or it could wait for itself
-        sharers -= sharers % shared
+        shared_parts -= shared_parts % shared
     steps = row_blocks * (problem.heads // problem.kv_heads)
-    if sharers <= shared or steps * (sharers - shared) < LEAST_SAVED * sharers:
+    if shared_parts <= shared or steps * (shared_parts - shared) < LEAST_SAVED * shared_parts:
         return 0, 0
-    return shared, sharers
+    return shared, shared_parts

@@ -138,7 +138,7 @@ class BackwardRun:
         plan = BackwardPlan.of(problem, config, device, deterministic=deterministic)
         if which == "after":
             plan = dataclasses.replace(plan, finishes=False)
-        self.sharers, self.finishes = plan.sharers, plan.finishes
+        self.shared_parts, self.finishes = plan.shared_parts, plan.finishes
         self.target = f"sm_{plan.arch}a"
         out, lse = reference_attention(q, k, v, causal=causal, bias=bias)
         self.grads = [torch.empty_like(t) for t in (q, k, v)]

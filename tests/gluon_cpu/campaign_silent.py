@@ -68,14 +68,16 @@ def schedules(seeds: Iterable[int], policies: Iterable[str]) -> Iterator[gluon_c
 
 
 def checked_once(
-    run: Run | BackwardRun | FeatureRun | FeatureBackwardRun, numbers: Callable[[], Iterable[torch.Tensor]]
+    run: Run | BackwardRun | FeatureRun | FeatureBackwardRun,
+    numbers: Callable[[], Iterable[torch.Tensor]],
+    **kept: Any,
 ) -> Twin:
-    """The numbers of the first run are compared with float64."""
+    """The numbers of the first run are compared with float64. kept: options of each run."""
     checked = False
 
     def launched(**options: Any) -> list[torch.Tensor]:
         nonlocal checked
-        run(**options)
+        run(**kept, **options)
         if not checked:
             run.check()
             checked = True
@@ -123,8 +125,21 @@ def of_shared(head_dim: int, causal: bool, deterministic: bool, config: HopperBa
     q_len, kv_len, *programs = SHARED[head_dim]
     qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, **columns_of(head_dim))
     run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=programs[deterministic], config=config)
-    assert run.sharers == programs[deterministic]
+    assert run.shared_parts == programs[deterministic]
     return checked_once(run, run.bits)
+
+
+# Head dim: queries, keys, of two key blocks that are in four parts.
+IN_FOUR_PARTS = {64: (1536, 256), 128: (768, 256), 192: (768, 256), 256: (768, 128)}
+
+
+def of_several_parts(head_dim: int, deterministic: bool) -> Twin:
+    """Two programs run at a time: so each claims two parts, or one of them three."""
+    q_len, kv_len = IN_FOUR_PARTS[head_dim]
+    qkv = normal_qkv(heads=1, kv_heads=1, q_len=q_len, kv_len=kv_len, **columns_of(head_dim))
+    run = BackwardRun(*qkv, causal=False, deterministic=deterministic, programs=4)
+    assert run.shared_parts == 4
+    return checked_once(run, run.bits, resident=2)
 
 
 def of_bias(head_dim: int, kind: str) -> Twin:
@@ -205,7 +220,7 @@ def of_gradients_with_feature(name: str, head_dim: int, deterministic: bool, sha
     q_len, kv_len, *programs = SHARED[head_dim] if shared else (*FOUR_KEY_BLOCKS[head_dim], 2, 2)
     call = FeatureCall(name, (q_len, kv_len), heads=2, kv_heads=1, head_dim=head_dim)
     run = FeatureBackwardRun(call, deterministic=deterministic, programs=programs[deterministic])
-    assert run.sharers == (programs[deterministic] if shared else 0)
+    assert run.shared_parts == (programs[deterministic] if shared else 0)
     return checked_once(run, run.bits)
 
 
@@ -252,6 +267,9 @@ def gradients() -> dict[str, Callable[[], Twin]]:
     ):
         kind = f"{'causal' if causal else 'full'}{' in order' if deterministic else ''}{name}{of_row}"
         found[f"gradients D={head_dim} {kind}"] = functools.partial(of_kind, head_dim, causal, deterministic, config)
+    for head_dim, deterministic in itertools.product(IN_FOUR_PARTS, (False, True)):
+        name = f"gradients D={head_dim} full{' in order' * deterministic}, several parts"
+        found[name] = functools.partial(of_several_parts, head_dim, deterministic)
     return found
 
 

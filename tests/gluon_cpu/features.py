@@ -296,7 +296,7 @@ class FeatureBackwardRun:
         problem = problem_of(q, k, v, call.extras, call.options)
         plan = BackwardPlan.of(problem, config or pick_config(problem), device, deterministic=deterministic)
         assert len(plan.config.launches) == 1
-        self.sharers, self.finishes = plan.sharers, plan.finishes
+        self.shared_parts, self.finishes = plan.shared_parts, plan.finishes
         self.target = f"sm_{plan.arch}a"
         out, lse = call.reference(q, k, v)
         self.dout = normal_like(out)

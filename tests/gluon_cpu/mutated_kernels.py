@@ -54,10 +54,10 @@ class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
     tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
     more, two, of which one waits for the other; or in a fixed order, for the last problem, three, of which the second
-    is waited for while it waits. With `sharers`, so many programs share the key blocks of all problems. With `group`,
-    three programs also have the second problem, of so many query heads to a KV head instead of two. With a group of one
-    it is one program, whose key blocks have one step each; or one more than `sharers`. head_dim_v: None: as Q's. bias:
-    as for `bias_of`."""
+    is waited for while it waits. With `shared_parts`, so many programs share the key blocks of all problems. With
+    `group`, three programs also have the second problem, of so many query heads to a KV head instead of two. With a
+    group of one it is one program, whose key blocks have one step each; or one more than `shared_parts`. head_dim_v:
+    None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -65,7 +65,7 @@ class Backward:
     causal: bool = False
     deterministic: bool = False
     which: str = "main"
-    sharers: int = 0
+    shared_parts: int = 0
     bias: str = ""
     group: int = 0
 
@@ -78,17 +78,17 @@ class Backward:
         kind: dict[str, Any] = {"causal": self.causal, "deterministic": self.deterministic, "which": self.which}
         biases = [bias_of(self.bias, *qkv[:2]) for qkv in inputs]
         runs = [
-            BackwardRun(*qkv, bias=bias, programs=self.sharers or 1, **kind)
+            BackwardRun(*qkv, bias=bias, programs=self.shared_parts or 1, **kind)
             for qkv, bias in zip(inputs, biases, strict=True)
         ]
-        assert all(run.sharers == self.sharers for run in runs)
-        if self.which not in ("before", "after") and not self.sharers:
+        assert all(run.shared_parts == self.shared_parts for run in runs)
+        if self.which not in ("before", "after") and not self.shared_parts:
             which, programs = (-1, 3) if self.deterministic else (0, 2)
             runs.insert(0, BackwardRun(*inputs[which], bias=biases[which], programs=programs, **kind))
         if self.group:
             q, kv = self.lengths[1]
             qkv = normal_qkv(heads=self.group, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
-            programs = self.sharers + 1 if self.group == 1 else 3
+            programs = self.shared_parts + 1 if self.group == 1 else 3
             runs.append(BackwardRun(*qkv, bias=bias_of(self.bias, *qkv[:2]), programs=programs, **kind))
         for run in runs:
             run.keep_bits()
@@ -137,7 +137,7 @@ class FeaturedBackward:
             call = FeatureCall(self.feature, self.lengths[-1], heads=self.group, kv_heads=1, head_dim=self.head_dim)
             programs.insert(0, (call, 3))  # which finds most, in few steps
         runs = [FeatureBackwardRun(call, deterministic=self.deterministic, programs=n) for call, n in programs]
-        assert not any(run.sharers for run in runs)
+        assert not any(run.shared_parts for run in runs)
         for run in runs:
             run.keep_bits()
         return runs
@@ -293,7 +293,7 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
             else ((512, 200 if mask == "full" else 256),),
             causal=mask == "causal",
             deterministic=bool(order),
-            sharers=4 if order else 3,
+            shared_parts=4 if order else 3,
             group=1 if (mask, order) == ("full", "") else 0,
         )
         for mask in ("full", "causal")
@@ -317,7 +317,7 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     },
     **{
         f"gradients, D=192/128, {which}, full, shared": Backward(
-            head_dim=192, head_dim_v=128, lengths=((512, 200),), sharers=3, which=which
+            head_dim=192, head_dim_v=128, lengths=((512, 200),), shared_parts=3, which=which
         )
         for which in ("dv", "main")
     },

@@ -69,7 +69,7 @@ def test_programs(fields, programs, blocks_per_item):
 
 
 @pytest.mark.parametrize(
-    ("fields", "shared", "sharers"),
+    ("fields", "shared", "shared_parts"),
     [
         ({"batch": 1}, 0, 0),  # 128 key blocks: a processor for each, and 4 are too few to help
         ({}, 0, 0),  # 256: two rounds, but for 8
@@ -84,12 +84,12 @@ def test_programs(fields, programs, blocks_per_item):
         ({"batch": 1, "heads": 1, "kv_heads": 1, "kv_len": 100, "q_len": 2**14}, 1, 64),
     ],
 )
-def test_shares_fill_the_card(fields, shared, sharers):
+def test_shares_fill_the_card(fields, shared, shared_parts):
     plan = plan_of(**fields)
-    assert (plan.shared, plan.sharers) == (shared, sharers)
+    assert (plan.shared, plan.shared_parts) == (shared, shared_parts)
     assert ("handed_in" in workspaces(plan)) == (shared > 0)
     if shared == plan.key_blocks:
-        assert plan.programs == sharers
+        assert plan.programs == shared_parts
     assert shared == 0 or (plan.last_heads, plan.blocks_per_item) == (0, 1)
 
 
@@ -103,7 +103,7 @@ def test_shared_key_blocks_are_somebodys():
         heads = {"batch": rng.choice([1, 5]), "kv_heads": kv_heads, "heads": kv_heads * rng.choice([1, 4])}
         fields = sizes | heads | rng.choice(limits) | {"causal": rng.random() < 0.7, "head_dim": rng.choice([64, 128])}
         plan = plan_of(deterministic=rng.random() < 0.3, **fields)
-        assert plan.shared < plan.sharers or plan.shared == plan.sharers == 0, fields
+        assert plan.shared < plan.shared_parts or plan.shared == plan.shared_parts == 0, fields
         are_shared += plan.shared > 0
     assert are_shared > 200
 
@@ -112,14 +112,16 @@ def test_how_many_row_blocks_see_the_last_of_many_key_blocks():
     """All of the queries are in one chunk, with the last 32 of 4096 key blocks, of which 4 have no processor."""
     fields: dict[str, Any] = {"batch": 1, "heads": 8, "kv_heads": 1, "causal": True, "chunk": 4096}
     plan = plan_of(**fields, q_len=4096, kv_len=2**19)
-    assert (plan.key_blocks, plan.shared, plan.sharers) == (4096, 4, 64)
+    assert (plan.key_blocks, plan.shared, plan.shared_parts) == (4096, 4, 64)
 
 
 def test_a_plan_in_which_nobody_shares_is_refused():
     plan = plan_of(batch=1, kv_len=100)
-    for sharers in (0, 16):
-        with pytest.raises(ValueError, match=r"self.sharers=\d+ parts must be more than the self.shared=16 key blocks"):
-            dataclasses.replace(plan, sharers=sharers)
+    for shared_parts in (0, 16):
+        with pytest.raises(
+            ValueError, match=r"self.shared_parts=\d+ parts must be more than the self.shared=16 key blocks"
+        ):
+            dataclasses.replace(plan, shared_parts=shared_parts)
 
 
 @pytest.mark.parametrize("sm_count", [132, 7])

@@ -21,7 +21,7 @@ def test_who_waits_for_a_part_holds_nobody_up(case):
     head_dim, heads, q_len, kv_len, parts, schedules = CASES[case]
     qkv = normal_qkv(heads=heads, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=torch.float16)
     run = BackwardRun(*qkv, causal=False, deterministic=False, programs=4)
-    assert run.sharers == parts
+    assert run.shared_parts == parts
     for resident, seed in schedules:
         run(mode="lowered", resident=resident, schedule=gluon_cpu.Schedule("pct", seed=seed))
     run.check(case)

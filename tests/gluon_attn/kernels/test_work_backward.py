@@ -156,14 +156,16 @@ def note_steps(claims, order, steps, tasks):
         work = work.next()
 
 
-@jit(do_not_specialize=["shared", "sharers"])
-def note_shares(steps, tasks, claimed, q_desc, k_desc, shared, sharers, MASK: gl.constexpr, ROTATED: gl.constexpr):
+@jit(do_not_specialize=["shared", "shared_parts"])
+def note_shares(steps, tasks, claimed, q_desc, k_desc, shared, shared_parts, MASK: gl.constexpr, ROTATED: gl.constexpr):
     """At [batch, query head, key block, row block]: add to steps 10000 * the part + 1000, and 1 if it is the second
     thing that the part does. At [part, 0 or 1] of tasks, three to each: the key block, if it is shared, and from which
     share to which the part has."""
     one, none = gl.to_tensor(1), gl.to_tensor(0)
     aux = (none, none, none, none)
-    order = order_of(q_desc, k_desc, one, none, one, shared, sharers, aux, (None,), claimed, MASK, True, ROTATED, None)
+    order = order_of(
+        q_desc, k_desc, one, none, one, shared, shared_parts, aux, (None,), claimed, MASK, True, ROTATED, None
+    )
     claims = alloc_claims(CONSUMERS=1)
     init_all((claims,))
     gl.warp_specialize([(note_steps, (claims, order, steps, tasks)), (claim, (claims, order))], [1], [24])
@@ -174,24 +176,24 @@ ROW_BLOCKS = 11
 
 
 def shares_walked(
-    programs: int, key_blocks: int, shared: int, sharers: int, mask: Mask, rotated: bool
+    programs: int, key_blocks: int, shared: int, shared_parts: int, mask: Mask, rotated: bool
 ) -> tuple[torch.Tensor, list[list[tuple[int, int, int]]]]:
     """At [query head of all batches, key block, row block]: what `note_shares` adds there; and of each part what it
     does."""
     steps = torch.zeros(HEADS * GROUP, key_blocks, ROW_BLOCKS, dtype=torch.int32)
-    tasks = torch.full((sharers, 2, 3), -1, dtype=torch.int32)
+    tasks = torch.full((shared_parts, 2, 3), -1, dtype=torch.int32)
     claimed = torch.zeros(1, dtype=torch.int32)
     q = torch.zeros(BATCH, KV_HEADS * GROUP, ROW_BLOCKS * BLOCK_M - 3, 16, dtype=torch.bfloat16)
     k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)
     descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, KEYS, 16])
     with gluon_cpu.machine():
-        note_shares[(programs,)](steps, tasks, claimed, *descriptors, shared, sharers, mask, rotated, num_warps=4)
+        note_shares[(programs,)](steps, tasks, claimed, *descriptors, shared, shared_parts, mask, rotated, num_warps=4)
     whole = HEADS * key_blocks - shared
-    assert claimed == whole + sharers + programs, "each program claims until nothing is left"
+    assert claimed == whole + shared_parts + programs, "each program claims until nothing is left"
     return steps, [[(b, i, j) for b, i, j in of_one if b >= 0] for of_one in tasks.tolist()]
 
 
-SHARED = {  # programs, key blocks of a head, shared, sharers
+SHARED = {  # programs, key blocks of a head, shared, shared_parts
     "three of six, in halves": (6, 1, 6, 12),
     "all, by a few more": (7, 1, 6, 7),
     "all, each by many": (20, 1, 6, 20),
@@ -206,9 +208,9 @@ SHARED = {  # programs, key blocks of a head, shared, sharers
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("case", SHARED)
 def test_shares_are_even_and_whoever_ends_a_key_block_knows_who_began_it(case, causal):
-    programs, key_blocks, shared, sharers = SHARED[case]
-    programs = max(programs, sharers)
-    steps, tasks = shares_walked(programs, key_blocks, shared, sharers, Mask(causal=causal), rotated=True)
+    programs, key_blocks, shared, shared_parts = SHARED[case]
+    programs = max(programs, shared_parts)
+    steps, tasks = shares_walked(programs, key_blocks, shared, shared_parts, Mask(causal=causal), rotated=True)
     first_row = [0] * key_blocks
     if causal:
         shift = key_blocks * KEYS - 5 - (ROW_BLOCKS * BLOCK_M - 3)
@@ -223,15 +225,15 @@ def test_shares_are_even_and_whoever_ends_a_key_block_knows_who_began_it(case, c
         assert len(mine) in (1, 2)
         assert sum(end - first for _, first, end in mine) == shared
         for block, _, end in mine:
-            if end < sharers:
+            if end < shared_parts:
                 handed_in.setdefault(block, []).append(part)
-    assert all(sum(end < sharers for *_, end in mine) <= 1 for mine in tasks), "a part has room to hand in once"
+    assert all(sum(end < shared_parts for *_, end in mine) <= 1 for mine in tasks), "a part has room to hand in once"
     for part, mine in enumerate(tasks):
         for nth, (block, first, end) in enumerate(mine):
-            if end == sharers:
+            if end == shared_parts:
                 assert nth == len(mine) - 1, "it has handed in before it waits"
                 number = block - (HEADS * key_blocks - shared)
-                begun = number * sharers // shared
+                begun = number * shared_parts // shared
                 assert handed_in.get(block, []) == list(range(begun, part)), "all of a lower number"
                 assert (first == 0) == (begun == part)
 
@@ -247,7 +249,7 @@ def test_in_order_who_shares_has_one_task_and_waits_for_lower_numbers(processors
             continue
         sharing += 1
         mask = Mask(causal=causal)
-        steps, tasks = shares_walked(plan.programs, key_blocks, plan.shared, plan.sharers, mask, rotated=False)
+        steps, tasks = shares_walked(plan.programs, key_blocks, plan.shared, plan.shared_parts, mask, rotated=False)
         assert all(len(mine) == 1 for mine in tasks)
         for index in range(1, key_blocks):
             walked = steps[:, index] > 0

@@ -70,7 +70,7 @@ def tell_done(operands, order, keys):
     tma.wait_stores_done()
     head = keys.kv_head if keys.sequence.PACKED else keys.batch * order.kv_heads + keys.kv_head
     if order.SHARES:
-        number = gl.where(keys.shares > 1, keys.share_end - keys.share_first, order.sharers)
+        number = gl.where(keys.shares > 1, keys.share_end - keys.share_first, order.shared_parts)
     else:
         number = 1
     gl.atomic_add(operands.finished[0].done + head, number, sem="release")
@@ -80,7 +80,7 @@ def tell_done(operands, order, keys):
 def wait_until_done(kv_head, order, finished):
     """Until all key blocks of a KV head, counted in all batches, have added what they add."""
     if order.SHARES:  # as many shares to each
-        number = order.key_blocks * order.sharers
+        number = order.key_blocks * order.shared_parts
     elif order.records[0] is None:
         number = order.key_blocks
     else:

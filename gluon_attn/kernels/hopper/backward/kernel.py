@@ -14,7 +14,7 @@ from .wires import alloc_wires
 from .work import order_of
 
 
-@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_at_once", "shared", "sharers", "sequences"])
+@jit(do_not_specialize=["blocks_per_item", "last_heads", "heads_at_once", "shared", "shared_parts", "sequences"])
 def attention_backward(
     q_desc,  # (B, H, Sq, D), blocks [1, 1, BLOCK_M, D]
     k_desc,  # (B, Hkv, Sk, D), blocks [1, 1, KEYS, D]
@@ -33,15 +33,15 @@ def attention_backward(
     dq_pieces_desc,  # as q_desc, blocks [1, 1, ROWS, COLUMNS]: dQ, if this kernel makes it of its sums; or None
     sum_pieces_desc,  # as dq_desc, blocks [1, 1, SUM_ROWS, 32], likewise
     added_ptr,  # (B, H, blocks) int32: how many key blocks have added to a row block's dQ, or at least one
-    handed_in_ptr,  # (sharers, 2, KEYS, D) fp32: dK and dV of key blocks that another program ends; None: shared is 0
-    has_handed_in_ptr,  # (sharers) int32, or more: 1 once they are there; None: shared is 0
+    handed_in_ptr,  # (shared_parts, 2, KEYS, D) fp32: dK and dV of key blocks that another part ends; None: shared is 0
+    has_handed_in_ptr,  # (shared_parts) int32, or more: 1 once they are there; None: shared is 0
     dbias_ptr,  # (B or 1, H or 1, 1, Sk) fp32, contiguous, likewise of a bias that queries have in common; or None
     aux0_ptr,  # what SCORE_MOD reads; None where it reads less
     aux1_ptr,
     aux2_ptr,
     aux3_ptr,
     records_ptr,  # of packed sequences the key blocks, see packed.py; None: all have the descriptors' lengths
-    done_ptr,  # (B, H) int32, 0 before, likewise: of how many key blocks of a KV head all has been added
+    done_ptr,  # (B, Hkv) int32, 0 before, likewise: of how many key blocks of a KV head all has been added
     cu_q_ptr,  # likewise, as `prepare_backward` has it
     claimed_ptr,  # (2,) int32, 0 before: how many items programs have claimed, by launch
     scale_log2,  # softmax scale times log2(e)
@@ -49,8 +49,8 @@ def attention_backward(
     blocks_per_item,  # 1, or 2 for a key block that many queries see with one that few do
     last_heads,  # KV heads of which an item is one key block
     heads_at_once,  # of how many of these one key block follows the other
-    shared,  # key blocks, the last ones, that programs share
-    sharers,  # parts that these are divided into
+    shared,  # key blocks, the last ones, that are in parts
+    shared_parts,  # parts that these are divided into
     sequences,  # that are packed
     MASK: gl.constexpr,  # a Mask
     SCORE_MOD: gl.constexpr,  # a ScoreFunction, or None
@@ -87,7 +87,7 @@ def attention_backward(
         last_heads,
         heads_at_once,
         shared,
-        sharers,
+        shared_parts,
         (aux0_ptr, aux1_ptr, aux2_ptr, aux3_ptr),
         (records_ptr,),
         claimed_ptr + (0 if CONFIG.has_dv else 1),

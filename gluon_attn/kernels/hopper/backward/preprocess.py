@@ -7,7 +7,7 @@ from ...common.score_mod import LOG2_E
 from ...common.sequence import RowBlock, query_coords, whole_sequence
 from .packed import queries_of_block, row_blocks_of
 
-MOST_SHARERS = gl.constexpr(256)  # programs at most that share key blocks
+MOST_SHARED_PARTS = gl.constexpr(256)  # programs at most that share key blocks
 
 
 @jit(do_not_specialize=["sets_zero", "sequences"])
@@ -20,9 +20,9 @@ def prepare_backward(
     delta_ptr,  # as lse_log2_ptr
     dq_ptr,  # (B, H, R * D / 32, 32) fp32, contiguous: set to 0 if sets_zero
     added_ptr,  # (B, H, blocks) int32, contiguous, to be set to 0: nobody has added to a row block's dQ
-    has_handed_in_ptr,  # (MOST_SHARERS) int32, to be set to 0; or None
+    has_handed_in_ptr,  # (MOST_SHARED_PARTS) int32, to be set to 0; or None
     claimed_ptr,  # (2,) int32, to be set to 0
-    done_ptr,  # (B, H) int32, to be set to 0; or None
+    done_ptr,  # (B, H) int32, of which B Hkv are used, to be set to 0; or None
     cu_q_ptr,  # of packed sequences, as `list_key_blocks` has it; else None
     sets_zero,  # 1 if there are row blocks that see no key, to whose dQ nobody will add
     sequences,  # that are packed
@@ -69,7 +69,7 @@ def prepare_backward(
         gl.store(claimed_ptr + 1, 0)
     if has_handed_in_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike the next
         if gl.program_id(0) == 0:
-            each = gl.arange(0, MOST_SHARERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+            each = gl.arange(0, MOST_SHARED_PARTS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
             gl.store(has_handed_in_ptr + each, gl.zeros_like(each))
     if sets_zero:
         PIECES: gl.constexpr = DQ[0]

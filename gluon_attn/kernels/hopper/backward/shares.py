@@ -1,8 +1,8 @@
 """Key blocks that programs share, so that all of them end together: the last ones, where their number does not go into
 that of the processors; or all, where there are fewer than processors.
 
-`shared` key blocks of `sharers` shares each are divided evenly into `sharers` parts, of `shared` shares in a row each,
-which programs claim as they claim key blocks. So a part ends one key block, or goes on with it, and perhaps begins the
+`shared` key blocks of `shared_parts` shares each are divided evenly into `shared_parts` parts: `shared` shares in a row.
+Programs claim these as they claim key blocks. So a part ends one key block, or goes on with it, and perhaps begins the
 next. The beginning of the next is computed first. Whoever ends a key block adds up what the others have computed of its
 dK and dV, always in the same order. It waits for parts of a lower number only. These have been claimed by programs that
 run, and that hand in before they wait themselves.
@@ -30,7 +30,7 @@ class Share:
 @jit
 def share_of(part, order):
     at = part * order.shared
-    shares = gl.maximum(order.sharers, 1)
+    shares = gl.maximum(order.shared_parts, 1)
     first = at % shares
     end = first + order.shared
     return Share(at // shares, first, gl.minimum(end, shares), gl.maximum(end - shares, 0))
@@ -81,7 +81,7 @@ def collect(dk, dv, part, order, operands):
     sums, done = operands.handed_in
     PIECES: gl.constexpr = pieces_handed_in(operands)
     D: gl.constexpr = operands.k.block_shape[-1]
-    first = share_of(part, order).block * order.sharers // order.shared  # the part that begins the key block
+    first = share_of(part, order).block * order.shared_parts // order.shared  # the part that begins the key block
     for other in range(first, part):
         atomic_poll(done + other, told(dv), sem="acquire")
         gl.barrier()  # one thread has waited for all

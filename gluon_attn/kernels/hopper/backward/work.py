@@ -21,8 +21,8 @@ class Order:
     Programs claim items, one after the other: who is free has the next. So those that begin together with the keys of a
     head go on together, and what one reads the others find in L2.
 
-    Or the `shared` last key blocks, fewer than programs, are divided evenly into `sharers` parts, see shares.py. Each
-    of these is an item.
+    Or the `shared` last key blocks, fewer than programs, are divided evenly into `shared_parts` parts. Each of these is
+    an item, see shares.py.
 
     int32 scalars.
     """
@@ -39,7 +39,7 @@ class Order:
     heads_at_once: gl.tensor
     all_heads: gl.tensor  # KV heads of all batches
     shared: gl.tensor  # key blocks that programs share; 0, or last_heads is 0 and blocks_per_item 1
-    sharers: gl.tensor  # parts that these are divided into, more than shared; 0 if none is
+    shared_parts: gl.tensor  # parts that these are divided into, more than shared; 0 if none is
     KEYS: gl.constexpr
     BLOCK_M: gl.constexpr
     MASK: gl.constexpr  # a Mask
@@ -83,7 +83,7 @@ def order_of(
     last_heads,
     heads_at_once,
     shared,
-    sharers,
+    shared_parts,
     aux,
     records,
     claimed,
@@ -111,7 +111,7 @@ def order_of(
         heads_at_once=heads_at_once,
         all_heads=all_heads,
         shared=shared,
-        sharers=sharers,
+        shared_parts=shared_parts,
         KEYS=KEYS,
         BLOCK_M=q_desc.block_shape[-2],
         MASK=MASK,
@@ -136,7 +136,7 @@ class Work:
     @jit
     def is_left(self):
         order = self.order
-        return self.item < order.items + order.last_heads * order.key_blocks + order.sharers
+        return self.item < order.items + order.last_heads * order.key_blocks + order.shared_parts
 
     @jit
     def keys(self):
@@ -148,7 +148,7 @@ class Work:
             block = self.item
             if place >= 0:
                 share = share_of(place, order)
-                part, shares = place, order.sharers
+                part, shares = place, order.shared_parts
                 block = order.items + share.block + gl.where(self.at_second, 0, 1)
                 share_first = gl.where(self.at_second, share.first, 0)
                 share_end = gl.where(self.at_second, share.end, share.of_next)
