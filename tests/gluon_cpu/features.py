@@ -188,7 +188,7 @@ class FeatureCall:
 
     def __init__(
         self,
-        name: str,
+        feature: str | Feature,
         lengths: tuple[int, int],
         *,
         heads: int = HEADS,
@@ -196,8 +196,9 @@ class FeatureCall:
         head_dim: int = 64,
         dtype: torch.dtype = torch.float16,
     ) -> None:
-        """lengths: Sq, Sk; packed: of all sequences together."""
-        feature = FEATURES[name]
+        """feature: of FEATURES by its name, or one's own. lengths: Sq, Sk; packed: of all sequences together."""
+        if isinstance(feature, str):
+            feature = FEATURES[feature]
         asked = feature.asked(lengths, heads)
         options, extras = dict(asked.options), dict(asked.extras)
         q, k, v = normal_qkv(
