@@ -148,14 +148,14 @@ def most_of_a_program(plan: BackwardPlan) -> tuple[float, float, float]:
     while left > 0:
         order += [one for one in costs for _ in range(min(left, plan.heads_at_once))]
         left -= plan.heads_at_once
+    if plan.shared:
+        order += [np.sum(whole_heads[-plan.shared :], axis=0) / plan.shared_parts] * plan.shared_parts
     done = [(0.0, i) for i in range(plan.programs)]
     found = np.zeros((plan.programs, 3))
     for item in order:
         busy, program = heapq.heappop(done)
         found[program] += item
         heapq.heappush(done, (busy + float(item[0]), program))
-    if plan.shared:
-        found[: plan.shared_parts] += np.sum(whole_heads[-plan.shared :], axis=0) / plan.shared_parts
     steps, masked, key_blocks = found[found[:, 0].argmax()]
     return float(steps), float(masked), float(key_blocks)
 

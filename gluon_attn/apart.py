@@ -140,7 +140,7 @@ def main(function: str, results: str, item_seconds: str) -> None:
             verdict, text = "passed", ""
             try:
                 run(name)
-                synchronize()
+                settle()
             except Skipped as skipped:
                 verdict, text = "skipped", str(skipped)
             except Exception:  # whatever it is, it is this item's verdict, and its traceback is shown with the failure
@@ -152,8 +152,9 @@ def main(function: str, results: str, item_seconds: str) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def synchronize() -> None:
-    """Also gives the card back what memory an item is done with, which other processes may want."""
+def settle() -> None:
+    """Wait for what the card still does for an item, and give back the memory that it is done with: other processes
+    may want it."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -161,7 +162,7 @@ def synchronize() -> None:
 
 def context_alive() -> bool:
     try:
-        synchronize()
+        settle()
     except RuntimeError:
         return False
     return True

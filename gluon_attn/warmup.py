@@ -408,7 +408,9 @@ def backward_jobs(
         how = ", fixed order" * deterministic + ", shared key blocks" * shared + of_row
         how += ", summed over a bias" * (bias is not None and features.of_bias and bias.sums_gradient)
         for step in backward_choices(features, *choices).steps:
-            name = f"main, {step}" * (len(config.launches) > 1) or "main" if step in GRADS else step
+            name = step
+            if step in GRADS:
+                name = "main" if len(config.launches) == 1 else f"main, {step}"
             if step != "list":
                 yield Job(f"backward {kind}, {name}{how}", partial(backward_build, features, step, *choices))
 

@@ -140,15 +140,16 @@ SUM_COLUMNS = 32  # of dq_sums: what a thread's neighbouring registers are laid 
 class Choices:
     """What the kernels of a backward pass are compiled for.
 
-    dtype: float16 or bfloat16. padded_head_dims: of Q and of V. shared: programs share key blocks. packed: of packed
-    sequences, for which one kernel more comes before all; used: of each, some keys count. bias: that is added to
-    scores; of_bias: compute its gradient too. finishes: the main kernel makes dQ of its sums, see `plan.finishes`.
+    dtype: float16 or bfloat16. padded_head_dims: of Q and of V. finishes: the main kernel makes dQ of its sums, see
+    `plan.finishes`. shared: programs share key blocks. packed: of packed sequences, for which one kernel more comes
+    before all; used: of each, some keys count. bias: that is added to scores; of_bias: compute its gradient too.
     """
 
     dtype: torch.dtype
     padded_head_dims: tuple[int, int]
     mask: Mask
     config: HopperBackward
+    finishes: bool
     deterministic: bool = False
     shared: bool = False
     score_mod: ScoreFunction | None = None
@@ -156,7 +157,6 @@ class Choices:
     used: bool = False
     bias: Bias | None = None
     of_bias: bool = False
-    finishes: bool = False
 
     @staticmethod
     def of(plan: BackwardPlan, *, used: bool = False, of_bias: bool = False) -> "Choices":

@@ -40,9 +40,9 @@ class BackwardPlan:
     blocks_per_item: 1, or 2 for a key block that many queries see with one that few do.
     last_heads: of how many KV heads, the last ones, an item is one key block, so that all programs end together.
     heads_at_once: of how many of those one key block follows the other.
-    shared: key blocks, the last ones, that programs share: those that are left where the others go into the number of
-        processors; or all, where there are fewer than processors.
-    shared_parts: parts that these are divided into.
+    shared: key blocks, the last ones, that are divided into parts: those that are left where the others go into the
+        number of processors; or all, where there are fewer than processors.
+    shared_parts: how many parts these are.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
     finishes: see the function.
     """
@@ -208,9 +208,8 @@ def finishes(
     *,
     bias: Bias | None = None,
 ) -> bool:
-    """Whether the main kernel makes dQ of its sums, so that none comes after it: not without a role for the config, or
-    without memory for it, as with some biases. Whom that role waits for runs: all work is claimed. head_dims: padded,
-    of Q and of V."""
+    """Whether the main kernel makes dQ of its sums, so that none comes after it. It does not where there is no role for
+    the config, or no memory for it, as with some biases. head_dims: padded, of Q and of V."""
     if not config.can_finish(head_dims[0]):
         return False
     return config.smem_bytes(*head_dims, bias, finishes=True) <= device.smem_bytes

@@ -1,6 +1,5 @@
 """The timeline of the Hopper kernel: its clocks, their names and what is made of a trace, without a card."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -194,8 +193,14 @@ def test_every_wait_of_gradients_has_a_scope(profiler):
     warps = scopes.first_warps_of_gradients(finishes=True)
     assert warps == {"gradient, first half": 0, "gradient, second half": 4, "load": 10, "reduce": 11, "finish": 8}
     mask, config = Mask(causal=True), BACKWARD[128]
-    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(128, 128), mask=mask, config=config, deterministic=True)
-    choices = dataclasses.replace(choices, finishes=True)
+    choices = Choices(
+        dtype=torch.bfloat16,
+        padded_head_dims=(128, 128),
+        mask=mask,
+        config=config,
+        finishes=True,
+        deterministic=True,
+    )
     build = builds_of(choices)[1]
     plain = build.compile(90)
     with scopes.scoped_waits():

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gluon_attn import attention
-from gluon_attn.backward.launch import Choices, builds_of, compiled_backward
+from gluon_attn.backward.launch import Choices, builds_of, compiled_backward, main_of
+from gluon_attn.backward.plan import finishes
 from gluon_attn.backward.table import padded_head_dims, pick_config, require_fits
 from gluon_attn.bias import Bias
 from gluon_attn.device import Device
@@ -46,7 +47,7 @@ def test_it_is_computed_where_it_is_asked_for_alone():
     assert (dbias.shape, dbias.dtype) == (call["bias"].shape, BF16)
     assert all(torch.equal(one, other) for one, other in zip(others[1:], without[1:], strict=True))
     config = pick_config(problem(head_dim=64))
-    build = builds_of(Choices(dtype=BF16, padded_head_dims=(64, 64), mask=Mask(), config=config))[1]
+    build = builds_of(Choices(dtype=BF16, padded_head_dims=(64, 64), mask=Mask(), config=config, finishes=True))[1]
     assert (build.constants["bias_desc"], build.constants["dbias_ptr"]) == (None, None)
 
 
@@ -133,10 +134,19 @@ def test_a_bias_for_which_no_config_has_room_is_refused_likewise(monkeypatch):
 def test_it_takes_no_more_memory_than_it_says(head_dims, bias, of_bias):
     config = pick_config(problem(head_dim=head_dims[0], head_dim_v=head_dims[1], bias=bias), of_bias=of_bias)
     mask = Mask(causal=True)
-    choices = Choices(dtype=BF16, padded_head_dims=head_dims, mask=mask, config=config, bias=bias, of_bias=of_bias)
-    kernels = compiled_backward(choices)
-    for part, kernel in zip(config.launches, kernels[1:-1], strict=True):
+    has_finish = finishes(config, head_dims, HOPPER, bias=bias)
+    choices = Choices(
+        dtype=BF16,
+        padded_head_dims=head_dims,
+        mask=mask,
+        config=config,
+        finishes=has_finish,
+        bias=bias,
+        of_bias=of_bias,
+    )
+    kernels = main_of(choices, compiled_backward(choices)).values()
+    for part, kernel in zip(config.launches, kernels, strict=True):
         found = resources(kernel)
-        assert found.smem_bytes <= part.smem_bytes(head_dims[0], head_dims[1], bias)
+        assert found.smem_bytes <= part.smem_bytes(head_dims[0], head_dims[1], bias, finishes=has_finish)
         waits = {loop.waits for loop in found.loops}
         assert len(waits) == 1, "the assembler has serialised the products of a loop"

@@ -89,7 +89,7 @@ CASES = {
     "a bias of one row": (150, 150, 64, (1, 2, 1), True, "one row", 2),
 }
 # Into how many parts key blocks that programs share are divided, in any order and in order; of other cases none is.
-SHARERS = {
+PARTS = {
     "programs share two key blocks": (4, 4),
     "programs share two, one has a part of both": (3, 0),
     "programs share three": (6, 6),
@@ -117,7 +117,7 @@ def check(run: BackwardRun | FeatureBackwardRun, case: str) -> None:
         nothing = nothing.T
     else:
         keys = run.launch.build.constants["CONFIG"].keys
-        kv_heads, number = k.shape[0] * k.shape[1], -(-k.shape[2] // keys) * max(1, run.sharers)
+        kv_heads, number = k.shape[0] * k.shape[1], -(-k.shape[2] // keys) * max(1, run.shared_parts)
     assert not dq[nothing].any()
     assert done == [number] * kv_heads + [0] * (len(done) - kv_heads)
 
@@ -129,7 +129,7 @@ def test_all_of_dq_is_written(case, deterministic):
         pytest.skip("sums of a bias's gradient have no order")
     run = run_of(case, deterministic=deterministic)
     assert run.finishes
-    assert run.sharers == SHARERS.get(case, (0, 0))[deterministic]
+    assert run.shared_parts == PARTS.get(case, (0, 0))[deterministic]
     run(mode="lowered")
     check(run, case)
 

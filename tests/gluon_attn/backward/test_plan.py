@@ -216,7 +216,7 @@ def test_products_overlap_and_loops_hardly_spill(packed, deterministic, head_dim
 
 
 def test_the_order_of_sums_is_a_choice_at_compile_time():
-    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(64, 64), mask=Mask(), config=HOPPER[64])
+    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(64, 64), mask=Mask(), config=HOPPER[64], finishes=True)
     in_any, in_one = builds_of(choices), builds_of(dataclasses.replace(choices, deterministic=True))
     assert in_any[1].constants["DETERMINISTIC"] is False
     assert in_one[1].constants["DETERMINISTIC"] is True

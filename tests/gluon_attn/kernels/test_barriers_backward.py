@@ -181,8 +181,14 @@ def wrong(ptx: str, config: HopperBackward, dbias_tiles: int = 0) -> list[str]:
 
 
 def main_ptx(config: HopperBackward, head_dims: tuple[int, int], *, causal: bool, **options: Any) -> str:
-    mask = Mask(causal=causal)
-    choices = Choices(dtype=torch.bfloat16, padded_head_dims=head_dims, mask=mask, config=config, **options)
+    choices = Choices(
+        dtype=torch.bfloat16,
+        padded_head_dims=head_dims,
+        mask=Mask(causal=causal),
+        config=config,
+        finishes=config.can_finish(head_dims[0]),
+        **options,
+    )
     *_, main = main_of(choices, compiled_backward(choices)).values()
     return str(main.asm["ptx"])
 
@@ -195,8 +201,7 @@ def config_of(head_dim: int, causal: bool) -> HopperBackward:
 def ptx_of(head_dim: int, causal: bool, deterministic: bool, packed: bool = False) -> str:
     """Where there is one, with the role that makes dQ."""
     config = config_of(head_dim, causal)
-    options = {"deterministic": deterministic, "packed": packed, "finishes": config.can_finish(head_dim)}
-    return main_ptx(config, (head_dim, head_dim), causal=causal, **options)
+    return main_ptx(config, (head_dim, head_dim), causal=causal, deterministic=deterministic, packed=packed)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -224,7 +229,7 @@ def test_of_rows_in_files_likewise(name, causal):
 def ptx_of_launches(config: HopperBackward, causal: bool) -> dict[HopperBackward, str]:
     """At head dims of 192 and 128, of each launch by its part of the config."""
     mask = Mask(causal=causal)
-    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(192, 128), mask=mask, config=config)
+    choices = Choices(dtype=torch.bfloat16, padded_head_dims=(192, 128), mask=mask, config=config, finishes=False)
     kernels = compiled_backward(choices)[1:-1]
     return {part: str(kernel.asm["ptx"]) for part, kernel in zip(config.launches, kernels, strict=True)}
 

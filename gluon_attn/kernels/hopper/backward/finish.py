@@ -1,5 +1,5 @@
-"""The finish role: two warps that make dQ of its sums, of each head as soon as these are there, while the other roles
-are at the next heads. Where there is none, `finish_backward` does that when all are done."""
+"""The finish role: two warps that make dQ of its sums. They begin with a head when all of its sums are there, while the
+other roles are at the next heads. Where there is no such role, `finish_backward` does that when all are done."""
 
 from channels import SharedMemoryConsumer, SharedMemoryProducer, tma
 from gluon_attn.runtime.compat import (
@@ -20,11 +20,12 @@ from .packed import queries_of_block
 WARPS = gl.constexpr(2)
 ROWS, COLUMNS = gl.constexpr(16), gl.constexpr(64)  # of a piece, whose sums lie in one place: see `in_register_order`
 SUM_ROWS = gl.constexpr(32)  # of 32 elements, that these have there
-SUMS_SLOTS = gl.constexpr(3)  # pieces whose sums are on their way from memory
-TILES = gl.constexpr(2)  # pieces of dQ on their way there
+# Pieces whose sums are on their way from memory, and of dQ on their way there: at D=128 there is memory for no more.
+SUMS_SLOTS = gl.constexpr(3)
+TILES = gl.constexpr(2)
 FINISH_BYTES = gl.constexpr(ROWS.value * COLUMNS.value * (4 * SUMS_SLOTS.value + 2 * TILES.value))  # shared memory
-# Bytes, of a tile of dQ. With 128 a thread has four addresses to write to and not two; the registers for them the
-# compiler takes from all roles, and the gradient role would reload what it holds in each step.
+# Bytes, of a tile of dQ. With 128 a thread has four addresses to write to and not two. The compiler takes the registers
+# for these from all roles. So the gradient role would reload what it holds in each step.
 SWIZZLE = gl.constexpr(64)
 PARTS = gl.constexpr(4)  # of a piece, converted one after the other: for more at a time a thread has no registers
 
@@ -42,7 +43,7 @@ class Finished:
 
     dq: tma_descriptor  # (B, H, Sq, D), tiles [1, 1, ROWS, COLUMNS]
     sums: tma_descriptor  # as `Operands.dq`, tiles [1, 1, SUM_ROWS, 32]: a piece's
-    done: gl.tensor  # pointer: (B, Hkv) int32: how many key blocks of a KV head have added all that they add; or shares
+    done: gl.tensor  # pointer: (B, Hkv) int32: key blocks of a KV head, or shares of them, that have added all
     cu_q: gl.tuple  # of one, a pointer: where packed sequences begin; or None
     sequences: gl.tensor  # that are packed
 
@@ -78,7 +79,9 @@ def tell_done(operands, order, keys):
 
 @jit
 def wait_until_done(kv_head, order, finished):
-    """Until all key blocks of a KV head, counted in all batches, have added what they add."""
+    """Until all key blocks of a KV head, counted in all batches, have added what they add. TMA loads those sums from
+    L2, where the additions were done: as for additions that wait for each other, no fence of the async proxy follows.
+    """
     if order.SHARES:  # as many shares to each
         number = order.key_blocks * order.shared_parts
     elif order.records[0] is None:

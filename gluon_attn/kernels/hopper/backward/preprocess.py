@@ -7,7 +7,7 @@ from ...common.score_mod import LOG2_E
 from ...common.sequence import RowBlock, query_coords, whole_sequence
 from .packed import queries_of_block, row_blocks_of
 
-MOST_SHARED_PARTS = gl.constexpr(256)  # programs at most that share key blocks
+MOST_SHARED_PARTS = gl.constexpr(256)  # parts, at most, that shared key blocks are divided into
 
 
 @jit(do_not_specialize=["sets_zero", "sequences"])

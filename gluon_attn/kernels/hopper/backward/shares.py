@@ -1,7 +1,7 @@
 """Key blocks that programs share, so that all of them end together: the last ones, where their number does not go into
 that of the processors; or all, where there are fewer than processors.
 
-`shared` key blocks of `shared_parts` shares each are divided evenly into `shared_parts` parts: `shared` shares in a row.
+`shared` key blocks of `shared_parts` shares each are divided evenly into as many parts, of `shared` shares in a row.
 Programs claim these as they claim key blocks. So a part ends one key block, or goes on with it, and perhaps begins the
 next. The beginning of the next is computed first. Whoever ends a key block adds up what the others have computed of its
 dK and dV, always in the same order. It waits for parts of a lower number only. These have been claimed by programs that
