@@ -290,7 +290,7 @@ def test_gradients_and_which_row_serves_them(results):
     }
     assert [line.split()[1] for line in lines[heading:] if "*" in line] == ["64x128"]
     text = said("--shape", "1,4,16384,128", "--kv-length", "100", "--backward")
-    assert "the last 4 key blocks are shared by 132 programs" in text
+    assert "the last 4 key blocks are divided into 132 parts" in text
     # Its file has both passes, of the same name.
     unlike = said("--shape", "1,16,8192,192", "--head-dim-v", "128", "--causal", "--backward")
     assert "row 4 of the packaged table (measured on an NVIDIA H200, 2026-11-25)" in unlike
