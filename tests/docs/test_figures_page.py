@@ -222,7 +222,7 @@ def test_costs_of_masks_in_the_readme():
 
 def test_time_of_packed_sequences_in_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    points = json.loads((ROOT / "bench/results/h200_varlen_claims.json").read_text(encoding="utf-8"))["points"]
+    points = json.loads((ROOT / "bench/results/h200_varlen.json").read_text(encoding="utf-8"))["points"]
     [mix] = [point["results"] for point in points if point["name"] == "D=128 causal mix of 64 forward"]
     time = mix["fa2 packed"]["tflops"] / mix["ours packed"]["tflops"]
     assert f"take {time:.2f} of FlashAttention-2's time" in readme
