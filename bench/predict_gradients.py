@@ -4,8 +4,8 @@
     python -m bench.predict_gradients --out FILE    # and write what was found
 
 As in predict.py. A step is a row block of a key block: five products, exponentials and the other instructions. Loads
-and sums are left out: in a fit they cost nothing. Before and after the main kernel are others, which take what their
-bytes take. To what was timed on an H200 it is fitted; what was timed on an H100 is predicted by that.
+and sums are left out: in a fit they cost nothing. Before and after the main kernel were others when it was timed, which
+take what their bytes take. To times of an H200 it is fitted; those of an H100 are predicted by that.
 """
 
 import argparse

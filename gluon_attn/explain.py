@@ -97,7 +97,7 @@ def add_problem_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kv-length", type=int, metavar="N", help="keys; default: as many as queries")
     command.add_argument("--head-dim-v", type=int, metavar="D", help="of V; default: Q's")
     command.add_argument("--dtype", choices=NAMED_DTYPES, default="bf16", help="of q, k and v (default: bf16)")
-    command.add_argument("--causal", action="store_true")
+    command.add_argument("--causal", action="store_true", help="with a causal mask")
     command.add_argument(
         "--window",
         type=window,

@@ -62,13 +62,20 @@ def measured_lines(row: Row | BackwardRow, problem: Problem, device: Device, res
         yield at_shape(found)
         yield from times(found.ms, name)
         return
-    yield from times_of_points(content["points"], row.result_file, row.date, name_in_results(row), row, problem, device)
+    date = when(row.date, content)
+    yield from times_of_points(content["points"], row.result_file, date, name_in_results(row), row, problem, device)
     others = results / row.candidates_file if isinstance(row, BackwardRow) and row.candidates_file else None
     if isinstance(row, BackwardRow) and others is not None and others.exists():
         content = json.loads(others.read_text(encoding="utf-8"))
         of_config = backward_label(row.config)
-        date = content["provenance"]["date"]
+        date = when(content["provenance"]["date"], content)
         yield from times_of_points(content["points"], others.name, date, of_config, row, problem, device)
+
+
+def when(date: str | None, content: Mapping[str, Any]) -> str | None:
+    """The date, and the commit that a result file is of: kernels of another one may be slower."""
+    commit = content.get("provenance", {}).get("commit")
+    return f"{date}, commit {commit[:7]}" if commit else date
 
 
 def times_of_points(

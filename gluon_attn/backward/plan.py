@@ -44,7 +44,7 @@ class BackwardPlan:
         number of processors; or all, where there are fewer than processors.
     shared_parts: how many parts these are.
     row_programs: of the kernels before and after it, one for each block of rows of each head.
-    finishes: see the function.
+    finishes: the main kernel makes dQ of its sums, see the function of that name.
     """
 
     problem: Problem
@@ -105,8 +105,8 @@ class BackwardPlan:
 
     @property
     def sets_zero(self) -> bool:
-        """Whether dQ's sums are set to zero before, and not by who is first to add: some rows see no key. Of packed
-        sequences nobody knows. Whoever finishes these, and the finish role always, finds to which nobody has added."""
+        """Whether dQ's sums are set to zero before, and not by who is first to add: some rows see no key. The finish
+        role, and of packed sequences the kernel after, sees by `added` where nobody has added."""
         mask, packed = self.problem.mask, self.problem.sequences is not None
         if packed or self.finishes:
             return False

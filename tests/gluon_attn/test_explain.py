@@ -280,7 +280,9 @@ def test_gradients_and_which_row_serves_them(results):
         ("ours,", "(ours in another mode)"), ("cudnn", "(a peer)"), ("fa2,", "(a peer)")
     ]  # fmt: skip
     # In that file no config was timed but the row's. The other one has some, and in a fixed order too.
-    heading = lines.index("measured on an NVIDIA H200, 2026-11-27 (bench/results/h200_gradients_dq_slots.json)")
+    heading = lines.index(
+        "measured on an NVIDIA H200, 2026-11-27, commit 49a919d (bench/results/h200_gradients_dq_slots.json)"
+    )
     assert lines[heading + 1] == "  at the nearest point, D=128 causal 1024, batch 16, 16 heads"
     timed = dict(re.findall(r"^  [ *] (\d\S+ .*?) +([\d.]+) ms", "\n".join(lines[heading:]), re.MULTILINE))
     points = json.loads((explain.RESULTS / "h200_gradients_dq_slots.json").read_text(encoding="utf-8"))["points"]

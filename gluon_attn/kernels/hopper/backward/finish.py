@@ -19,7 +19,7 @@ from .packed import queries_of_block
 
 WARPS = gl.constexpr(2)
 ROWS, COLUMNS = gl.constexpr(16), gl.constexpr(64)  # of a piece, whose sums lie in one place: see `in_register_order`
-SUM_ROWS = gl.constexpr(32)  # of 32 elements, that these have there
+SUM_ROWS = gl.constexpr(32)  # rows of 32 elements, which the sums of a piece take
 # Pieces whose sums are on their way from memory, and of dQ on their way there: at D=128 there is memory for no more.
 SUMS_SLOTS = gl.constexpr(3)
 TILES = gl.constexpr(2)
@@ -58,8 +58,8 @@ def finished_of(dq, sums, done, cu_q, sequences):
 
 
 @aggregate
-class Sums:
-    """The role's two ends of its channel of sums."""
+class SumsRing:
+    """The role's two ends of its channel of sums, which it fills and reads itself."""
 
     to_fill: SharedMemoryProducer
     filled: SharedMemoryConsumer
@@ -125,7 +125,7 @@ def convert(sums, tile, scale):
 @jit
 def finish_rows(sums, rows, coords, wires, order, operands):
     """Store dQ of a row block piece by piece: of 64 rows the first half of the columns comes first. coords: of its
-    sums. Returns the next Sums."""
+    sums. Returns the next SumsRing."""
     finished, tiles = operands.finished[0], wires.dq_tiles[0]
     BLOCK_M: gl.constexpr = order.BLOCK_M
     D: gl.constexpr = operands.q.block_shape[-1]
@@ -145,7 +145,7 @@ def finish_rows(sums, rows, coords, wires, order, operands):
         slot.release()  # the fence of the store was one for what has been read of the slot, too
         if piece + SUMS_SLOTS < PIECES:
             to_fill = start_piece(to_fill, finished.sums, coords, piece + SUMS_SLOTS)
-    return Sums(to_fill, filled)
+    return SumsRing(to_fill, filled)
 
 
 @jit
@@ -155,7 +155,7 @@ def finish(wires, order, operands):
     BLOCK_M: gl.constexpr = order.BLOCK_M
     D: gl.constexpr = operands.q.block_shape[-1]
     finished, channel = operands.finished[0], wires.sums[0]
-    sums = Sums(channel.producer(), channel.consumer())
+    sums = SumsRing(channel.producer(), channel.consumer())
     heads, blocks = operands.lse.shape[1], operands.lse.shape[3] // BLOCK_M
     gdc_wait()  # until the kernel before has set `added` and `done` to zero
     for index in range(gl.program_id(0), operands.lse.shape[0] * heads * blocks, gl.num_programs(0)):

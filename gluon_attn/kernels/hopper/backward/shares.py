@@ -7,9 +7,9 @@ next. The beginning of the next is computed first. Whoever ends a key block adds
 dK and dV, always in the same order. It waits for parts of a lower number only. These have been claimed by programs that
 run, and that hand in before they wait themselves.
 
-While the gradient role waits so, the reduce role may be at the program's next part. There it must not say that it is
-first to add to some rows: others would wait for that addition, and one of them may be who has not handed in yet. So it
-waits for the part's first dQ before it asks.
+While the gradient role waits so, the reduce role may be at the program's next part. There it must not yet say that it
+is first to add to some rows. Others would wait for that addition, perhaps the part that the gradient role waits for. So
+it waits for its part's first dQ before it asks.
 """
 
 from gluon_attn.runtime.compat import aggregate, atomic_poll, constexpr_function, gl, jit
