@@ -1,6 +1,7 @@
 """The public call: validate, pick a config, launch."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .memory import LOWEST_ADDRESS, check_memory, check_no_overlap, is_suspect, 
 from .ops import attention_op, is_seen_by_a_mode
 from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
-from .runtime.kernel import Launches
+from .runtime.kernel import Launches, available
 from .score_mod import ScoreMod, compiled_part
 from .tensors import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, empty_output, shape_of_lse
 from .tuning import Table, active, rows_for
@@ -163,7 +164,8 @@ def attention(
         TypeError, ValueError: an argument is not as above; the message says which, what was expected and what to do.
         NotImplementedError: a feature that is not supported, by its name.
         gluon_cpu.Finding: on CPU tensors, a race or another misuse in the kernel.
-        RuntimeError: no Hopper or Blackwell card; or a version of Triton without kernels for it (docs/install.md).
+        RuntimeError: no Hopper or Blackwell card; a version of Triton without kernels for it (docs/install.md); or its
+            kernel cannot be compiled or loaded.
     """
     check_options(return_lse, deterministic, unsupported)
     function, read = compiled_part(score_mod)
@@ -348,11 +350,11 @@ def prepare(
     if plan is None:
         return None
     like_out = empty_output(q, v, device="meta") if extras.out is None else extras.out
+    launches: Callable[..., Launches] = launches_on_card
     if q.device.type == "cpu":
-        from .cpu import launches_on_cpu
+        from .cpu import launches_on_cpu as launches
 
-        return launches_on_cpu(plan, q, k, v, like_out, extras.seqused_k is not None, extras.bias)
-    return launches_on_card(plan, q, k, v, like_out, extras.seqused_k is not None, extras.bias)
+    return available(partial(launches, plan, q, k, v, like_out, extras.seqused_k is not None, extras.bias))
 
 
 def plan_of(

@@ -1,5 +1,7 @@
 """The gradients of attention: the backward call, and its place in torch's autograd."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +21,7 @@ from .memory import check_memory, check_stored, is_suspect, refuse_address, refu
 from .problem import Problem
 from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
-from .runtime.kernel import Launches
+from .runtime.kernel import Launches, available
 from .score_mod import ScoreMod, compiled_part
 from .tensors import FP8_DTYPES, PACKED, SCALES, TMA_ALIGNMENT_BYTES, in_bhsd
 from .tuning import Table, active, backward_rows_for
@@ -249,11 +251,11 @@ def prepare(
     check_triton_version(chosen.arch, on_cpu=q.device.type == "cpu")
     config = pick_config(problem, backward_rows_for(chosen, tables), of_bias=of_bias)
     plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)
+    launches: Callable[..., Launches] = backward_on_card
     if q.device.type == "cpu":
-        from .cpu import backward_on_cpu
+        from .cpu import backward_on_cpu as launches
 
-        return backward_on_cpu(plan, tensors, extras.seqused_k is not None, extras.bias, of_bias)
-    return backward_on_card(plan, tensors, extras.seqused_k is not None, extras.bias, of_bias)
+    return available(partial(launches, plan, tensors, extras.seqused_k is not None, extras.bias, of_bias))
 
 
 def readable_by_tma(t: Tensor) -> Tensor:

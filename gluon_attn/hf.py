@@ -43,7 +43,7 @@ from .hf_masks import (
     mask_of,
     seen_from_the_top_left,
 )
-from .support import supports
+from .hooks import refusal, to_transformers
 from .varlen import attention_varlen
 
 NAME = "gluon_attn"
@@ -79,7 +79,8 @@ _entered: collections.Counter[int] = collections.Counter()
 def register(device: Device | None = None) -> None:
     """Register attention and its masks with transformers: both, as without its mask a batch's padding is ignored.
 
-    device: as for `attention`, whose TypeError this raises.
+    device: as for `attention`, whose TypeError this raises. None: calls on Hopper are ours. On Blackwell, where these
+    kernels were never run, give `Device.of("cuda")` to try them.
     """
     check_device(device)
     sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
@@ -174,7 +175,7 @@ def supports_heads_of(model: PreTrainedModel) -> str | None:
     q, k, v = (torch.empty(1, n, head_dim, dtype=model.dtype, device=model.device) for n in (heads, kv_heads, kv_heads))
     starts = torch.tensor([0, 1], dtype=torch.int32, device=model.device)
     device: Device | None = AttentionInterface()[NAME].keywords["device"]
-    return supports(
+    return refusal(
         q, k, v, causal=True, device=device, needs_grad=False,
         cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=1, max_seqlen_k=1,
     )  # fmt: skip
@@ -199,7 +200,7 @@ def attend_packed(
         zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), sequences, strict=True)
     )
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    why = supports(q, k, v, **lengths, **options)
+    why = refusal(q, k, v, **lengths, **options)
     if why is not None:
         return None, why
     out: Any = attention_varlen(q, k, v, **lengths, **options)
@@ -247,15 +248,18 @@ def attend(
             **{OURS[name]: others[name] for name in asked if name in OURS},
         }  # fmt: skip
         if sequences is not None:
-            packed, why = attend_packed(query, key, value, sequences, options | {"causal": each_causal})
-            if packed is not None:
-                return packed, None
+            why = "its kernel is not available"  # if nothing is returned
+            with to_transformers():
+                packed, why = attend_packed(query, key, value, sequences, options | {"causal": each_causal})
+                if packed is not None:
+                    return packed, None
     if why is None and query.shape[2] > 1:
-        why = supports(query, key, value, **options)
+        why = refusal(query, key, value, **options)
         plain = attention_mask is None and not asked and options["deterministic"] is None
         if why is None and not (plain and is_left_to_cudnn(query, key, value, causal, device)):
-            out: Any = attention(query, key, value, **options)
-            return out.transpose(1, 2).contiguous(), None
+            with to_transformers():
+                out: Any = attention(query, key, value, **options)
+                return out.transpose(1, 2).contiguous(), None
 
     by_eager = any(name in asked for name in BY_EAGER)
     # A single query is right here, but slow for want of a kernel that splits the keys: nothing is to be mended.

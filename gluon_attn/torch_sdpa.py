@@ -3,10 +3,11 @@
 Importing this registers "GLUON" with torch and changes nothing; `enabled()`, or torch's own
 `activate_flash_attention_impl("GLUON")`, turns it on. It is on for the whole process, all threads included.
 
-Torch's operators for FlashAttention and for cuDNN are given other kernels. Each asks `supports`, and hands what that
-refuses to the kernel it replaces; so does cuDNN's with gradients that it computes faster. So no call fails, means
-another thing, or goes to another backend, for having this turned on. Which operator a call goes to is left to torch.
-One pass may run here and the other there: O and LSE, in natural logarithms, are the same function in all three.
+Torch's operators for FlashAttention and for cuDNN are given other kernels. Each hands to the kernel it replaces what
+`supports` refuses, and what has no kernel that can be compiled and loaded. So does cuDNN's with gradients that it
+computes faster. So no call fails, means another thing, or goes to another backend, for having this turned on. Which
+operator a call goes to is left to torch. One pass may run here and the other there: O and LSE, in natural logarithms,
+are the same function in all three.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from .checks import Window
 from .cudnn import cudnn_is_faster
 from .device import Device
 from .gradients import attention_backward, check_outputs, readable_by_tma
-from .support import supports
+from .hooks import TORCH, refusal
 from .tensors import PACKED, in_bhsd
 from .varlen import attention_varlen, attention_varlen_backward
 
@@ -109,11 +110,15 @@ def call(
 
 
 @contextlib.contextmanager
-def enabled() -> Iterator[None]:
+def enabled(device: Device | None = None) -> Iterator[None]:
     """Within it, torch's operators for FlashAttention and cuDNN are ours. Which of them torch calls, and which backends
     are turned off, stays as it is. Several threads may be within, and leave in any order: it is on, for all threads,
-    until the last has left."""
-    handle = override()
+    until the last has left.
+
+    device: as for `attention`. None: calls on Hopper are ours. On Blackwell, where these kernels were never run, give
+    `Device.of("cuda")` to try them.
+    """
+    handle = override(device=device)
     try:
         yield
     finally:
@@ -137,7 +142,7 @@ def takes(
     q_len, kv_len = in_bhsd(q, layout).shape[2], in_bhsd(k, layout).shape[2]
     if q_len == 1 or ((causal or window != (None, None)) and q_len != kv_len):
         return False
-    return supports(q, k, v, causal=causal, layout=layout, window=window, **options) is None
+    return refusal(q, k, v, causal=causal, layout=layout, window=window, **options) is None
 
 
 def takes_packed(
@@ -149,7 +154,7 @@ def takes_packed(
         return False
     if q.shape[0] != k.shape[0] or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr():
         return False
-    return supports(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options) is None
+    return refusal(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options) is None
 
 
 def takes_gradients(
@@ -202,11 +207,11 @@ def scaled_dot_product_forward(
 ) -> Any:
     """(B, H, S, D). What F.scaled_dot_product_attention calls, and its relatives."""
     options = options_of(device, is_causal, scale)
-    if dropout_p or return_debug_mask or not takes(query, key, value, needs_grad=False, **options):
-        return original(query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
-    with torch.no_grad():  # who records gradients is torch's operator
-        out, lse = attention(query, key, value, return_lse=True, **options)
-    return out, lse, None, None, query.shape[2], key.shape[2], *without_dropout(query)
+    if not dropout_p and not return_debug_mask and takes(query, key, value, needs_grad=False, **options):
+        with TORCH, torch.no_grad():  # who records gradients is torch's operator
+            out, lse = attention(query, key, value, return_lse=True, **options)
+            return out, lse, None, None, query.shape[2], key.shape[2], *without_dropout(query)
+    return original(query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
 
 
 def scaled_dot_product_backward(
@@ -232,11 +237,12 @@ def scaled_dot_product_backward(
     tensors = (grad_out, query, key, value, out, logsumexp)
     options = options_of(device, is_causal, scale)
     packed = cum_seq_q is not None or cum_seq_k is not None
-    if dropout_p or packed or not takes_gradients(*tensors, **options):
-        return original(
-            *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
-        )
-    return gradients(*tensors, **options)
+    if not dropout_p and not packed and takes_gradients(*tensors, **options):
+        with TORCH:
+            return gradients(*tensors, **options)
+    return original(
+        *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
+    )
 
 
 def cudnn_forward(
@@ -260,14 +266,14 @@ def cudnn_forward(
     """
     options = options_of(device, is_causal, scale)
     others = attn_bias is not None or dropout_p or return_debug_mask
-    if others or not timed(query, value) or not takes(query, key, value, needs_grad=False, **options):
-        return original(
-            query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale=scale
-        )
-    with torch.no_grad():
-        out, lse = attention(query, key, value, return_lse=True, **options)
-    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
-    return out, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, offset, None
+    if not others and timed(query, value) and takes(query, key, value, needs_grad=False, **options):
+        with TORCH, torch.no_grad():
+            out, lse = attention(query, key, value, return_lse=True, **options)
+            seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+            return out, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, offset, None
+    return original(
+        query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
 
 
 def cudnn_backward(
@@ -300,7 +306,8 @@ def cudnn_backward(
         if takes_gradients(*tensors, **options) and not cudnn_is_faster(
             query, key, value, causal=is_causal, device=device
         ):
-            return gradients(*tensors, **options)
+            with TORCH:
+                return gradients(*tensors, **options)
     return original(
         grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
         max_q, max_k, dropout_p, is_causal, scale=scale,
@@ -308,8 +315,8 @@ def cudnn_backward(
 
 
 def timed(q: Tensor, v: Tensor) -> bool:
-    """Whether the pair of head dims was measured beside cuDNN. What was not could be slower, and stays there. Where
-    they differ, O of a Q that is expanded has other strides there as well."""
+    """Whether head dims are equal, or a pair that was measured beside cuDNN. Other pairs could be slower, and stay
+    there. Where they differ, O of a Q that is expanded has other strides there as well."""
     return q.shape[-1] == v.shape[-1] or ((q.shape[-1], v.shape[-1]) == (192, 128) and 0 not in q.stride())
 
 
@@ -343,17 +350,17 @@ def flash_forward(
         ours = takes_packed(query, key, value, needs_grad=False, **lengths, **options)
     else:
         ours = takes(query, key, value, needs_grad=False, **options)
-    if not ours or dropout_p or return_debug_mask or asks_more(others):
-        return original(
-            *(() if out is None else (out,)), query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-            is_causal, return_debug_mask, scale=scale, **others,
-        )  # fmt: skip
-    with torch.no_grad():
-        if lengths:
-            o, lse = attention_varlen(query, key, value, return_lse=True, **lengths, **options)
-        else:
-            o, lse = attention(query, key, value, return_lse=True, **options)
-    return (o, lse, *without_dropout(query)) if out is None else lse
+    if ours and not dropout_p and not return_debug_mask and not asks_more(others):
+        with TORCH, torch.no_grad():
+            if lengths:
+                o, lse = attention_varlen(query, key, value, return_lse=True, **lengths, **options)
+            else:
+                o, lse = attention(query, key, value, return_lse=True, **options)
+            return (o, lse, *without_dropout(query)) if out is None else lse
+    return original(
+        *(() if out is None else (out,)), query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+        is_causal, return_debug_mask, scale=scale, **others,
+    )  # fmt: skip
 
 
 def flash_forward_into(original: Original, device: Device | None, out: Tensor, *args: Any, **kw: Any) -> Any:
@@ -383,11 +390,12 @@ def flash_backward(
 ) -> Any:
     tensors = (grad_out, query, key, value, out, logsumexp)
     options = flash_options_of(device, is_causal, scale, others) | lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
-    if dropout_p or asks_more(others) or not takes_gradients(*tensors, **options):
-        return original(
-            *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, scale=scale, **others
-        )
-    return gradients(*tensors, **options)
+    if not dropout_p and not asks_more(others) and takes_gradients(*tensors, **options):
+        with TORCH:
+            return gradients(*tensors, **options)
+    return original(
+        *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, scale=scale, **others
+    )
 
 
 def lengths_of(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> dict[str, Any]:

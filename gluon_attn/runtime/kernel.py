@@ -22,6 +22,21 @@ Tensors = dict[str, Any]
 WORKSPACE_ALIGNMENT = 256  # bytes; TMA asks for 16, and lines of the L2 cache have 128
 
 
+class KernelUnavailable(RuntimeError):
+    """A call is fine, but its kernel could not be compiled or loaded: the cause says why."""
+
+
+class NotInCapture(KernelUnavailable):
+    """Its kernel is not loaded, and cannot be while a CUDA graph is captured: that would end the capture."""
+
+
+def refuse_in_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise NotInCapture(
+            "this call's kernel is not loaded, and cannot be while a CUDA graph is captured; make such a call before"
+        )
+
+
 @dataclass(frozen=True)
 class Tma:
     """A parameter that is a TMA descriptor of the tensor called `tensor`. Not in each `Build` is it there."""
@@ -100,7 +115,8 @@ class Build:
         return tuple(p for p in self.kernel.tma if p.name not in self.constants)
 
     def compile(self, arch: int) -> CompiledKernel:
-        """arch: 90, 100 or 103, for sm_90a and so on. Needs no card."""
+        """arch: 90, 100 or 103, for sm_90a and so on. Needs no card. Raises NotInCapture in a capture."""
+        refuse_in_capture()
         return self.given_to(compile_gluon, arch)
 
     def front_end(self, arch: int) -> str:
@@ -211,6 +227,30 @@ class Launches:
     def enqueue(self, tensors: Tensors) -> None:
         for step in self.steps:
             step(tensors)
+
+
+class Unavailable(Launches):
+    """What cannot be compiled or loaded: a call raises KernelUnavailable. It is not tried again, as that takes time."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(())
+        self.error = error
+
+    def __call__(self, tensors: Tensors) -> None:
+        raise KernelUnavailable(
+            f"this call's kernel could not be compiled or loaded: {type(self.error).__name__}: {self.error}; "
+            "see docs/install.md"
+        ) from self.error
+
+
+def available(make: Callable[[], Launches]) -> Launches:
+    """What `make` returns; or Unavailable, if it fails. Refusals, which name an argument, it raises."""
+    try:
+        return make()
+    except (NotInCapture, NotImplementedError, TypeError, ValueError):
+        raise
+    except Exception as error:  # whatever Triton, its compiler or the system raises
+        return Unavailable(error)
 
 
 class CardLaunches(Launches):

@@ -96,7 +96,7 @@ class OfCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.originals = Originals("CUDA")
         self.asked: list[Any] = []
-        patch.setattr(torch_sdpa, "supports", self.refuse)
+        patch.setattr(torch_sdpa, "refusal", self.refuse)
 
     def refuse(self, *_: Any, **__: Any) -> str:
         self.asked.append(1)
