@@ -181,7 +181,7 @@ def test_every_wait_has_a_scope(profiler, kernel):
 OF_GRADIENTS = {
     "keys values", "queries", "douts", "products: s", "products: dp", "products: dv", "products: dq", "products: dk",
     "the other warpgroup", "freed dqs", "freed keys values", "freed queries", "freed douts", "claims", "freed claims",
-    "dqs", "other programs", "stores", "all at the start or the end",
+    "dqs", "loaded sums", "freed next sums", "other programs", "stores", "all at the start or the end",
 }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ FIRST_CLAIM = line_of(
 )
 NEXT_CLAIM = line_of(BACKWARD, "work.py", "following = claim(self.order, self.end[0], self.CLAIMS)")
 ALL_ADDED = line_of(BACKWARD, "finish.py", "tma.wait_stores_done()")
-SUMS_LOADED = line_of(BACKWARD, "finish.py", "slot, to_fill = to_fill.acquire()")
+SUMS_LOADED = line_of(BACKWARD, "finish.py", "slot, next_sums = next_sums.acquire()")
 
 
 EXPLAINED: tuple[Explanation, ...] = (

@@ -96,9 +96,9 @@ def late_tell_done(operands, order, keys):
 
 
 @jit
-def late_start_piece(to_fill, desc, coords, piece):
+def late_start_piece(next_sums, desc, coords, piece):
     spin()
-    return start_piece(to_fill, desc, coords, piece)
+    return start_piece(next_sums, desc, coords, piece)
 
 
 @jit

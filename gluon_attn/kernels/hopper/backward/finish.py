@@ -61,8 +61,8 @@ def finished_of(dq, sums, done, cu_q, sequences):
 class SumsRing:
     """The role's two ends of its channel of sums, which it fills and reads itself."""
 
-    to_fill: SharedMemoryProducer
-    filled: SharedMemoryConsumer
+    next_sums: SharedMemoryProducer
+    loaded_sums: SharedMemoryConsumer
 
 
 @jit
@@ -103,11 +103,11 @@ def row_block_of(block, head, order, finished):
 
 
 @jit
-def start_piece(to_fill, desc, coords, piece):
+def start_piece(next_sums, desc, coords, piece):
     """Start the load of a piece's sums. Returns the next end."""
-    slot, to_fill = to_fill.acquire()
+    slot, next_sums = next_sums.acquire()
     tma.load(slot, desc, [coords[0], coords[1], coords[2] + piece * SUM_ROWS, coords[3]])
-    return to_fill
+    return next_sums
 
 
 @jit
@@ -131,11 +131,11 @@ def finish_rows(sums, rows, coords, wires, order, operands):
     D: gl.constexpr = operands.q.block_shape[-1]
     PIECES: gl.constexpr = BLOCK_M * D // (ROWS * COLUMNS)
     gl.static_assert(can_finish(BLOCK_M, D))
-    to_fill, filled = sums.to_fill, sums.filled
+    next_sums, loaded_sums = sums.next_sums, sums.loaded_sums
     for piece in gl.static_range(SUMS_SLOTS):
-        to_fill = start_piece(to_fill, finished.sums, coords, piece)
+        next_sums = start_piece(next_sums, finished.sums, coords, piece)
     for piece in range(PIECES):
-        slot, filled = filled.acquire()
+        slot, loaded_sums = loaded_sums.acquire()
         tma.wait_stores_but_newest_read()
         tile = tiles.index(piece % TILES)
         convert(slot.view([SUM_ROWS, 32]), tile, operands.scale)
@@ -144,8 +144,8 @@ def finish_rows(sums, rows, coords, wires, order, operands):
         tma.store_own(finished.dq, target, tile.reshape(finished.dq.block_shape))
         slot.release()  # the fence of the store was one for what has been read of the slot, too
         if piece + SUMS_SLOTS < PIECES:
-            to_fill = start_piece(to_fill, finished.sums, coords, piece + SUMS_SLOTS)
-    return SumsRing(to_fill, filled)
+            next_sums = start_piece(next_sums, finished.sums, coords, piece + SUMS_SLOTS)
+    return SumsRing(next_sums, loaded_sums)
 
 
 @jit
