@@ -18,8 +18,8 @@ _warned: set[str] = set()
 def refusal(q: Tensor, k: Tensor, v: Tensor, *, device: Device | None, **options: Any) -> str | None:
     """Why a hook leaves a call alone; None if it makes it. options: as for `supports`.
 
-    What `supports` refuses; and what it takes, on a card of which no such has run these kernels. They run there if
-    `device` is given, by someone who wants to try.
+    A hook leaves what `supports` refuses, and on Blackwell all calls: these kernels were never run there. Who wants to
+    try them gives `device`.
     """
     why = supports(q, k, v, device=device, **options)
     if why is None and device is None and (own := Device.of(q.device)).arch != 90:
@@ -28,8 +28,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, *, device: Device | None, **options
 
 
 class LeftAlone:
-    """A context that ends quietly where a call's kernel cannot be compiled or loaded: no compiler, no room for its
-    cache, or a CUDA graph is captured. The hook then goes on to what was there before. It warns once for each cause."""
+    """A context that swallows `KernelUnavailable`, so that a hook goes on to what was there before. It warns once for
+    each cause: no compiler, say, no room for a cache, or a CUDA graph that is captured."""
 
     def __init__(self, instead: str) -> None:
         self.instead = instead  # what was there before
