@@ -319,6 +319,30 @@ def check_graph() -> None:
     check(q, k, v, out, None)
 
 
+def check_graph_not_loaded() -> None:
+    """Captured before ours are loaded: torch's kernels are, both passes, and the first warning says why."""
+    q, k, v = inputs = qkv()
+    dout = torch.randn_like(q)
+
+    def both_passes() -> list[Tensor]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        want = both_passes()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with ours(2), pytest.warns(UserWarning, match="leaves attention to torch.*captured"), torch.cuda.graph(graph):
+        got = both_passes()
+    graph.replay()
+    assert torch.equal(got[0], want[0])
+    check_gradients(q.detach(), k.detach(), v.detach(), dout, got[1:], causal=True)
+    with ours(2):
+        assert not torch.equal(both_passes()[0], want[0])  # loaded now
+
+
 def check_varlen(lengths: list[int], window: tuple[int, int]) -> None:
     if max(lengths) > 128 and window == (-1, -1) and hasattr(varlen, "_can_use_cudnn"):
         raise Skipped("this torch has another operator for long packed sequences, cuDNN's, which is not replaced")
@@ -365,6 +389,7 @@ CASES: dict[str, Callable[[], None]] = {
     "autocast": lambda: check_autocast(torch.bfloat16),
     "autocast, fp16": lambda: check_autocast(torch.float16),
     "CUDA graph": check_graph,
+    "CUDA graph, kernels not loaded": check_graph_not_loaded,
     **{f"falls through: {name}": partial(check_falls_through, name) for name in FALLS_THROUGH},
     **{f"stays with its backend: {name}": partial(check_stays, name) for name in STAYS},
     "varlen_attn": lambda: check_varlen([100, 128, 5, 37], (-1, -1)),

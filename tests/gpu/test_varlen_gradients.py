@@ -120,9 +120,7 @@ def run_test(name: str) -> None:
     TESTS[name]()
 
 
-APART = Apart(
-    function="tests.gpu.test_varlen_gradients:run_test", group=lambda name: ",".join(name.split(",")[:2]), processes=8
-)
+APART = Apart(function="tests.gpu.test_varlen_gradients:run_test", processes=12)
 
 
 @pytest.fixture(scope="module")
