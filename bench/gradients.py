@@ -125,7 +125,8 @@ def calls_of(point: Point, with_deterministic: bool, with_forward: bool = False)
     calls = {"cudnn": by_torch(SDPBackend.CUDNN_ATTENTION), "ours": ours()}
     if with_deterministic:
         calls["ours, deterministic"] = ours(deterministic=True)
-        calls["fa2, deterministic"] = deterministic()(by_torch(SDPBackend.FLASH_ATTENTION))
+        if point.head_dim == point.head_dim_v:  # FlashAttention-2 knows no other
+            calls["fa2, deterministic"] = deterministic()(by_torch(SDPBackend.FLASH_ATTENTION))
     return calls
 
 

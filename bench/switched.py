@@ -114,13 +114,15 @@ def passes_of(shape: Shape) -> dict[str, Callable[[], Any]]:
     }
 
 
-def captured(shape: Shape, switch: str) -> dict[str, torch.cuda.CUDAGraph]:
-    """Each pass as a CUDA graph. Torch runs a backward pass on the stream of its forward pass, so it is one for all."""
+def captured(shape: Shape, switch: str) -> tuple[dict[str, torch.cuda.CUDAGraph], Any]:
+    """(each pass as a CUDA graph, what must live as long as they do: their inputs). Torch runs a backward pass on the
+    stream of its forward pass, so it is one for all."""
     graphs = {}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), SWITCH[switch]():
-        for name, call in passes_of(shape).items():
+        calls = passes_of(shape)
+        for name, call in calls.items():
             for _ in range(2):  # compiles, and loads
                 call()
             stream.synchronize()
@@ -128,7 +130,7 @@ def captured(shape: Shape, switch: str) -> dict[str, torch.cuda.CUDAGraph]:
             with torch.cuda.graph(graphs[name], stream=stream):
                 call()
     torch.cuda.current_stream().wait_stream(stream)
-    return graphs
+    return graphs, calls
 
 
 def ours(shape: Shape) -> dict[str, bool]:
@@ -159,7 +161,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     graphs = {switch: captured(shape, switch) for switch in SWITCH}
     found: dict[str, Any] = {"name": shape.name, "shape": asdict(shape), "ours": ours(shape), "passes": {}}
     for which in PASSES:
-        timings = time_interleaved({s: graphs[s][which].replay for s in SWITCH}, rounds=rounds)
+        timings = time_interleaved({s: graphs[s][0][which].replay for s in SWITCH}, rounds=rounds)
         found["passes"][which] = {
             s: {"us": timing.median * 1e6, "spread": timing.spread} for s, timing in timings.items()
         }

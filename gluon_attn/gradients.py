@@ -346,6 +346,7 @@ def require_gradient_of_bias(q: Tensor, bias: Any, layout: str, deterministic: b
 SAVED = (
     "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_segment_ids", "k_segment_ids", "bias",
 )  # fmt: skip
+NO_EXTRAS = Extras()
 
 
 class Attention(torch.autograd.Function):
@@ -364,9 +365,12 @@ class Attention(torch.autograd.Function):
         attend: Any,
     ) -> Any:
         out, lse = attend(q, k, v, extras, options, True)
-        read = (*extras.of_score_mod, *extras.of_mask_mod)
-        ctx.save_for_backward(q, k, v, out, lse, *(getattr(extras, name) for name in SAVED), *read)
-        ctx.read_by_scores = len(extras.of_score_mod)
+        if extras.is_empty:
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            read = (*extras.of_score_mod, *extras.of_mask_mod)
+            ctx.save_for_backward(q, k, v, out, lse, *(getattr(extras, name) for name in SAVED), *read)
+            ctx.read_by_scores = len(extras.of_score_mod)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
@@ -377,9 +381,11 @@ class Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 8
         q, k, v, out, lse, *others = ctx.saved_tensors
-        kept, read = dict(zip(SAVED, others, strict=False)), tuple(others[len(SAVED) :])
-        by_scores, by_mask = read[: ctx.read_by_scores], read[ctx.read_by_scores :]
-        extras = Extras(**kept, of_score_mod=by_scores, of_mask_mod=by_mask)
+        extras = NO_EXTRAS
+        if others:
+            kept, read = dict(zip(SAVED, others, strict=False)), tuple(others[len(SAVED) :])
+            by_scores, by_mask = read[: ctx.read_by_scores], read[ctx.read_by_scores :]
+            extras = Extras(**kept, of_score_mod=by_scores, of_mask_mod=by_mask)
         of_bias = ctx.needs_input_grad[4]
         arguments = (dout, dlse, q, k, v, out, lse, extras, ctx.options, of_bias)
         # A graph of the backward pass is made if its caller gives create_graph=True.
