@@ -1,5 +1,6 @@
 """How the gradients of a problem are laid out over a device's processors."""
 
+import heapq
 import math
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,9 @@ ROW_BLOCKS_OF_A_SHARE = 4
 
 # Steps that sharing must save: it takes as long as a few.
 LEAST_SAVED = 4
+
+# How many parts a program has on average, where key blocks that cost unlike are shared; the best of these.
+PARTS_OF_A_PROGRAM = (1, 1.5, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +161,7 @@ class BackwardPlan:
         head_dims = padded_head_dims(problem.head_dim, problem.head_dim_v)
         programs = min(device.sm_count, items)
         if shared:
-            programs = max(shared_parts, min(programs, device.sm_count))
+            programs = min(max(shared_parts, items), device.sm_count)
             last_heads = heads_at_once = 0
         elif deterministic:
             last_heads, heads_at_once = problem.batch * problem.kv_heads, heads_in_order(problem, device, of_head)
@@ -270,16 +274,46 @@ def shares_of(
         shared = key_blocks
     else:  # pairs of key blocks that cost unlike, and programs in a fixed order, end together well enough
         shared = 0 if uneven or deterministic else key_blocks % device.sm_count
+    if not shared:
+        return 0, 0
     row_blocks = -(-problem.q_len // config.block_m)
     if problem.mask.hides_early_keys:
         # Few queries see only some key blocks, up to the last.
         seen = problem.mask.keys_seen(0, problem.q_len - 1, problem.q_len, problem.kv_len)
         some = range((problem.kv_len - seen) // config.keys, -(-problem.kv_len // config.keys))
         row_blocks = max(row_blocks_of(problem, config, index) for index in some[:: -(-len(some) // 64)])
-    shared_parts = min(device.sm_count, MOST_SHARED_PARTS.value, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
-    if deterministic and shared:  # each part has shares of one key block, or it could wait for itself
+    most = min(MOST_SHARED_PARTS.value, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
+    shared_parts = min(device.sm_count, most)
+    if uneven and not deterministic and most > shared:
+        return shared_by_claims(problem, config, device, shared, most)
+    if deterministic:  # each part has shares of one key block, or it could wait for itself
         shared_parts -= shared_parts % shared
     steps = row_blocks * (problem.heads // problem.kv_heads)
     if shared_parts <= shared or steps * (shared_parts - shared) < LEAST_SAVED * shared_parts:
         return 0, 0
     return shared, shared_parts
+
+
+def shared_by_claims(
+    problem: Problem, config: HopperBackward, device: Device, shared: int, most: int
+) -> tuple[int, int]:
+    """Of key blocks that cost unlike, all of which are shared: as `shares_of`, at most in `most` parts. There are more
+    parts than programs if these end sooner so, as each claims the next when it is free."""
+    heads, group = problem.batch * problem.kv_heads, problem.heads // problem.kv_heads
+    steps = [row_blocks_of(problem, config, index) * group for index in range(shared // heads)]
+
+    def end(parts: int) -> float:
+        """In steps. Every key block that a part has some of costs LEAST_SAVED more."""
+        free_at = [0.0] * device.sm_count
+        for part in range(parts):
+            block, first = divmod(part * shared, parts)
+            of_next = max(0, first + shared - parts)
+            cost = LEAST_SAVED + (shared - of_next) / parts * steps[block // heads]
+            if of_next:
+                cost += LEAST_SAVED + of_next / parts * steps[(block + 1) // heads]
+            heapq.heapreplace(free_at, free_at[0] + cost)
+        return max(free_at)
+
+    candidates = sorted({min(round(share * device.sm_count), most) for share in PARTS_OF_A_PROGRAM})
+    parts = min((parts for parts in candidates if parts > shared), key=end, default=0)
+    return (shared, parts) if parts and end(parts) < max(steps) else (0, 0)

@@ -233,7 +233,7 @@ def run_test(name: str) -> None:
 
 
 # Not more: float64 scores of several items must have room on one card.
-APART = Apart(function="tests.gpu.test_bias:run_test", processes=12)
+APART = Apart(function="tests.gpu.test_bias:run_test", processes=16)
 
 
 @pytest.fixture(scope="module")

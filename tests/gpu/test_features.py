@@ -17,7 +17,7 @@ def run(name: str) -> None:
         check(options, (1500, 1500 + lengths[1] - lengths[0]), head_dim, deterministic, where="cuda")
 
 
-APART = Apart(function="tests.gpu.test_features:run")
+APART = Apart(function="tests.gpu.test_features:run", processes=16)
 
 
 @pytest.fixture(scope="module")

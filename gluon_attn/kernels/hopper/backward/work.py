@@ -22,7 +22,8 @@ class Order:
     head go on together, and what one reads the others find in L2.
 
     Or the `shared` last key blocks, fewer than programs, are divided evenly into `shared_parts` parts. Each of these is
-    an item, see shares.py.
+    an item, see shares.py. If all are shared, in any order, the first key blocks of all heads come first, then the
+    second ones: under a causal mask those that cost the most, so that programs end together.
 
     int32 scalars.
     """
@@ -153,6 +154,10 @@ class Work:
                 share_first = gl.where(self.at_second, share.first, 0)
                 share_end = gl.where(self.at_second, share.end, share.of_next)
             head, index = block // order.key_blocks, block % order.key_blocks
+            if order.ROTATED:
+                all_are_shared = order.items == 0
+                head = gl.where(all_are_shared, block % order.all_heads, head)
+                index = gl.where(all_are_shared, block // order.all_heads, index)
         else:
             head, index = self.item // order.items_per_head, self.item % order.items_per_head
             index = gl.where(self.at_second, order.key_blocks - 1 - index, index)
