@@ -11,26 +11,34 @@ FASTER_THERE_FROM = {(192, 128): 2048, (128, 128): 2048}
 MANY_HEADS_PER_KV_HEAD = 8  # at (128, 128)
 # Likewise, a forward pass with its gradients: docs/integrations.md has these measurements.
 BOTH_FASTER_THERE_FROM = {(192, 128): 4096}
+# At (128, 128) with so many query heads to a KV head, with a causal mask or none, on any card, gradients alone and both
+# passes: programs want the rows of so many heads that memory bounds them. docs/integrations.md has the measurements.
+HEADS_THAT_SHARE_ONE = 32
+SHARED_FROM = 2048  # tokens
 
 
 def cudnn_is_faster(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, device: Device | None, with_forward: bool = False
 ) -> bool:
-    """Whether its gradients were measured to be faster than ours: causal ones at (192, 128); and on an H100 at
-    (128, 128), with many heads to a KV head. Not where they have to be deterministic, as cuDNN's are not.
+    """Whether its gradients were measured to be faster than ours: causal ones at (192, 128); at (128, 128) causal ones
+    on an H100 with many heads to a KV head, and on any card with very many, also without a mask. Not where they have to
+    be deterministic, as cuDNN's are not.
 
     q, k, v: (B, H, S, D), of which only shapes and the device are looked at. device: as for `attention`. with_forward:
-    compare both passes together, which cuDNN has faster at (192, 128) alone.
+    compare both passes together, of which cuDNN has fewer faster.
     """
-    head_dims = q.shape[-1], v.shape[-1]
-    least = (BOTH_FASTER_THERE_FROM if with_forward else FASTER_THERE_FROM).get(head_dims)
-    if least is None or not causal or torch.are_deterministic_algorithms_enabled():
+    head_dims, length = (q.shape[-1], v.shape[-1]), q.shape[2]
+    if length != k.shape[2] or torch.are_deterministic_algorithms_enabled():
         return False
-    if q.shape[2] != k.shape[2] or q.shape[2] < least:
+    group = q.shape[1] // max(1, k.shape[1])
+    if head_dims == (128, 128) and group >= HEADS_THAT_SHARE_ONE and length >= SHARED_FROM:
+        return True
+    least = (BOTH_FASTER_THERE_FROM if with_forward else FASTER_THERE_FROM).get(head_dims)
+    if least is None or not causal or length < least:
         return False
     if head_dims == (192, 128):
         return True
     assert head_dims == (128, 128)
-    if q.shape[1] < MANY_HEADS_PER_KV_HEAD * k.shape[1]:
+    if group < MANY_HEADS_PER_KV_HEAD:
         return False
     return (Device.of(q.device) if device is None else device).model == "H100"

@@ -315,9 +315,13 @@ def cudnn_backward(
 
 
 def timed(q: Tensor, v: Tensor) -> bool:
-    """Whether head dims are equal, or a pair that was measured beside cuDNN. Other pairs could be slower, and stay
-    there. Where they differ, O of a Q that is expanded has other strides there as well."""
-    return q.shape[-1] == v.shape[-1] or ((q.shape[-1], v.shape[-1]) == (192, 128) and 0 not in q.stride())
+    """Whether head dims are equal, but not between 128 and 192, which are padded to 192; or a pair that was measured
+    beside cuDNN. Others are slower, or could be, and stay there. Where they differ, O of a Q that is expanded has other
+    strides there as well."""
+    of_q, of_v = q.shape[-1], v.shape[-1]
+    if of_q == of_v:
+        return not 128 < of_q < 192
+    return (of_q, of_v) == (192, 128) and 0 not in q.stride()
 
 
 def flash_forward(

@@ -32,8 +32,11 @@ ROW_BLOCKS_OF_A_SHARE = 4
 # Steps that sharing must save: it takes as long as a few.
 LEAST_SAVED = 4
 
-# How many parts a program has on average, where key blocks that cost unlike are shared; the best of these.
-PARTS_OF_A_PROGRAM = (1, 1.5, 2)
+# Where key blocks that cost unlike are shared: what a part costs besides its steps, in as many rows of a step. That is
+# for each key block that it has some of; and if it is not its program's first. Fitted to times of an H200, see
+# docs/lab_log.md#parts-under-a-causal-mask.
+ROWS_FOR_A_KEY_BLOCK = 128
+ROWS_FOR_A_FURTHER_PART = 384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,20 +303,23 @@ def shared_by_claims(
     """Of key blocks that cost unlike, all of which are shared: as `shares_of`, at most in `most` parts. There are more
     parts than programs if these end sooner so, as each claims the next when it is free."""
     heads, group = problem.batch * problem.kv_heads, problem.heads // problem.kv_heads
-    steps = [row_blocks_of(problem, config, index) * group for index in range(shared // heads)]
+    rows = [row_blocks_of(problem, config, i) * config.block_m * group for i in range(shared // heads)]
 
     def end(parts: int) -> float:
-        """In steps. Every key block that a part has some of costs LEAST_SAVED more."""
+        """When the last program ends, in rows that each program has walked."""
         free_at = [0.0] * device.sm_count
         for part in range(parts):
             block, first = divmod(part * shared, parts)
             of_next = max(0, first + shared - parts)
-            cost = LEAST_SAVED + (shared - of_next) / parts * steps[block // heads]
+            cost = ROWS_FOR_A_KEY_BLOCK + (shared - of_next) / parts * rows[block // heads]
             if of_next:
-                cost += LEAST_SAVED + of_next / parts * steps[(block + 1) // heads]
+                cost += ROWS_FOR_A_KEY_BLOCK + of_next / parts * rows[(block + 1) // heads]
+            if part >= device.sm_count:
+                cost += ROWS_FOR_A_FURTHER_PART
             heapq.heapreplace(free_at, free_at[0] + cost)
         return max(free_at)
 
-    candidates = sorted({min(round(share * device.sm_count), most) for share in PARTS_OF_A_PROGRAM})
-    parts = min((parts for parts in candidates if parts > shared), key=end, default=0)
-    return (shared, parts) if parts and end(parts) < max(steps) else (0, 0)
+    one_each = min(device.sm_count, most)
+    whole = range(shared * max(2, one_each // shared), most + 1, shared)  # each of one key block
+    parts = min((parts for parts in (one_each, *whole) if parts > shared), key=end, default=0)
+    return (shared, parts) if parts and end(parts) < max(rows) else (0, 0)

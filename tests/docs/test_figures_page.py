@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+from gluon_attn.backward.plan import BackwardPlan
+from gluon_attn.backward.table import pick_config
+from gluon_attn.device import Device
+from tests.gluon_attn.problems import problem
+
 ROOT = Path(__file__).parents[2]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PEERS = json.loads((ROOT / "bench" / "results" / "h200_peers.json").read_text(encoding="utf-8"))
@@ -225,6 +230,46 @@ def test_gradients_of_an_h100():
     page = (ROOT / "docs" / "backward.md").read_text(encoding="utf-8")
     mean, lowest = geometric_mean(to_cudnn.values()), min(to_cudnn.values())
     assert f"On an H100 the geometric mean is {mean:.2f}, the lowest point {lowest:.2f}" in page
+
+
+def test_both_passes_together():
+    found = results_of_gradients("h200_gradients_with_forward.json")
+    to_cudnn = {at: result["ours"]["ratio_to_cudnn"] for at, result in found.items()}
+    page = (ROOT / "docs" / "backward.md").read_text(encoding="utf-8")
+    below = page.split("([results](../bench/results/h200_gradients_with_forward.json))")[1]
+    assert rows_below("backward.md", below[: below.index(" | 1024")]) == by_mask_and_length(to_cudnn, 2)
+    assert f"With the forward\npass it is {geometric_mean(to_cudnn.values()):.2f}." in page
+
+
+def test_energy_of_gradients():
+    found = json.loads((ROOT / "bench/results/h200_gradients_sustained.json").read_text(encoding="utf-8"))["points"]
+    for point in found:
+        ours, cudnn = point["results"]["ours"], point["results"]["cudnn"]
+        joules = [round(of["joules_per_tflop"], 2) for of in (ours, cudnn)]
+        rates = [round(of["tflops"]) for of in (ours, cudnn)]
+        name = point["name"].removesuffix(" 8192")
+        assert rows_below("backward.md", "| | ours, J per TFLOP")[name] == [*joules, *rates]
+
+
+def test_parts_under_a_causal_mask():
+    """The table, and the page of gradients, which has what the plan chooses: of two head dims, four of the calls."""
+    points = json.loads((ROOT / "bench/results/h200_gradients_parts.json").read_text(encoding="utf-8"))["points"]
+    rows = rows_below("lab_log.md", "| | cuDNN | before | no parts")
+    assert rows == {p["name"].replace(" causal", ""): [round(us) for us in p["us"].values()] for p in points}
+    chosen = {"1024, B=1 H=32/8": 192, "2048, B=1 H=32/8": 256, "2048, B=1 H=64/8": 256, "2048, B=1 H=8": 256}
+    for head_dim in (128, 64):
+        us = {p["name"].removeprefix(f"D={head_dim} causal "): p["us"] for p in points if f"D={head_dim} " in p["name"]}
+        ratios = [round(us[call]["torch"] / us[call][f"{parts} parts"], 2) for call, parts in chosen.items()]
+        assert rows_below("backward.md", "| × cuDNN | 32 and 8, 1024")[f"D={head_dim}"] == ratios
+        for call, parts in chosen.items():
+            length, heads = re.fullmatch(r"(\d+), B=1 H=(\S+)", call).groups()  # type: ignore[union-attr]
+            q_heads, kv_heads = (heads.split("/") * 2)[:2]
+            asked = problem(
+                head_dim=head_dim, q_len=int(length), kv_len=int(length), batch=1, heads=int(q_heads),
+                kv_heads=int(kv_heads), causal=True,
+            )  # fmt: skip
+            most = 128 if (head_dim, length) == (64, "1024") else 256  # in two parts each: 8 row blocks have no more
+            assert BackwardPlan.of(asked, pick_config(asked), Device.hopper()).shared_parts == min(parts, most)
 
 
 def test_costs_of_masks_in_the_readme():

@@ -16,6 +16,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 import gluon_attn
 from bench.distributed import HEAD, row_of
+from bench.switched import ratio
 from gluon_attn import flash, reference_attention
 from gluon_attn.device import Device
 from tests.gluon_attn.ranks import run_ranks
@@ -254,3 +255,32 @@ def test_the_times_are_those_of_the_result_file(models):
     }
     want = {row: measured(*of, models.COLUMNS["in kernels of attention, ms"]) for row, of in named.items()}
     assert rows_of("milliseconds of a step in them") == want
+
+
+def test_what_calls_gain_by_the_switch():
+    """The page's ranges are those of the result file."""
+    found = json.loads((ROOT / "bench/results/h200_switched.json").read_text(encoding="utf-8"))["points"]
+    kinds: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "head dims 32 to 112, 1024 and 4096 tokens": lambda s: s["set"] == "head dims" and s["head_dim"] < 128,
+        "head dim 224": lambda s: s["head_dim"] == 224,
+        "D=128, 2 to 1024 queries against 8192 keys": lambda s: (s["set"], s["head_dim"]) == ("few queries", 128),
+        "D=64, the same": lambda s: (s["set"], s["head_dim"]) == ("few queries", 64),
+        "little work, 128 to 1024 tokens": lambda s: s["set"] == "small",
+    }
+    for name, is_of in kinds.items():
+        cells = []
+        for which in ("forward", "backward"):
+            ratios = [ratio(point["passes"][which]) for point in found if is_of(point["shape"])]
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+        assert f"\n| {name} | {' | '.join(cells)} |\n" in PAGE
+    text = " ".join(PAGE.split())
+    in_a_row = [point["in_a_row"] for point in found if "in_a_row" in point]
+    for which, words in (("forward", "a forward pass took"), ("backward", "A backward pass took")):
+        ours, torchs = ([point[which][by]["us"] for point in in_a_row] for by in ("enabled", "torch"))
+        expected = f"{min(ours):.0f} to {max(ours):.0f}", f"{min(torchs):.0f} to {max(torchs):.0f}"
+        assert re.search(rf"{words} {expected[0]}( µs)? instead of {expected[1]}\.", text)
+    of_160 = [point for point in found if point["shape"]["head_dim"] == 160]
+    for which in ("forward", "backward"):
+        ratios = [ratio(point["passes"][which]) for point in of_160]
+        assert f"{which} pass" in text
+        assert f"{min(ratios):.2f} to {max(ratios):.2f}" in text

@@ -1,6 +1,8 @@
 """Which gradients hooks leave to cuDNN."""
 
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -39,6 +41,24 @@ def test_gradients_that_cudnn_computes_faster_stay_there(name):
         assert not cudnn_is_faster(q, k, v, causal=True, device=device)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "head_dim", "stays"),
+    [
+        (32, 2048, 128, True),
+        (64, 9000, 128, True),
+        (31, 2048, 128, False),
+        (32, 2047, 128, False),
+        (32, 2048, 64, False),
+    ],
+)
+def test_very_many_heads_to_a_kv_head(heads, length, head_dim, stays):
+    q, k = (torch.empty(1, h, length, head_dim, device="meta") for h in (heads, 1))
+    for causal, with_forward in itertools.product((False, True), repeat=2):
+        faster = partial(cudnn_is_faster, causal=causal, device=HOPPER, with_forward=with_forward)
+        assert faster(q, k, k) == stays
+        assert not faster(q[:, :, 1:], k, k)  # unlike lengths
 
 
 @pytest.mark.parametrize(

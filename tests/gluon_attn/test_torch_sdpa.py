@@ -265,3 +265,12 @@ def test_packed_sequences(window, calls):
 def test_varlen_attn(window, calls):
     check_varlen_attn([30, 5, 25], window, "cpu")
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "of_v", "timed"),
+    [(128, 128, True), (136, 136, False), (184, 184, False), (192, 192, True), (192, 128, True), (64, 32, False)],
+)
+def test_which_head_dims_are_taken_from_cudnn(head_dim, of_v, timed):
+    q, v = (torch.empty(1, 2, 8, d, device="meta") for d in (head_dim, of_v))
+    assert torch_sdpa.timed(q, v) == timed

@@ -142,6 +142,20 @@ def of_several_parts(head_dim: int, deterministic: bool) -> Twin:
     return checked_once(run, run.bits, resident=2)
 
 
+# Head dim: query heads, tokens, programs that there are processors for.
+MORE_PARTS = {64: (4, 1024, 9), 128: (4, 512, 5), 192: (8, 768, 7), 256: (8, 512, 9)}
+
+
+def of_more_parts(head_dim: int) -> Twin:
+    """Causal, in any order: key blocks of one KV head in more parts than there are processors. Two programs run at a
+    time."""
+    heads, length, programs = MORE_PARTS[head_dim]
+    qkv = normal_qkv(heads=heads, kv_heads=1, q_len=length, kv_len=length, **columns_of(head_dim))
+    run = BackwardRun(*qkv, causal=True, deterministic=False, programs=programs)
+    assert run.shared_parts > programs
+    return checked_once(run, run.bits, resident=2)
+
+
 def of_bias(head_dim: int, kind: str) -> Twin:
     """The forward kernel with a bias, in the table's config: programs walk several row blocks, of several key blocks.
     kind: as for `bias_of`."""
@@ -270,6 +284,8 @@ def gradients() -> dict[str, Callable[[], Twin]]:
     for head_dim, deterministic in itertools.product(IN_FOUR_PARTS, (False, True)):
         name = f"gradients D={head_dim} full{' in order' * deterministic}, several parts"
         found[name] = functools.partial(of_several_parts, head_dim, deterministic)
+    for head_dim in MORE_PARTS:
+        found[f"gradients D={head_dim} causal, more parts than programs"] = functools.partial(of_more_parts, head_dim)
     return found
 
 

@@ -87,6 +87,7 @@ STAYS: dict[str, Callable[[], Any]] = {
     "attn_mask": masked,
     "causal_lower_right": lower_right,
     "V's head dim": plain_call(*HALF),
+    "a head dim that is padded to 192": plain_call(*((2, 4, 500, 160),) * 3),
 }
 
 

@@ -15,6 +15,10 @@ CASES = {
     "D=256": (256, 1, 768, 128, 4, ((2, 6), (4, 8), (4, 10))),
 }
 
+# Head dim, query heads, KV heads, tokens, programs, parts. Under a causal mask the first key blocks of all heads are
+# shared first.
+CAUSAL = {"D=64": (64, 4, 1, 1024, 9, 16), "D=128": (128, 8, 2, 512, 9, 16), "D=256": (256, 8, 1, 512, 9, 16)}
+
 
 @pytest.mark.parametrize("case", slow_if(lambda case: case != "D=128", CASES))
 def test_who_waits_for_a_part_holds_nobody_up(case):
@@ -23,5 +27,16 @@ def test_who_waits_for_a_part_holds_nobody_up(case):
     run = BackwardRun(*qkv, causal=False, deterministic=False, programs=4)
     assert run.shared_parts == parts
     for resident, seed in schedules:
+        run(mode="lowered", resident=resident, schedule=gluon_cpu.Schedule("pct", seed=seed))
+    run.check(case)
+
+
+@pytest.mark.parametrize("case", slow_if(lambda case: case != "D=128", CAUSAL))
+def test_more_parts_than_programs(case):
+    head_dim, heads, kv_heads, length, programs, parts = CAUSAL[case]
+    qkv = normal_qkv(heads=heads, kv_heads=kv_heads, q_len=length, kv_len=length, head_dim=head_dim)
+    run = BackwardRun(*qkv, causal=True, deterministic=False, programs=programs)
+    assert run.shared_parts == parts
+    for resident, seed in ((programs, 0), (2, 1), (3, 2)):
         run(mode="lowered", resident=resident, schedule=gluon_cpu.Schedule("pct", seed=seed))
     run.check(case)

@@ -1,0 +1,52 @@
+"""bench.switched without a card: its calls, and what it shows of a result file."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import switched
+
+RESULT = Path(__file__).parents[2] / "bench/results/h200_switched.json"
+
+
+def test_calls_have_names_of_their_own():
+    shapes = switched.shapes()
+    assert len({shape.name for shape in shapes}) == len(shapes)
+    assert {shape.set for shape in shapes} == {"head dims", "few queries", "grouped", "small"}
+
+
+def test_both_passes_of_a_call(monkeypatch):
+    """On the CPU, where torch computes them: the shapes are those of the call."""
+    shape = switched.Shape(set="small", head_dim=16, q_len=5, kv_len=7, batch=2, heads=4, kv_heads=2)
+    inputs = [torch.randn(2, 4, 5, 16), *(torch.randn(2, 2, 7, 16) for _ in range(2))]
+    monkeypatch.setattr(switched.Shape, "tensors", lambda self: inputs)
+    passes = switched.passes_of(shape)
+    out = passes["forward"]()
+    q, k, v = inputs
+    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    assert not out.requires_grad
+    assert [grad.shape for grad in passes["backward"]()] == [t.shape for t in inputs]
+    assert shape.name == "D=16 full 5 of 7 keys, B=2 H=4/2"
+
+
+def test_what_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.switched", "--show", str(RESULT)])
+    switched.main()
+    printed = capsys.readouterr().out
+    points = json.loads(RESULT.read_text(encoding="utf-8"))["points"]
+    assert len(points) == len(switched.shapes()) == printed.count("\n| D=")
+    for which in switched.PASSES:
+        ratios = [switched.ratio(point["passes"][which]) for point in points]
+        slower = sum(r < 1 for r in ratios)
+        assert f"{which}: slower at {slower} of {len(points)} calls, lowest {min(ratios):.2f}" in printed
+
+
+def test_without_a_card(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench.switched"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="expected a Hopper card, got none"):
+        switched.main()
