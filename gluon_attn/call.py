@@ -90,6 +90,7 @@ class Extras(NamedTuple):
         return given
 
 
+NO_EXTRAS = Extras()
 SINGLE = Extras._fields[:-2]  # those that are one tensor each
 NONE_GIVEN: dict[str, Tensor | None] = {**NOT_GIVEN, **dict.fromkeys(SINGLE)}
 

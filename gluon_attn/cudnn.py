@@ -11,10 +11,10 @@ FASTER_THERE_FROM = {(192, 128): 2048, (128, 128): 2048}
 MANY_HEADS_PER_KV_HEAD = 8  # at (128, 128)
 # Likewise, a forward pass with its gradients: docs/integrations.md has these measurements.
 BOTH_FASTER_THERE_FROM = {(192, 128): 4096}
-# At (128, 128) with so many query heads to a KV head, with a causal mask or none, on any card, gradients alone and both
-# passes: programs want the rows of so many heads that memory bounds them. docs/integrations.md has the measurements.
-HEADS_THAT_SHARE_ONE = 32
-SHARED_FROM = 2048  # tokens
+# At (128, 128), with a causal mask or none, gradients alone and both passes together. docs/backward.md has the
+# measurement, of 8 x 2048 tokens on an H200: that other lengths and cards are alike is assumed.
+VERY_MANY_HEADS_PER_KV_HEAD = 32
+VERY_MANY_FROM = 2048  # tokens
 
 
 def cudnn_is_faster(
@@ -31,7 +31,7 @@ def cudnn_is_faster(
     if length != k.shape[2] or torch.are_deterministic_algorithms_enabled():
         return False
     group = q.shape[1] // max(1, k.shape[1])
-    if head_dims == (128, 128) and group >= HEADS_THAT_SHARE_ONE and length >= SHARED_FROM:
+    if head_dims == (128, 128) and group >= VERY_MANY_HEADS_PER_KV_HEAD and length >= VERY_MANY_FROM:
         return True
     least = (BOTH_FASTER_THERE_FROM if with_forward else FASTER_THERE_FROM).get(head_dims)
     if least is None or not causal or length < least:

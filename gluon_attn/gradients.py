@@ -12,7 +12,7 @@ from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
-from .call import Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
+from .call import NO_EXTRAS, Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
 from .checks import check_bool, check_dense, check_device, check_scale_tensor, check_strides, hashable, type_name
 from .device import Device
 from .mask_mod import MaskMod
@@ -346,7 +346,6 @@ def require_gradient_of_bias(q: Tensor, bias: Any, layout: str, deterministic: b
 SAVED = (
     "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_segment_ids", "k_segment_ids", "bias",
 )  # fmt: skip
-NO_EXTRAS = Extras()
 
 
 class Attention(torch.autograd.Function):

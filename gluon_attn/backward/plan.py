@@ -287,7 +287,7 @@ def shares_of(
         row_blocks = max(row_blocks_of(problem, config, index) for index in some[:: -(-len(some) // 64)])
     most = min(MOST_SHARED_PARTS.value, shared * (row_blocks // ROW_BLOCKS_OF_A_SHARE))
     shared_parts = min(device.sm_count, most)
-    if uneven and not deterministic and most > shared:
+    if uneven and not deterministic:
         return shared_by_claims(problem, config, device, shared, most)
     if deterministic:  # each part has shares of one key block, or it could wait for itself
         shared_parts -= shared_parts % shared
@@ -300,13 +300,15 @@ def shares_of(
 def shared_by_claims(
     problem: Problem, config: HopperBackward, device: Device, shared: int, most: int
 ) -> tuple[int, int]:
-    """Of key blocks that cost unlike, all of which are shared: as `shares_of`, at most in `most` parts. There are more
-    parts than programs if these end sooner so, as each claims the next when it is free."""
+    """`shares_of` where key blocks cost unlike and all are shared, in at most `most` parts. Each program claims a part
+    when it is free. So there are more parts than programs if the last one ends sooner so."""
     heads, group = problem.batch * problem.kv_heads, problem.heads // problem.kv_heads
-    rows = [row_blocks_of(problem, config, i) * config.block_m * group for i in range(shared // heads)]
+    row_blocks = [row_blocks_of(problem, config, index) for index in range(shared // heads)]
+    most = min(most, shared * (max(row_blocks) // ROW_BLOCKS_OF_A_SHARE))
+    rows = [blocks * config.block_m * group for blocks in row_blocks]
 
     def end(parts: int) -> float:
-        """When the last program ends, in rows that each program has walked."""
+        """When the last program ends, in rows of its steps."""
         free_at = [0.0] * device.sm_count
         for part in range(parts):
             block, first = divmod(part * shared, parts)
@@ -321,5 +323,6 @@ def shared_by_claims(
 
     one_each = min(device.sm_count, most)
     whole = range(shared * max(2, one_each // shared), most + 1, shared)  # each of one key block
-    parts = min((parts for parts in (one_each, *whole) if parts > shared), key=end, default=0)
-    return (shared, parts) if parts and end(parts) < max(rows) else (0, 0)
+    ends = {parts: end(parts) for parts in (one_each, *whole) if parts > shared}
+    parts = min(ends, key=lambda parts: ends[parts], default=0)
+    return (shared, parts) if parts and ends[parts] < max(rows) else (0, 0)

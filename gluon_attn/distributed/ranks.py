@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..api import check_differentiable, check_options, wants_gradient
-from ..call import Extras, Options
+from ..call import NO_EXTRAS, Extras, Options
 from ..checks import type_name
 from ..support import check_forward
 from ..tensors import FP8_DTYPES
 
-NO_EXTRAS = Extras()
 REFUSED = "window", "chunk", "segment_ids", "mask_mod", "softcap", "alibi_slopes", "bias", "sinks", "score_mod"
 
 

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..api import attend, attention, autocast
-from ..call import Options
+from ..call import NO_EXTRAS, Options
 from ..device import Device
 from ..gradients import Gradients, attention_backward
 from ..tensors import in_bhsd
-from .ranks import NO_EXTRAS, Ranks, arrive, check_halves, check_inputs
+from .ranks import Ranks, arrive, check_halves, check_inputs
 
 
 def ring_attention(

@@ -205,6 +205,19 @@ SHARED = {  # programs, key blocks of a head, shared, shared_parts
 }
 
 
+@pytest.mark.parametrize("rotated", [False, True], ids=["in order", "rotated"])
+def test_if_all_are_shared_the_first_key_blocks_of_all_heads_come_first(rotated):
+    """Each key block in two parts, of which programs have more than one; in a fixed order one head after the other."""
+    key_blocks = 3
+    shared = HEADS * key_blocks
+    _, tasks = shares_walked(4, key_blocks, shared, 2 * shared, Mask(causal=True), rotated)
+    for part, [(block, first, end)] in enumerate(tasks):
+        number = part // 2
+        head, index = (number % HEADS, number // HEADS) if rotated else divmod(number, key_blocks)
+        assert block == head * key_blocks + index
+        assert (first, end) == (part % 2 * shared, (part % 2 + 1) * shared)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("case", SHARED)
 def test_shares_are_even_and_whoever_ends_a_key_block_knows_who_began_it(case, causal):

@@ -22,8 +22,8 @@ class Order:
     head go on together, and what one reads the others find in L2.
 
     Or the `shared` last key blocks, fewer than programs, are divided evenly into `shared_parts` parts. Each of these is
-    an item, see shares.py. If all are shared, in any order, the first key blocks of all heads come first, then the
-    second ones: under a causal mask those that cost the most, so that programs end together.
+    an item, see shares.py. If all are shared, and sums are not in a fixed order, the first key blocks of all heads come
+    first, then the second ones: under a causal mask those that cost the most, so that programs end together.
 
     int32 scalars.
     """
