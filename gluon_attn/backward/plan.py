@@ -303,9 +303,7 @@ def shared_by_claims(
     """`shares_of` where key blocks cost unlike and all are shared, in at most `most` parts. Each program claims a part
     when it is free. So there are more parts than programs if the last one ends sooner so."""
     heads, group = problem.batch * problem.kv_heads, problem.heads // problem.kv_heads
-    row_blocks = [row_blocks_of(problem, config, index) for index in range(shared // heads)]
-    most = min(most, shared * (max(row_blocks) // ROW_BLOCKS_OF_A_SHARE))
-    rows = [blocks * config.block_m * group for blocks in row_blocks]
+    rows = [row_blocks_of(problem, config, i) * config.block_m * group for i in range(shared // heads)]
 
     def end(parts: int) -> float:
         """When the last program ends, in rows of its steps."""

@@ -123,7 +123,8 @@ def of_shared(head_dim: int, causal: bool, deterministic: bool, config: HopperBa
     """The same with two key blocks that three programs share, of which one ends the first and begins the second; or, in
     a fixed order, four."""
     q_len, kv_len, *programs = SHARED[head_dim]
-    qkv = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, **columns_of(head_dim))
+    heads = 6 if head_dim == 256 else 2  # of fewer, causal, these key blocks have too few steps
+    qkv = normal_qkv(heads=heads, kv_heads=1, q_len=q_len, kv_len=kv_len, **columns_of(head_dim))
     run = BackwardRun(*qkv, causal=causal, deterministic=deterministic, programs=programs[deterministic], config=config)
     assert run.shared_parts == programs[deterministic]
     return checked_once(run, run.bits)
