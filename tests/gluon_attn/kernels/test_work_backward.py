@@ -176,7 +176,7 @@ ROW_BLOCKS = 11
 
 
 def shares_walked(
-    programs: int, key_blocks: int, shared: int, shared_parts: int, mask: Mask, rotated: bool
+    programs: int, key_blocks: int, shared: int, shared_parts: int, mask: Mask, rotated: bool, keys: int = KEYS
 ) -> tuple[torch.Tensor, list[list[tuple[int, int, int]]]]:
     """At [query head of all batches, key block, row block]: what `note_shares` adds there; and of each part what it
     does."""
@@ -184,8 +184,8 @@ def shares_walked(
     tasks = torch.full((shared_parts, 2, 3), -1, dtype=torch.int32)
     claimed = torch.zeros(1, dtype=torch.int32)
     q = torch.zeros(BATCH, KV_HEADS * GROUP, ROW_BLOCKS * BLOCK_M - 3, 16, dtype=torch.bfloat16)
-    k = torch.zeros(BATCH, KV_HEADS, key_blocks * KEYS - 5, 16, dtype=torch.bfloat16)
-    descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, KEYS, 16])
+    k = torch.zeros(BATCH, KV_HEADS, key_blocks * keys - 5, 16, dtype=torch.bfloat16)
+    descriptors = descriptor(q, [1, 1, BLOCK_M, 16]), descriptor(k, [1, 1, keys, 16])
     with gluon_cpu.machine():
         note_shares[(programs,)](steps, tasks, claimed, *descriptors, shared, shared_parts, mask, rotated, num_warps=4)
     whole = HEADS * key_blocks - shared
@@ -205,15 +205,16 @@ SHARED = {  # programs, key blocks of a head, shared, shared_parts
 }
 
 
-@pytest.mark.parametrize("rotated", [False, True], ids=["in order", "rotated"])
-def test_if_all_are_shared_the_first_key_blocks_of_all_heads_come_first(rotated):
-    """Each key block in two parts, of which programs have more than one; in a fixed order one head after the other."""
+@pytest.mark.parametrize(("rotated", "keys"), [(False, 128), (True, 128), (True, 64)])
+def test_if_all_are_shared_the_first_key_blocks_of_all_heads_come_first(rotated, keys):
+    """Each key block in two parts, of which programs have more than one. In a fixed order, and at D=256, which has 64
+    keys, one head after the other."""
     key_blocks = 3
     shared = HEADS * key_blocks
-    _, tasks = shares_walked(4, key_blocks, shared, 2 * shared, Mask(causal=True), rotated)
+    _, tasks = shares_walked(4, key_blocks, shared, 2 * shared, Mask(causal=True), rotated, keys)
     for part, [(block, first, end)] in enumerate(tasks):
         number = part // 2
-        head, index = (number % HEADS, number // HEADS) if rotated else divmod(number, key_blocks)
+        head, index = (number % HEADS, number // HEADS) if rotated and keys > 64 else divmod(number, key_blocks)
         assert block == head * key_blocks + index
         assert (first, end) == (part % 2 * shared, (part % 2 + 1) * shared)
 

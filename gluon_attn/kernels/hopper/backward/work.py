@@ -154,7 +154,7 @@ class Work:
                 share_first = gl.where(self.at_second, share.first, 0)
                 share_end = gl.where(self.at_second, share.end, share.of_next)
             head, index = block // order.key_blocks, block % order.key_blocks
-            if order.ROTATED and order.KEYS != 64:  # at D=256, with 64 keys, there are no registers for it
+            if order.ROTATED and order.KEYS != 64:  # at D=256 there are no registers for it
                 all_are_shared = order.items == 0
                 head = gl.where(all_are_shared, block % order.all_heads, head)
                 index = gl.where(all_are_shared, block // order.all_heads, index)
