@@ -10,6 +10,7 @@ from ..forward.plan import LARGEST_LENGTH, LARGEST_PACKED, pairs_even_out
 from ..kernels.common.mask import Mask
 from ..kernels.common.packed import CANDIDATES
 from ..kernels.hopper.backward.preprocess import MOST_SHARED_PARTS
+from ..kernels.hopper.backward.work import first_keys_come_first
 from ..problem import Problem
 from .configs import HopperBackward
 from .table import padded_head_dims
@@ -303,7 +304,11 @@ def shared_by_claims(
     """`shares_of` where key blocks cost unlike and all are shared, in at most `most` parts. Each program claims a part
     when it is free. So there are more parts than programs if the last one ends sooner so."""
     heads, group = problem.batch * problem.kv_heads, problem.heads // problem.kv_heads
-    rows = [row_blocks_of(problem, config, i) * config.block_m * group for i in range(shared // heads)]
+    of_head = [row_blocks_of(problem, config, i) * config.block_m * group for i in range(shared // heads)]
+    if first_keys_come_first(problem.mask, config.keys, rotated=True):
+        rows = [of_index for of_index in of_head for _ in range(heads)]
+    else:
+        rows = of_head * heads
 
     def end(parts: int) -> float:
         """When the last program ends, in rows of its steps."""
@@ -311,9 +316,9 @@ def shared_by_claims(
         for part in range(parts):
             block, first = divmod(part * shared, parts)
             of_next = max(0, first + shared - parts)
-            cost = ROWS_FOR_A_KEY_BLOCK + (shared - of_next) / parts * rows[block // heads]
+            cost = ROWS_FOR_A_KEY_BLOCK + (shared - of_next) / parts * rows[block]
             if of_next:
-                cost += ROWS_FOR_A_KEY_BLOCK + of_next / parts * rows[(block + 1) // heads]
+                cost += ROWS_FOR_A_KEY_BLOCK + of_next / parts * rows[block + 1]
             if part >= device.sm_count:
                 cost += ROWS_FOR_A_FURTHER_PART
             heapq.heapreplace(free_at, free_at[0] + cost)

@@ -13,9 +13,9 @@ from gluon_attn.backward.table import PACKAGED
 from gluon_attn.forward.launch import build_of, transpose_build
 from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS
 from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.launchable import Features, Job, backward_jobs, unlike
 from gluon_attn.resources import count, instructions, steady_loops
 from gluon_attn.runtime.assembler import disassemble, is_serialised
-from gluon_attn.warmup import Features, Job, backward_jobs, unlike
 
 DTYPES = {2: torch.bfloat16, 1: torch.float8_e4m3fn}
 

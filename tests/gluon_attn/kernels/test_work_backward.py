@@ -205,16 +205,19 @@ SHARED = {  # programs, key blocks of a head, shared, shared_parts
 }
 
 
-@pytest.mark.parametrize(("rotated", "keys"), [(False, 128), (True, 128), (True, 64)])
-def test_if_all_are_shared_the_first_key_blocks_of_all_heads_come_first(rotated, keys):
-    """Each key block in two parts, of which programs have more than one. In a fixed order, and at D=256, which has 64
-    keys, one head after the other."""
+@pytest.mark.parametrize(
+    ("causal", "rotated", "keys", "by_index"),
+    [(True, True, 128, True), (False, True, 128, False), (True, False, 128, False), (True, True, 64, False)],
+)
+def test_if_all_are_shared_the_first_key_blocks_of_all_heads_come_first(causal, rotated, keys, by_index):
+    """Each key block in two parts, of which programs have more than one. Not without a mask, in a fixed order, or at
+    D=256, which has 64 keys: there one head follows the other."""
     key_blocks = 3
     shared = HEADS * key_blocks
-    _, tasks = shares_walked(4, key_blocks, shared, 2 * shared, Mask(causal=True), rotated, keys)
+    _, tasks = shares_walked(4, key_blocks, shared, 2 * shared, Mask(causal=causal), rotated, keys)
     for part, [(block, first, end)] in enumerate(tasks):
         number = part // 2
-        head, index = (number % HEADS, number // HEADS) if rotated and keys > 64 else divmod(number, key_blocks)
+        head, index = (number % HEADS, number // HEADS) if by_index else divmod(number, key_blocks)
         assert block == head * key_blocks + index
         assert (first, end) == (part % 2 * shared, (part % 2 + 1) * shared)
 

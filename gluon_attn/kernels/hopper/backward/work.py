@@ -1,11 +1,19 @@
 """The key blocks that a program computes, as each role walks them: in the same order, each for itself."""
 
-from gluon_attn.runtime.compat import aggregate, gdc_wait, gl, jit
+from gluon_attn.runtime.compat import aggregate, constexpr_function, gdc_wait, gl, jit
 
 from ...common.packed import RECORD, heads_at_once
 from ...common.queries import Keys
 from ...common.sequence import Sequence, whole_sequence
 from .shares import share_of
+
+
+@constexpr_function
+def first_keys_come_first(mask, keys, rotated):
+    """Whether, if all key blocks are shared, the first ones of all heads come first, then the second ones: not one head
+    after the other. Under a causal mask those cost the most, so programs end together. With 64 keys, at D=256, there
+    are no registers for it."""
+    return rotated and mask.hides_late_keys and keys > 64
 
 
 @aggregate
@@ -22,8 +30,7 @@ class Order:
     head go on together, and what one reads the others find in L2.
 
     Or the `shared` last key blocks, fewer than programs, are divided evenly into `shared_parts` parts. Each of these is
-    an item, see shares.py. If all are shared, and sums are not in a fixed order, the first key blocks of all heads come
-    first, then the second ones: under a causal mask those that cost the most, so that programs end together.
+    an item, see shares.py.
 
     int32 scalars.
     """
@@ -154,7 +161,7 @@ class Work:
                 share_first = gl.where(self.at_second, share.first, 0)
                 share_end = gl.where(self.at_second, share.end, share.of_next)
             head, index = block // order.key_blocks, block % order.key_blocks
-            if order.ROTATED and order.KEYS != 64:  # at D=256 there are no registers for it
+            if first_keys_come_first(order.MASK, order.KEYS, order.ROTATED):
                 all_are_shared = order.items == 0
                 head = gl.where(all_are_shared, block % order.all_heads, head)
                 index = gl.where(all_are_shared, block // order.all_heads, index)
