@@ -6,7 +6,6 @@ check has a process of its own.
 
 import contextlib
 import dataclasses
-import itertools
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -18,13 +17,14 @@ from bench.mask_mods import near, near_keys, near_rows
 from gluon_attn import MaskMod, attention
 from gluon_attn.apart import Apart
 from gluon_attn.backward.launch import Choices, compiled_backward
-from gluon_attn.backward.plan import finishes
+from gluon_attn.backward.plan import BackwardPlan, finishes
 from gluon_attn.backward.table import PACKAGED as BACKWARD
 from gluon_attn.backward.table import rows_by_default
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled, compiled_transpose
 from gluon_attn.forward.table import HOPPER, OTHER_HEAD_DIMS, Row
 from gluon_attn.kernels.common.mask import Mask
+from gluon_attn.problem import Problem
 from gluon_attn.runtime import kernel as runtime_kernel
 from gluon_attn.sanitizer import FINDING, HAND_OVERS, SANITIZER, run_hand_over
 from gluon_attn.testing import backward_call, check, check_gradients, normal, normal_qkv
@@ -73,7 +73,8 @@ def run_attention(row: Row) -> None:
 
 
 def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
-    """All kernels, with a processor for each key block, and with two for all of them."""
+    """All kernels, with a processor for each key block, and with two for all of them; and with a causal mask in more
+    parts of key blocks than there are programs, if sums have no order."""
     ((head_dim, head_dim_v), config), mask = CONFIGS[name, causal], Mask(causal=causal)
     choices = Choices(
         dtype=torch.bfloat16,
@@ -86,8 +87,16 @@ def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
     kernels = compiled_backward(choices, device_index=0)
     assert all(kernel.metadata.profile_scratch_size > 0 for kernel in kernels)
     card = Device.of(torch.device("cuda", 0))
-    for (q_len, kv_len), sm_count in itertools.product(LENGTHS, (card.sm_count, 2)):
-        q, k, v = normal_qkv(heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, head_dim_v=head_dim_v)
+    calls = [(2, 1, *lengths, sm_count) for lengths in LENGTHS for sm_count in (card.sm_count, 2)]
+    if causal and not deterministic:
+        calls.append((4, 2 if config.keys == 64 else 4, 2048, 2048, card.sm_count))
+    for heads, kv_heads, q_len, kv_len, sm_count in calls:
+        q, k, v = normal_qkv(
+            heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, head_dim_v=head_dim_v
+        )
+        if kv_len == 2048:
+            plan = BackwardPlan.of(Problem.of(q, k, v, causal=causal), config, card)
+            assert plan.shared_parts > plan.programs, f"{plan.shared_parts=} {plan.programs=}"
         dout = normal(*q.shape[:3], head_dim_v, seed=7)
         out, lse = attention(q, k, v, causal=causal, return_lse=True)
         device = dataclasses.replace(card, sm_count=sm_count)

@@ -27,6 +27,8 @@ MANY: dict[str, Any] = {"batch": 4, "heads": 8, "kv_heads": 4, "q_len": 700, "kv
 SHARED: dict[str, Any] = {"heads": 2, "kv_heads": 1, "q_len": 4000, "kv_len": 200}
 # So many that sums depend on their order. Who begins late leaves its part to a program that has another already.
 MORE_SHARED: dict[str, Any] = {"heads": 2, "kv_heads": 1, "q_len": 4000, "kv_len": 500}
+MORE_PARTS: dict[str, Any] = {"heads": 4, "kv_heads": 4, "q_len": 2048, "kv_len": 2048}  # than programs, if causal
+MORE_PARTS_OF_FEW: dict[str, Any] = MORE_PARTS | {"kv_heads": 2}  # at D=256, whose key blocks have 64 keys
 
 
 def launches(
@@ -60,6 +62,7 @@ def run(name: str) -> None:
     for head_dims in HEAD_DIMS:
         launches(head_dims, True, False, LAUNCHES)
         launches(head_dims, False, False, LAUNCHES, MORE_SHARED)
+        launches(head_dims, True, False, LAUNCHES, MORE_PARTS_OF_FEW if head_dims[0] == 256 else MORE_PARTS)
         launches(head_dims, True, True, in_order)
         launches(head_dims, False, True, in_order, SHARED)
     launches((128, 128), False, True, in_order)
