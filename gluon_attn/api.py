@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .call import Extras, Options, Window, both_segment_ids, key_of, problem_of
+from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, key_of, problem_of
 from .checks import check_bool, check_device, check_num_ctas, check_scale_signs, hashable, type_name
 from .device import Device
 from .features import NOT_THERE, refuse_together
@@ -235,6 +235,20 @@ def attend(
     return out if lse is None else (out, lse)
 
 
+def launch_of(q: Tensor, k: Tensor, v: Tensor, options: Options, tables: tuple[Table, ...]) -> Launches | None:
+    """What `attend` keeps of a call without other tensors; None if it keeps nothing. tables: that were loaded."""
+    return _launches.get((key_of(q, k, v, NO_EXTRAS, options), tables))
+
+
+def attend_again(launch: Launches, q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """`attend` of a call that it has made before, in 16 bits and without other tensors. Who calls has checked what may
+    differ: see `check_addresses`. launch: `launch_of` such a call."""
+    out = empty_output(q, v)
+    lse = torch.empty(shape_of_lse(q.shape, layout), dtype=torch.float32, device=q.device)
+    launch({**NONE_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse})
+    return out, lse
+
+
 def check_options(
     return_lse: object, deterministic: object, unsupported: dict[str, Any], function: str = "attention"
 ) -> None:
@@ -298,6 +312,16 @@ def refuse(unsupported: dict[str, Any], function: str) -> None:
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
     """What may differ from call to call with the same shapes: addresses, shared memory, gradients."""
+    check_addresses(q, k, v, extras)
+    if torch.is_grad_enabled():
+        for t in (q, k, v, *(() if extras.is_empty else extras.each())):
+            if t is not None and t.requires_grad:
+                named = {"q": q, "k": k, "v": v, **extras.named()}
+                refuse_gradient(next(name for name, other in named.items() if other is t))
+
+
+def check_addresses(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
+    """The same, but for gradients."""
     # A Parameter is fine, a FakeTensor has the address 0.
     if not type(q) is type(k) is type(v) is Tensor:
         refuse_unusual(q=q, k=k, v=v)
@@ -327,11 +351,6 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         for name, t in {"q": q, "k": k, "v": v, "bias": extras.bias, "out": extras.out}.items():
             if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES:
                 refuse_address(name, t)
-    if torch.is_grad_enabled():
-        for t in (q, k, v, *others):
-            if t.requires_grad:
-                named = {"q": q, "k": k, "v": v, **extras.named()}
-                refuse_gradient(next(name for name, other in named.items() if other is t))
 
 
 def check_scales(scales: Sequence[Tensor | None]) -> None:

@@ -12,7 +12,7 @@ from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
-from .call import NO_EXTRAS, Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
+from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
 from .checks import check_bool, check_dense, check_device, check_scale_tensor, check_strides, hashable, type_name
 from .device import Device
 from .mask_mod import MaskMod
@@ -160,10 +160,7 @@ def differentiate(
     grads = {"dq": torch.empty_like(q), "dk": like(k), "dv": like(v)}
     tables = active()
     try:
-        key = (
-            key_of(q, k, v, extras, options), deterministic, *identity(out), *identity(dout), *identity(lse),
-            dlse if dlse is None else identity(dlse), of_bias, tables,
-        )  # fmt: skip
+        key = key_of_gradients(dout, dlse, q, k, v, out, lse, extras, options, of_bias, tables)
         launch = _launches[key]
     except (KeyError, TypeError):  # new; or an option that is no number, as problem_of() says
         require_gradients(q, None, options)
@@ -194,6 +191,52 @@ def differentiate(
     if extras.bias is not None and of_bias:
         grads["dbias"] = grads["dbias"].to(extras.bias.dtype).contiguous()
     return tuple(grads.values())
+
+
+def key_of_gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    options: Options,
+    of_bias: bool,
+    tables: tuple[Table, ...],
+) -> tuple[Any, ...]:
+    """All that a launch depends on. tables: that are loaded."""
+    return (
+        key_of(q, k, v, extras, options), is_deterministic(options), *identity(out), *identity(dout), *identity(lse),
+        dlse if dlse is None else identity(dlse), of_bias, tables,
+    )  # fmt: skip
+
+
+def gradients_launch_of(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+    tables: tuple[Table, ...],
+) -> Launches | None:
+    """What `differentiate` keeps of a call without other tensors; None if it keeps nothing. tables: that were
+    loaded."""
+    return _launches.get(key_of_gradients(dout, None, q, k, v, out, lse, NO_EXTRAS, options, False, tables))
+
+
+def differentiate_again(
+    launch: Launches, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`differentiate` of a call that it has made before, without other tensors. Who calls has checked what may differ,
+    and that TMA reads dout. launch: `gradients_launch_of` such a call."""
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": None}
+    launch({**NOT_THERE, **NONE_GIVEN, **given, "dq": dq, "dk": dk, "dv": dv})
+    return dq, dk, dv
 
 
 def usable_gradient(name: str, t: Tensor | None) -> Tensor | None:

@@ -24,17 +24,10 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 from torch.nn.attention import register_flash_attention_impl
 
-from .api import attention
-from .checks import Window
-from .cudnn import cudnn_is_faster
 from .device import Device
-from .gradients import attention_backward, check_outputs, readable_by_tma
-from .hooks import TORCH, refusal
-from .tensors import PACKED, in_bhsd
-from .varlen import attention_varlen, attention_varlen_backward
+from .sdpa_calls import backward_pass, forward_pass
 
 NAME = "GLUON"
-DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
 WINDOW = ("window_size_left", "window_size_right")  # -1, or None: no limit
 
 Original = Callable[..., Any]
@@ -131,62 +124,6 @@ def cudnn_has_other_strides() -> bool:
     return os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
 
 
-def takes(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, window: Window = (None, None), **options: Any
-) -> bool:
-    """Whether it is ours to compute. Left to torch, besides what `supports` refuses: a mask over unequal lengths, whose
-    rows without keys have another LSE there; a single query, as torch's kernels split its keys among processors; and
-    what has no numbers."""
-    if q.dtype not in DTYPES or q.numel() == 0 or k.numel() == 0:
-        return False
-    q_len, kv_len = in_bhsd(q, layout).shape[2], in_bhsd(k, layout).shape[2]
-    if q_len == 1 or ((causal or window != (None, None)) and q_len != kv_len):
-        return False
-    return refusal(q, k, v, causal=causal, layout=layout, window=window, **options) is None
-
-
-def takes_packed(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, **options: Any
-) -> bool:
-    """Whether packed sequences are ours to compute. Left to torch, besides what `supports` refuses: keys that may begin
-    elsewhere than queries. Where, is known on the card alone, and a row that sees no key has another LSE there."""
-    if q.dtype not in DTYPES or q.numel() == 0 or k.numel() == 0 or cu_seqlens_q is None or cu_seqlens_k is None:
-        return False
-    if q.shape[0] != k.shape[0] or cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr():
-        return False
-    return refusal(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options) is None
-
-
-def takes_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, layout: str, **options: Any
-) -> bool:
-    """Of packed sequences, options say where they begin."""
-    packed = "cu_seqlens_q" in options
-    taken = takes_packed(q, k, v, needs_grad=True, **options) if packed else takes(
-        q, k, v, layout=layout, needs_grad=True, **options
-    )  # fmt: skip
-    if not taken:
-        return False
-    try:
-        check_outputs(q, v, PACKED if packed else layout, dout=dout, out=out, lse=lse.contiguous())
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, layout: str, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """With sums in a fixed order where `torch.use_deterministic_algorithms` asks for it."""
-    tensors = (dout, None, q, k, v, readable_by_tma(out), lse.contiguous())
-    with torch.no_grad():  # who records gradients is torch's operator
-        if "cu_seqlens_q" in options:
-            dq, dk, dv = attention_varlen_backward(*tensors, **options)
-        else:
-            dq, dk, dv = attention_backward(*tensors, layout=layout, **options)
-    return dq, dk, dv
-
-
 def without_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What the operators return besides: the state of random numbers, of which there are none, and no mask."""
     state = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty((), dtype=torch.uint64, device=q.device)
@@ -207,10 +144,8 @@ def scaled_dot_product_forward(
 ) -> Any:
     """(B, H, S, D). What F.scaled_dot_product_attention calls, and its relatives."""
     options = options_of(device, is_causal, scale)
-    if not dropout_p and not return_debug_mask and takes(query, key, value, needs_grad=False, **options):
-        with TORCH, torch.no_grad():  # who records gradients is torch's operator
-            out, lse = attention(query, key, value, return_lse=True, **options)
-            return out, lse, None, None, query.shape[2], key.shape[2], *without_dropout(query)
+    if not dropout_p and not return_debug_mask and (both := forward_pass(query, key, value, **options)):
+        return *both, None, None, query.shape[2], key.shape[2], *without_dropout(query)
     return original(query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
 
 
@@ -237,9 +172,8 @@ def scaled_dot_product_backward(
     tensors = (grad_out, query, key, value, out, logsumexp)
     options = options_of(device, is_causal, scale)
     packed = cum_seq_q is not None or cum_seq_k is not None
-    if not dropout_p and not packed and takes_gradients(*tensors, **options):
-        with TORCH:
-            return gradients(*tensors, **options)
+    if not dropout_p and not packed and (grads := backward_pass(*tensors, **options)):
+        return grads
     return original(
         *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
     )
@@ -266,11 +200,10 @@ def cudnn_forward(
     """
     options = options_of(device, is_causal, scale)
     others = attn_bias is not None or dropout_p or return_debug_mask
-    if not others and timed(query, value) and takes(query, key, value, needs_grad=False, **options):
-        with TORCH, torch.no_grad():
-            out, lse = attention(query, key, value, return_lse=True, **options)
-            seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
-            return out, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, offset, None
+    if not others and (both := forward_pass(query, key, value, of_cudnn=True, **options)):
+        out, lse = both
+        seed = torch.empty((), dtype=torch.int64, device=query.device)
+        return out, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, torch.empty_like(seed), None
     return original(
         query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale=scale
     )
@@ -300,28 +233,14 @@ def cudnn_backward(
     """max_q, max_k: context_parallel gives those of other parts, so lengths are read from the tensors."""
     options = options_of(device, is_causal, scale)
     packed = cum_seq_q is not None or cum_seq_k is not None
-    if logsumexp is not None and attn_bias is None and not dropout_p and not packed and timed(query, value):
+    if logsumexp is not None and attn_bias is None and not dropout_p and not packed:
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
-        tensors = (grad_out, query, key, value, out, lse)
-        if takes_gradients(*tensors, **options) and not cudnn_is_faster(
-            query, key, value, causal=is_causal, device=device
-        ):
-            with TORCH:
-                return gradients(*tensors, **options)
+        if grads := backward_pass(grad_out, query, key, value, out, lse, of_cudnn=True, **options):
+            return grads
     return original(
         grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
         max_q, max_k, dropout_p, is_causal, scale=scale,
     )  # fmt: skip
-
-
-def timed(q: Tensor, v: Tensor) -> bool:
-    """Whether head dims are equal, but not between 128 and 192, which are padded to 192; or a pair that was measured
-    beside cuDNN. Others are slower, or could be, and stay there. Where they differ, O of a Q that is expanded has other
-    strides there as well."""
-    of_q, of_v = q.shape[-1], v.shape[-1]
-    if of_q == of_v:
-        return not 128 < of_q < 192
-    return (of_q, of_v) == (192, 128) and 0 not in q.stride()
 
 
 def flash_forward(
@@ -351,16 +270,9 @@ def flash_forward(
     lengths = lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
     if lengths:
         del options["layout"]
-        ours = takes_packed(query, key, value, needs_grad=False, **lengths, **options)
-    else:
-        ours = takes(query, key, value, needs_grad=False, **options)
-    if ours and not dropout_p and not return_debug_mask and not asks_more(others):
-        with TORCH, torch.no_grad():
-            if lengths:
-                o, lse = attention_varlen(query, key, value, return_lse=True, **lengths, **options)
-            else:
-                o, lse = attention(query, key, value, return_lse=True, **options)
-            return (o, lse, *without_dropout(query)) if out is None else lse
+    asked = dropout_p or return_debug_mask or asks_more(others)
+    if not asked and (both := forward_pass(query, key, value, **lengths, **options)):
+        return (*both, *without_dropout(query)) if out is None else both[1]
     return original(
         *(() if out is None else (out,)), query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
         is_causal, return_debug_mask, scale=scale, **others,
@@ -393,10 +305,12 @@ def flash_backward(
     **others: Any,
 ) -> Any:
     tensors = (grad_out, query, key, value, out, logsumexp)
-    options = flash_options_of(device, is_causal, scale, others) | lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
-    if not dropout_p and not asks_more(others) and takes_gradients(*tensors, **options):
-        with TORCH:
-            return gradients(*tensors, **options)
+    options = flash_options_of(device, is_causal, scale, others)
+    lengths = lengths_of(cum_seq_q, cum_seq_k, max_q, max_k)
+    if lengths:
+        del options["layout"]
+    if not dropout_p and not asks_more(others) and (grads := backward_pass(*tensors, **(lengths | options))):
+        return grads
     return original(
         *tensors, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, scale=scale, **others
     )

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from gluon_attn import api, attention, cpu, gradients, hooks, torch_sdpa
+from gluon_attn import api, attention, cpu, gradients, hooks, sdpa_calls, torch_sdpa
 from gluon_attn.device import Device
 from gluon_attn.hooks import TORCH, refusal
 from gluon_attn.runtime import kernel
@@ -26,6 +26,7 @@ def without_gradients(monkeypatch):
     """Their kernels cannot be made, and none is there yet."""
     monkeypatch.setattr(cpu, "backward_on_cpu", fail)
     monkeypatch.setattr(gradients, "_launches", {})
+    monkeypatch.setattr(sdpa_calls, "_backward", {})
     monkeypatch.setattr(hooks, "_warned", set())
 
 
@@ -34,6 +35,7 @@ def without_a_compiler(monkeypatch, without_gradients):
     """No kernel can be made."""
     monkeypatch.setattr(cpu, "launches_on_cpu", fail)
     monkeypatch.setattr(api, "_launches", {})
+    monkeypatch.setattr(sdpa_calls, "_forward", {})
 
 
 def test_the_call_itself_says_what_is_wrong(without_a_compiler):

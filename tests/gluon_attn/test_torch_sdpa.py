@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from gluon_attn import reference_attention, torch_sdpa
+from gluon_attn import reference_attention, sdpa_calls, torch_sdpa
 from gluon_attn.cudnn import FASTER_THERE_FROM
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import check, check_gradients
@@ -145,15 +145,17 @@ def test_deterministic_as_torch_is_told(by, calls, monkeypatch):
         assert options.get("deterministic") is None  # as torch says
         return attention_backward(*tensors, **options)
 
-    monkeypatch.setattr(torch_sdpa, "attention_backward", spy)
-    q = q_of().requires_grad_()
+    monkeypatch.setattr(sdpa_calls, "attention_backward", spy)
+    monkeypatch.setattr(sdpa_calls, "_backward", {})
+    q, dout = q_of().requires_grad_(), q_of()
+    torch.autograd.grad(by(q, q, q)[0], q, dout)
     try:
         torch.use_deterministic_algorithms(True)
-        grads = [torch.autograd.grad(by(q, q, q)[0].sum(), q)[0] for _ in range(2)]
+        grads = [torch.autograd.grad(by(q, q, q)[0], q, dout)[0] for _ in range(2)]
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(*grads)
-    assert told == [True, True]
+    assert told == [False, True]  # what came before is known, in a fixed order too
     assert calls == []
 
 
@@ -208,7 +210,7 @@ def test_checkpointed(is_kept, by, calls, monkeypatch):
 
         return run
 
-    for name in ("attention", "attention_backward"):
+    for name in ("forward_pass", "backward_pass"):
         monkeypatch.setattr(torch_sdpa, name, counted(getattr(torch_sdpa, name)))
 
     def policy(context: Any, operator: Any, *args: Any, **kw: Any) -> CheckpointPolicy:
@@ -224,7 +226,7 @@ def test_checkpointed(is_kept, by, calls, monkeypatch):
         model, *inputs, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
     )
     check_gradients(q, k, v, 3 * dout, torch.autograd.grad(out, inputs, dout), causal=True)
-    assert made == ["attention"] * (1 if is_kept else 2) + ["attention_backward"]
+    assert made == ["forward_pass"] * (1 if is_kept else 2) + ["backward_pass"]
     assert calls == []
 
 
@@ -273,4 +275,4 @@ def test_varlen_attn(window, calls):
 )
 def test_which_head_dims_are_taken_from_cudnn(head_dim, of_v, timed):
     q, v = (torch.empty(1, 2, 8, d, device="meta") for d in (head_dim, of_v))
-    assert torch_sdpa.timed(q, v) == timed
+    assert sdpa_calls.timed(q, v) == timed

@@ -21,7 +21,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from gluon_attn import attention, reference_attention, torch_sdpa
+from gluon_attn import attention, reference_attention, sdpa_calls, torch_sdpa
 from tests.gluon_attn.sdpa import CUDNN, HOPPER, SDPA, Originals, by_cudnn, by_flash, q_of
 
 
@@ -96,7 +96,7 @@ class OfCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.originals = Originals("CUDA")
         self.asked: list[Any] = []
-        patch.setattr(torch_sdpa, "refusal", self.refuse)
+        patch.setattr(sdpa_calls, "refusal", self.refuse)
 
     def refuse(self, *_: Any, **__: Any) -> str:
         self.asked.append(1)
