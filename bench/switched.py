@@ -136,12 +136,14 @@ def captured(shape: Shape, switch: str) -> tuple[dict[str, torch.cuda.CUDAGraph]
 def ours(shape: Shape) -> dict[str, bool]:
     """Whether a pass runs a kernel of ours within `enabled()`."""
     made: set[str] = set()
-    originals = {name: getattr(torch_sdpa, name) for name in ("attention", "attention_backward")}
+    originals = {name: getattr(torch_sdpa, name) for name in ("forward_pass", "backward_pass")}
 
     def noting(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kw: Any) -> Any:
-            made.add(name)
-            return fn(*args, **kw)
+            computed = fn(*args, **kw)
+            if computed is not None:
+                made.add(name)
+            return computed
 
         return run
 
