@@ -326,6 +326,8 @@ def limits(row: Row | BackwardRow, problem: Problem) -> Iterator[tuple[str, str]
         yield f"scores with {row.scores}", row.scores
     if isinstance(row, Row) and row.one_round:
         yield "no program with more than one item", "none"
+    if isinstance(row, Row) and row.row_blocks:
+        yield f"row blocks of {row.config.block_m} rows end soonest", "so many queries and heads"
 
 
 def counted(number: int, noun: str) -> str:
@@ -346,6 +348,8 @@ def why_not(row: Row, problem: Problem, device: Device, num_ctas: int | None) ->
     if unmet == "one_round":
         plan = Plan.of(problem, row.config, device)
         return f"for little work only, and here {plan.programs} programs have {plan.items} items"
+    if unmet == "row_blocks":
+        return f"row blocks of {row.ends_soonest(problem, device)} rows end sooner than its own of {row.config.block_m}"
     if unmet == "smem_bytes":
         needed = row.config.smem_bytes(row.padded_head_dim, row.element_bytes, row.padded_head_dim_v)
         return f"needs {needed} bytes of shared memory, there are {device.smem_bytes}"

@@ -153,6 +153,7 @@ def forward_jobs(
             f"up to {row.max_kv_len} keys" * (row.max_kv_len is not None),
             f"from {row.min_reuse} queries a KV head" * (row.min_reuse > 1),
             "little work" * row.one_round,
+            "some numbers of queries and heads" * bool(row.row_blocks),
         ]
         name = ", ".join(filter(None, [f"forward {kind} {config.block_m} x {config.block_n}", *served]))
         yield Job(name, partial(forward_build, features, dtype, padded_head_dim, head_dim_v, mask, config))

@@ -17,6 +17,13 @@ from .configs import BlackwellConfig, ForwardConfig, HopperConfig
 from .fits import head_dims_of, require_ctas, require_fits, require_supported
 from .plan import Plan
 
+# What a row block of so many rows takes, beside one of 64, by head dim; in 16 bits, without a mask. Fitted to times of
+# an H200, bench/results/h200_few_queries.json: what is chosen so is at most 2.1 % behind the best there.
+COSTS_OF_ROW_BLOCKS = {
+    64: ((64, 1.0), (128, 1.4), (192, 1.8), (256, 2.55)),
+    128: ((64, 1.0), (128, 1.3)),
+}
+
 LONG = 1280  # keys, from where on it pays to compute the last heads' row blocks longest first
 
 UNLIKE_ON_BLACKWELL = ((64, 128), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))  # of Q and V, padded
@@ -39,6 +46,7 @@ class Row(Sizes):
     config: ForwardConfig
     element_bytes: int = 2
     one_round: bool = False
+    row_blocks: tuple[tuple[int, float], ...] = ()
     result_file: str | None = None
     card: str | None = None
     date: str | None = None
@@ -74,15 +82,33 @@ class Row(Sizes):
             return "smem_bytes"
         if self.one_round and self.takes_rounds(problem, device):
             return "one_round"
+        if self.row_blocks and self.ends_soonest(problem, device) != self.config.block_m:
+            return "row_blocks"
         return None
 
     def fits(self, problem: Problem, device: Device, num_ctas: int | None) -> bool:
         return self.unmet(problem, device, num_ctas) is None
 
+    @property
+    def is_conditional(self) -> bool:
+        """Whether more than sizes decide where it serves."""
+        return self.one_round or bool(self.row_blocks)
+
     def takes_rounds(self, problem: Problem, device: Device) -> bool:
         """Whether some program has more than one item to do."""
         plan = Plan.of(problem, self.config, device)
         return plan.items > plan.programs
+
+    def ends_soonest(self, problem: Problem, device: Device) -> int:
+        """How many rows those of `row_blocks` have that end soonest, if programs take them in rounds. High ones compute
+        more in the same time; low ones have fewer rows of no query, and give more processors some in the last round."""
+        clusters, heads = device.sm_count // self.config.num_ctas, problem.batch * problem.heads
+
+        def end(of: tuple[int, float]) -> float:
+            rows, cost = of
+            return -(-heads * -(-problem.q_len // rows) // clusters) * cost
+
+        return min(self.row_blocks, key=end)[0]
 
 
 def hopper_config(
@@ -167,23 +193,26 @@ def rows_in_limits() -> Iterator[Row]:
 def hopper_rows() -> Iterator[Row]:
     """Those of 16 bits, then those of fp8; first those of one CTA: those of two are chosen on request only."""
     # With little work, small row blocks, of which more processors have some.
-    for head_dim, causal in itertools.product((64, 128), (False, True)):
-        yield measured(head_dim, causal, hopper_config(1, 128, 2, 2, 232), one_round=True)
-    yield measured(64, False, hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2), one_round=True)
+    one = hopper_config(1, 128, 2, 2, 232)
+    for head_dim in (64, 128):
+        yield measured(head_dim, True, one, one_round=True)
     yield from rows_in_limits()
+    # Without a mask all row blocks take the same time, so that it is known which end soonest.
+    three = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
+    two = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2)
+    for config in (one, two, three, hopper_config(4, 64, 2, 4, 112)):
+        yield measured(64, False, config, row_blocks=COSTS_OF_ROW_BLOCKS[64])
+    two = replace(two, integer_max=True)
+    for config in (one, two):
+        yield measured(128, False, config, row_blocks=COSTS_OF_ROW_BLOCKS[128])
     # Large row blocks are for long sequences: with few row blocks to a head, much of the last one is not used. The
     # last heads longest first likewise: up to 1024 keys what it costs in every row block is more than it gains. At
     # D=256 in 16 bits the kernel would spill for it.
-    three = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
-    yield measured(64, False, three, min_kv_len=2048)
-    yield measured(64, False, hopper_config(4, 64, 2, 4, 112))
     three = replace(three, last_heads_longest_first=True)
     yield measured(64, True, three, min_kv_len=12288)
     four = hopper_config(4, 64, 2, 4, 112, integer_max=True, last_heads_longest_first=True)
     yield measured(64, True, four, min_kv_len=LONG)
     yield measured(64, True, hopper_config(4, 64, 2, 4, 112))
-    two = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, integer_max=True)
-    yield measured(128, False, two)
     yield measured(128, True, replace(two, last_heads_longest_first=True), min_kv_len=LONG)
     yield measured(128, True, two, min_kv_len=768)
     # Half of a large block on the diagonal is not seen, which counts where a row block has few. (768: timed were 512
@@ -404,7 +433,7 @@ def rows_by_default(
         asked = (padded_head_dim, padded_head_dim_v or padded_head_dim, causal, element_bytes)
         if facts != asked or arch not in row.config.archs:
             continue
-        if not any(earlier.covers(row, in_limits) and not earlier.one_round for earlier in rows):
+        if not any(earlier.covers(row, in_limits) and not earlier.is_conditional for earlier in rows):
             rows.append(row)
     return rows
 

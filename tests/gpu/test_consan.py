@@ -52,6 +52,14 @@ CASES |= {f"192 and 128, row {i}": row for i, row in enumerate(OTHER_HEAD_DIMS) 
 # (Sq, Sk): tails, and enough key blocks for more than one lap around each ring.
 LENGTHS = ((129, 129), (300, 333), (333, 300), (512, 512))
 
+# (Sq, Sk, processors) with more parts of key blocks than programs, by keys of a key block and head dim, padded.
+MORE_PARTS = {
+    (128, 64): (1024, 1024, 9),
+    (128, 128): (640, 640, 9),
+    (128, 192): (640, 640, 9),
+    (64, 256): (512, 512, 15),
+}
+
 
 def run_attention(row: Row) -> None:
     dtype = torch.bfloat16 if row.element_bytes == 2 else torch.float8_e4m3fn
@@ -89,17 +97,17 @@ def run_gradients(name: str, causal: bool, deterministic: bool) -> None:
     card = Device.of(torch.device("cuda", 0))
     calls = [(2, 1, *lengths, sm_count) for lengths in LENGTHS for sm_count in (card.sm_count, 2)]
     if causal and not deterministic:
-        calls.append((4, 2 if config.keys == 64 else 4, 2048, 2048, card.sm_count))
+        calls.append((2, 1, *MORE_PARTS[config.keys, head_dim]))
     for heads, kv_heads, q_len, kv_len, sm_count in calls:
         q, k, v = normal_qkv(
             heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, head_dim_v=head_dim_v
         )
-        if kv_len == 2048:
-            plan = BackwardPlan.of(Problem.of(q, k, v, causal=causal), config, card)
-            assert plan.shared_parts > plan.programs, f"{plan.shared_parts=} {plan.programs=}"
         dout = normal(*q.shape[:3], head_dim_v, seed=7)
         out, lse = attention(q, k, v, causal=causal, return_lse=True)
         device = dataclasses.replace(card, sm_count=sm_count)
+        if sm_count not in (card.sm_count, 2):
+            plan = BackwardPlan.of(Problem.of(q, k, v, causal=causal), config, device)
+            assert plan.shared_parts > plan.programs, f"{plan.shared_parts=} {plan.programs=}"
         got = backward_call(
             config, dout, q, k, v, out, lse, causal=causal, deterministic=deterministic, device=device
         )()
