@@ -152,8 +152,8 @@ def forward_jobs(
             f"from {row.min_kv_len} keys" * (row.min_kv_len > 1),
             f"up to {row.max_kv_len} keys" * (row.max_kv_len is not None),
             f"from {row.min_reuse} queries a KV head" * (row.min_reuse > 1),
-            "little work" * row.one_round,
-            "some numbers of queries and heads" * bool(row.row_blocks),
+            "little work" * (row.one_round and not row.row_blocks),
+            f"where {row.config.block_m} rows end soonest" * bool(row.row_blocks),
         ]
         name = ", ".join(filter(None, [f"forward {kind} {config.block_m} x {config.block_n}", *served]))
         yield Job(name, partial(forward_build, features, dtype, padded_head_dim, head_dim_v, mask, config))

@@ -80,10 +80,12 @@ class Row(Sizes):
             return unmet
         if self.config.smem_bytes(self.padded_head_dim, self.element_bytes, self.padded_head_dim_v) > device.smem_bytes:
             return "smem_bytes"
+        if self.row_blocks and not problem.mask.limits_keys:
+            return None if self.ends_soonest(problem, device) == self.config.block_m else "row_blocks"
+        if self.row_blocks and not self.one_round:
+            return "row_blocks"
         if self.one_round and self.takes_rounds(problem, device):
             return "one_round"
-        if self.row_blocks and self.ends_soonest(problem, device) != self.config.block_m:
-            return "row_blocks"
         return None
 
     def fits(self, problem: Problem, device: Device, num_ctas: int | None) -> bool:
@@ -102,6 +104,7 @@ class Row(Sizes):
     def ends_soonest(self, problem: Problem, device: Device) -> int:
         """How many rows those of `row_blocks` have that end soonest, if programs take them in rounds. High ones compute
         more in the same time; low ones have fewer rows of no query, and give more processors some in the last round."""
+        Plan.of(problem, self.config, device)  # raises for more row blocks than can be counted
         clusters, heads = device.sm_count // self.config.num_ctas, problem.batch * problem.heads
 
         def end(of: tuple[int, float]) -> float:
@@ -198,13 +201,15 @@ def hopper_rows() -> Iterator[Row]:
         yield measured(head_dim, True, one, one_round=True)
     yield from rows_in_limits()
     # Without a mask all row blocks take the same time, so that it is known which end soonest.
-    three = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
     two = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2)
-    for config in (one, two, three, hopper_config(4, 64, 2, 4, 112)):
-        yield measured(64, False, config, row_blocks=COSTS_OF_ROW_BLOCKS[64])
-    two = replace(two, integer_max=True)
+    three = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
     for config in (one, two):
-        yield measured(128, False, config, row_blocks=COSTS_OF_ROW_BLOCKS[128])
+        yield measured(64, False, config, one_round=True, row_blocks=COSTS_OF_ROW_BLOCKS[64])
+    yield measured(64, False, three, row_blocks=COSTS_OF_ROW_BLOCKS[64])
+    yield measured(64, False, hopper_config(4, 64, 2, 4, 112))
+    two = replace(two, integer_max=True)
+    yield measured(128, False, one, one_round=True, row_blocks=COSTS_OF_ROW_BLOCKS[128])
+    yield measured(128, False, two)
     # Large row blocks are for long sequences: with few row blocks to a head, much of the last one is not used. The
     # last heads longest first likewise: up to 1024 keys what it costs in every row block is more than it gains. At
     # D=256 in 16 bits the kernel would spill for it.
@@ -432,6 +437,8 @@ def rows_by_default(
         facts = (*row.head_dims, row.causal, row.element_bytes)
         asked = (padded_head_dim, padded_head_dim_v or padded_head_dim, causal, element_bytes)
         if facts != asked or arch not in row.config.archs:
+            continue
+        if in_limits and row.row_blocks and not row.one_round:
             continue
         if not any(earlier.covers(row, in_limits) and not earlier.is_conditional for earlier in rows):
             rows.append(row)

@@ -127,7 +127,7 @@ def test_calls_with_masks_and_scores_find_theirs(name):
     compiled = [job.make() for job in listed]
     rng, used = random.Random(2), []
     lengths = [near + by for near in (200, 300, 600, 2000) for by in (-1, 0, 1, 2)]  # where limits begin to hide
-    for _ in range(500):
+    for _ in range(1000):
         problem = dataclasses.replace(random_problem(rng, torch.bfloat16, 64, causal=True), **rng.choice(changes))
         at = [rng.choice([length, rng.choice(lengths)]) for length in (problem.q_len, problem.kv_len)]
         problem = dataclasses.replace(problem, q_len=at[0], kv_len=at[1])
