@@ -24,15 +24,26 @@ HOPPER = Device.hopper()
 BF16 = torch.bfloat16
 
 
+# What modules call attention and its gradients, and which of its arguments is q.
+SPIED = {
+    "attention": ("attention", 0),
+    "attend": ("attention", 0),
+    "forward_pass": ("attention", 0),
+    "attention_backward": ("attention_backward", 2),
+    "backward_pass": ("attention_backward", 1),
+}
+
+
 class Spy:
-    """Within it, what a module calls attention and its gradients with: rows, keys, whether causal."""
+    """Within it, what a module calls attention and its gradients with: rows, keys, whether causal. Calls of torch's
+    operators that are left to torch do not count."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     def __enter__(self) -> "Spy":
         self.calls: list[tuple[str, int, int, bool]] = []
-        names = filter(functools.partial(hasattr, self.module), ("attention", "attend", "attention_backward"))
+        names = filter(functools.partial(hasattr, self.module), SPIED)
         self.originals = {name: getattr(self.module, name) for name in names}
         for name, original in self.originals.items():
             setattr(self.module, name, self.watched(name, original))
@@ -40,12 +51,14 @@ class Spy:
 
     def watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            q, k = args[2:4] if name == "attention_backward" else args[:2]
+            what, first = SPIED[name]
+            q, k = args[first : first + 2]
             given = args[4]._asdict() if name == "attend" else options
             sequence = 2 if given.get("layout", "bhsd") == "bhsd" else 1
-            what = name.replace("attend", "attention")
-            self.calls.append((what, q.shape[sequence], k.shape[sequence], given["causal"]))
-            return original(*args, **options)
+            computed = original(*args, **options)
+            if computed is not None:
+                self.calls.append((what, q.shape[sequence], k.shape[sequence], given["causal"]))
+            return computed
 
         return call
 
