@@ -20,7 +20,7 @@ from .explain_times import measured_lines, rows_like
 from .forward.configs import REGISTERS_PER_SM, BlackwellConfig, ForwardConfig, HopperConfig, label
 from .forward.launch import compiled_for
 from .forward.plan import Plan
-from .forward.table import Row, pick_config, pick_row
+from .forward.table import Row, all_take_the_same, pick_config, pick_row
 from .problem import Problem
 from .resources import resources
 from .runtime.compat import CompiledKernel
@@ -324,7 +324,7 @@ def limits(row: Row | BackwardRow, problem: Problem) -> Iterator[tuple[str, str]
         yield f"{counted(row.heads_per_kv_head, 'query head')} to a KV head", f"{group}"
     if row.scores is not None:
         yield f"scores with {row.scores}", row.scores
-    if isinstance(row, Row) and row.one_round and (problem.mask.limits_keys or not row.row_blocks):
+    if isinstance(row, Row) and row.one_round and not (row.row_blocks and all_take_the_same(problem)):
         yield "no program with more than one item", "none"
     elif isinstance(row, Row) and row.row_blocks:
         yield f"row blocks of {row.config.block_m} rows end soonest", "so many queries and heads"
@@ -348,8 +348,8 @@ def why_not(row: Row, problem: Problem, device: Device, num_ctas: int | None) ->
     if unmet == "one_round":
         plan = Plan.of(problem, row.config, device)
         return f"for little work only, and here {plan.programs} programs have {plan.items} items"
-    if unmet == "row_blocks" and problem.mask.limits_keys:
-        return "for calls whose row blocks see as many keys each"
+    if unmet == "row_blocks" and not all_take_the_same(problem):
+        return "for calls whose row blocks take the same time each"
     if unmet == "row_blocks":
         return f"row blocks of {row.ends_soonest(problem, device)} rows end sooner than its own of {row.config.block_m}"
     if unmet == "smem_bytes":

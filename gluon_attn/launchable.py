@@ -143,8 +143,14 @@ def forward_jobs(
         sizes = {row.config.block_m: None for row in rows}
         for block_m, used in itertools.product(sizes, (False, True)):
             yield Job(f"list of blocks of {block_m} rows{of_used(used)}", partial(list_build, block_m, used))
+    plain, built = mask == Mask() and features.bias is None, set[ForwardConfig]()
     for row in rows:
+        if row.row_blocks and not row.one_round and not plain:
+            continue
         config = for_scores(row, features.score_mod, dtype)
+        if plain and config in built:  # by another row of the same
+            continue
+        built.add(config)
         if features.bias is not None:
             asked = problem_of(dtype, padded_head_dim, head_dim_v, mask, features.bias)
             config = for_bias(row.config, asked, CARDS[arch])
@@ -152,8 +158,8 @@ def forward_jobs(
             f"from {row.min_kv_len} keys" * (row.min_kv_len > 1),
             f"up to {row.max_kv_len} keys" * (row.max_kv_len is not None),
             f"from {row.min_reuse} queries a KV head" * (row.min_reuse > 1),
-            "little work" * (row.one_round and not row.row_blocks),
-            f"where {row.config.block_m} rows end soonest" * bool(row.row_blocks),
+            "little work" * (row.one_round and not (plain and row.row_blocks)),
+            f"where {row.config.block_m} rows end soonest" * (plain and bool(row.row_blocks)),
         ]
         name = ", ".join(filter(None, [f"forward {kind} {config.block_m} x {config.block_n}", *served]))
         yield Job(name, partial(forward_build, features, dtype, padded_head_dim, head_dim_v, mask, config))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .api import MAX_LAUNCHES, attend_again, attention, check_addresses, launch_of
 from .call import NO_EXTRAS, Key, Options, identity
@@ -92,7 +93,8 @@ def forward_pass(
     layout.
     """
     packed, tables = "cu_seqlens_q" in options, active()
-    again = not packed and options.get("out") is None
+    # Where torch.compile has broken its graph, it traces what the dispatcher calls: `attention` knows that.
+    again = not packed and options.get("out") is None and not is_compiling()
     key = (tables, key_of_call(q, k, v, of_cudnn, options)) if again else None
     if key is not None and (launch := _forward.get(key)) is not None:
         try:
@@ -101,7 +103,7 @@ def forward_pass(
             return None
         with TORCH:
             return attend_again(launch, q, k, v, options["layout"])
-        return None
+        return None  # TORCH has swallowed that there is no kernel
     if of_cudnn and not timed(q, v):
         return None
     if not (takes_packed if packed else takes)(q, k, v, needs_grad=False, **options):
@@ -109,7 +111,7 @@ def forward_pass(
     with TORCH, torch.no_grad():  # who records gradients is torch's operator
         out, lse = (attention_varlen if packed else attention)(q, k, v, return_lse=True, **options)
         if key is not None:
-            keep(_forward, key, launch_of(q, k, v, options_of(**options), tables))
+            keep(_forward, key, launch_of(q, k, v, as_of_attention(**options), tables))
         return out, lse
     return None
 
@@ -120,7 +122,8 @@ def backward_pass(
     """dQ, dK and dV, with sums in a fixed order where `torch.use_deterministic_algorithms` asks for it; None if they
     are torch's to compute. of_cudnn, options: as for `forward_pass`."""
     packed, tables = "cu_seqlens_q" in options, active()
-    key = None if packed else (tables, key_of_call(q, k, v, of_cudnn, options, dout, out, lse))
+    again = not packed and not is_compiling()
+    key = (tables, key_of_call(q, k, v, of_cudnn, options, dout, out, lse)) if again else None
     if key is not None and (launch := _backward.get(key)) is not None and are_as_before(dout, out, lse):
         try:
             check_addresses(q, k, v, NO_EXTRAS)
@@ -128,7 +131,7 @@ def backward_pass(
             return None
         with TORCH:
             return differentiate_again(launch, dout, q, k, v, out, lse)
-        return None
+        return None  # as above
     if of_cudnn and not timed(q, v):
         return None
     if not takes_gradients(dout, q, k, v, out, lse, **options):
@@ -139,7 +142,7 @@ def backward_pass(
         tensors = (dout, None, q, k, v, readable_by_tma(out), lse.contiguous())
         dq, dk, dv = (attention_varlen_backward if packed else attention_backward)(*tensors, **options)
         if key is not None and readable_by_tma(dout) is dout and tensors[-2] is out and tensors[-1] is lse:
-            keep(_backward, key, gradients_launch_of(dout, q, k, v, out, lse, options_of(**options), tables))
+            keep(_backward, key, gradients_launch_of(dout, q, k, v, out, lse, as_of_attention(**options), tables))
         return dq, dk, dv
     return None
 
@@ -159,8 +162,14 @@ def are_as_before(*tensors: Tensor) -> bool:
     return not any(is_suspect(t) or t.data_ptr() % TMA_ALIGNMENT_BYTES for t in tensors)
 
 
-def options_of(
-    *, causal: bool, scale: float | None, layout: str, device: Device | None, window: Window = (None, None), **_: None
+def as_of_attention(
+    *,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    device: Device | None,
+    window: Window = (None, None),
+    out: None = None,
 ) -> Options:
     """As `attention` has them of these arguments."""
     return Options(causal=causal, scale=scale, layout=layout, device=device, window=window)

@@ -1,6 +1,7 @@
 """Configurations: what can be chosen, what was measured, and the choice."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ COSTS_OF_ROW_BLOCKS = {
     64: ((64, 1.0), (128, 1.4), (192, 1.8), (256, 2.55)),
     128: ((64, 1.0), (128, 1.3)),
 }
+
+FEWEST_KEYS = 512  # for these costs: the fewest that were timed are 1024
 
 LONG = 1280  # keys, from where on it pays to compute the last heads' row blocks longest first
 
@@ -80,7 +83,7 @@ class Row(Sizes):
             return unmet
         if self.config.smem_bytes(self.padded_head_dim, self.element_bytes, self.padded_head_dim_v) > device.smem_bytes:
             return "smem_bytes"
-        if self.row_blocks and not problem.mask.limits_keys:
+        if self.row_blocks and all_take_the_same(problem):
             return None if self.ends_soonest(problem, device) == self.config.block_m else "row_blocks"
         if self.row_blocks and not self.one_round:
             return "row_blocks"
@@ -106,12 +109,18 @@ class Row(Sizes):
         more in the same time; low ones have fewer rows of no query, and give more processors some in the last round."""
         Plan.of(problem, self.config, device)  # raises for more row blocks than can be counted
         clusters, heads = device.sm_count // self.config.num_ctas, problem.batch * problem.heads
+        chosen, soonest = self.config.block_m, math.inf
+        for rows, cost in self.row_blocks:  # torch.compile traces no min() with a key
+            end = -(-heads * -(-problem.q_len // rows) // clusters) * cost
+            if end < soonest:
+                chosen, soonest = rows, end
+        return chosen
 
-        def end(of: tuple[int, float]) -> float:
-            rows, cost = of
-            return -(-heads * -(-problem.q_len // rows) // clusters) * cost
 
-        return min(self.row_blocks, key=end)[0]
+def all_take_the_same(problem: Problem) -> bool:
+    """Whether row blocks of one height take the same time, of which the costs are known: nothing is hidden from some,
+    no bias is read, and keys are about as many as were timed."""
+    return problem.mask == Mask() and problem.bias is None and problem.kv_len >= FEWEST_KEYS
 
 
 def hopper_config(
@@ -200,13 +209,17 @@ def hopper_rows() -> Iterator[Row]:
     for head_dim in (64, 128):
         yield measured(head_dim, True, one, one_round=True)
     yield from rows_in_limits()
-    # Without a mask all row blocks take the same time, so that it is known which end soonest.
+    # Without a mask all row blocks take the same time, so that it is known which end soonest. Else low ones serve in
+    # one round, and high ones in more.
     two = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2)
     three = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
     for config in (one, two):
         yield measured(64, False, config, one_round=True, row_blocks=COSTS_OF_ROW_BLOCKS[64])
-    yield measured(64, False, three, row_blocks=COSTS_OF_ROW_BLOCKS[64])
-    yield measured(64, False, hopper_config(4, 64, 2, 4, 112))
+    four = hopper_config(4, 64, 2, 4, 112)
+    for config in (three, four):
+        yield measured(64, False, config, row_blocks=COSTS_OF_ROW_BLOCKS[64])
+    yield measured(64, False, three, min_kv_len=2048)
+    yield measured(64, False, four)
     two = replace(two, integer_max=True)
     yield measured(128, False, one, one_round=True, row_blocks=COSTS_OF_ROW_BLOCKS[128])
     yield measured(128, False, two)
@@ -437,8 +450,6 @@ def rows_by_default(
         facts = (*row.head_dims, row.causal, row.element_bytes)
         asked = (padded_head_dim, padded_head_dim_v or padded_head_dim, causal, element_bytes)
         if facts != asked or arch not in row.config.archs:
-            continue
-        if in_limits and row.row_blocks and not row.one_round:
             continue
         if not any(earlier.covers(row, in_limits) and not earlier.is_conditional for earlier in rows):
             rows.append(row)

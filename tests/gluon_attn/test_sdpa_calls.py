@@ -172,3 +172,25 @@ def test_a_kernel_that_fails_is_left_to_torch(calls, monkeypatch):
     monkeypatch.setattr(sdpa_calls, "attend_again", fail)
     with pytest.warns(UserWarning, match="gone"):
         assert (by_flash(q, q, q)[0] == 7).all()
+
+
+@BOTH
+@pytest.mark.parametrize("causal", [False, True])
+def test_where_a_graph_is_broken(by, causal, calls):
+    """What the dispatcher calls there is traced, and a launch cannot be."""
+    q, dout = q_of().requires_grad_(), q_of()
+
+    def f(q: Tensor) -> Tensor:
+        outs = []
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            outs.append(by(q, q, q, is_causal=causal)[0])
+        return outs[0] + outs[1]
+
+    want = f(q)
+    (want_grad,) = torch.autograd.grad(want, q, dout)
+    torch.compiler.reset()
+    got = torch.compile(f, backend="eager")(q)
+    assert torch.equal(got, want)
+    assert torch.equal(torch.autograd.grad(got, q, dout)[0], want_grad)
+    assert calls == []

@@ -282,3 +282,16 @@ def test_a_window_as_a_list():
     assert supports(**call(window=[8, 0])) is None
     with pytest.raises(TypeError, match=r"^window: expected ints or None"):
         attention(**call(window=[8, [0]]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_asked_in_a_graph_without_breaks(causal, head_dim):
+    """As hooks ask: each row of the table that is looked at can be traced."""
+
+    def f(q: torch.Tensor) -> torch.Tensor:
+        why = supports(q, q, q, causal=causal, device=Device.hopper(), needs_grad=False)
+        return q + 1 if why is None else q - 1
+
+    q = torch.zeros(1, 2, 600, head_dim, dtype=torch.bfloat16)
+    assert (torch.compile(f, backend="eager", fullgraph=True)(q) == 1).all()

@@ -128,6 +128,8 @@ OF_CANDIDATES = [row for row in HOPPER if row.result_file == "h200_candidates.js
 # Rows that serve no point of their file, and why they are there.
 UNTIMED = {
     ("2x128 q2kv4 v 1cta", 64, True, 1): "queries of less than 512 to a key, and the shortest timed are 512",
+    ("3x128 q2kv2Te1i 1cta", 64, False, 2): "what is masked by row; without a mask another row has the same config",
+    ("4x64 q2kv4 1cta", 64, False, 2): "the same",
 }
 
 
@@ -261,7 +263,7 @@ def test_each_height_of_row_blocks_serves_a_call_that_was_timed(head_dim, rows):
     assert {of for of, _ in COSTS_OF_ROW_BLOCKS[head_dim]} == rows
 
 
-@pytest.mark.parametrize("limits", [{"left": 127, "right": 127}, {"chunk": 256}])
+@pytest.mark.parametrize("limits", [{"left": 127, "right": 127}, {"chunk": 256}, {"left": 300}, {"kv_len": 77}])
 def test_where_row_blocks_are_unlike_low_ones_serve_one_round_alone(limits):
     device = Device.hopper()
     few, many = (
