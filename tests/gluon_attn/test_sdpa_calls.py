@@ -176,21 +176,25 @@ def test_a_kernel_that_fails_is_left_to_torch(calls, monkeypatch):
 
 @BOTH
 @pytest.mark.parametrize("causal", [False, True])
-def test_where_a_graph_is_broken(by, causal, calls):
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_where_a_graph_is_broken(by, causal, differentiated, calls):
     """What the dispatcher calls there is traced, and a launch cannot be."""
-    q, dout = q_of().requires_grad_(), q_of()
+    q, dout = q_of().requires_grad_(differentiated), q_of()
 
-    def f(q: Tensor) -> Tensor:
-        outs = []
+    def one() -> list[Tensor]:
+        out = by(q, q, q, is_causal=causal)[0]
+        return [out, *(torch.autograd.grad(out, q, dout) if differentiated else ())]
+
+    def f() -> list[Tensor]:
+        found = []
         for _ in range(2):
             torch._dynamo.graph_break()
-            outs.append(by(q, q, q, is_causal=causal)[0])
-        return outs[0] + outs[1]
+            found += one()
+        return found
 
-    want = f(q)
-    (want_grad,) = torch.autograd.grad(want, q, dout)
+    want = one()
     torch.compiler.reset()
-    got = torch.compile(f, backend="eager")(q)
-    assert torch.equal(got, want)
-    assert torch.equal(torch.autograd.grad(got, q, dout)[0], want_grad)
+    got = torch.compile(f, backend="eager")()
+    for a, b in zip(got, want * 2, strict=True):
+        assert (a - b).norm() < 0.01 * b.norm()  # sums of dQ have no order
     assert calls == []
