@@ -7,15 +7,11 @@ Programs take row blocks in rounds, as many at a time as there are processors. H
 time. But with few queries some rows of them are of no query, and the last round may have work for few processors.
 """
 
-import argparse
 import itertools
-import json
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ from bench.ahead import cores
 from bench.gradients import save
 from bench.provenance import SEED, provenance
 from bench.report import markdown
+from bench.switched import capture, is_to_time, parser_of
 from bench.timing import time_interleaved
 from gluon_attn import attention
 from gluon_attn.forward.configs import HopperConfig
@@ -62,15 +59,10 @@ def inputs(head_dim: int, heads: int, q_len: int, kv_len: int) -> list[Tensor]:
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """In a graph, so that the card alone is timed."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
+        graph = capture(call, stream)
     torch.cuda.current_stream().wait_stream(stream)
     return graph
 
@@ -106,18 +98,9 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.few_queries", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, help="result file to write (JSON)")
-    parser.add_argument("--show", type=Path, help="print the table of a result file, and time nothing")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--commit", help="of the tree that is measured, if git cannot tell")
-    args = parser.parse_args()
-    if args.show:
-        show(json.loads(args.show.read_text(encoding="utf-8")))
+    args = parser_of("bench.few_queries", __doc__).parse_args()
+    if not is_to_time("bench.few_queries", args, show):
         return
-    if not torch.cuda.is_available():
-        sys.exit("bench.few_queries: expected a Hopper card, got none; use --show FILE to see a result file")
     wanted = [(head_dim, name) for head_dim in (64, 128) for name in configs(head_dim)]
     with ProcessPoolExecutor(cores(), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_ahead, wanted))

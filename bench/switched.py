@@ -114,21 +114,25 @@ def passes_of(shape: Shape) -> dict[str, Callable[[], Any]]:
     }
 
 
+def capture(call: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph of the call, of which the card alone is timed. stream: it has to be current."""
+    for _ in range(2):  # compiles, and loads
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
+
+
 def captured(shape: Shape, switch: str) -> tuple[dict[str, torch.cuda.CUDAGraph], Any]:
     """(each pass as a CUDA graph, what must live as long as they do: their inputs). Torch runs a backward pass on the
     stream of its forward pass, so it is one for all."""
-    graphs = {}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), SWITCH[switch]():
         calls = passes_of(shape)
-        for name, call in calls.items():
-            for _ in range(2):  # compiles, and loads
-                call()
-            stream.synchronize()
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name], stream=stream):
-                call()
+        graphs = {name: capture(call, stream) for name, call in calls.items()}
     torch.cuda.current_stream().wait_stream(stream)
     return graphs, calls
 
@@ -217,21 +221,34 @@ def show(found: dict[str, Any]) -> None:
         print(f"{which}: slower at {len(slower)} of {len(found['points'])} calls, lowest {lowest:.2f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.switched", description=__doc__)
+def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Of a command that times calls and writes a result file."""
+    parser = argparse.ArgumentParser(prog=f"python -m {command}", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    sets = list(dict.fromkeys(shape.set for shape in shapes()))
-    parser.add_argument("--sets", nargs="+", choices=sets, default=sets)
     parser.add_argument("--out", type=Path, help="result file to write (JSON)")
     parser.add_argument("--show", type=Path, help="print the table of a result file, and time nothing")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--commit", help="of the tree that is measured, if git cannot tell")
-    args = parser.parse_args()
+    return parser
+
+
+def is_to_time(command: str, args: argparse.Namespace, show: Callable[[dict[str, Any]], None]) -> bool:
+    """Whether it is, and not shows a result file, which is done here. Exits if there is no card."""
     if args.show:
         show(json.loads(args.show.read_text(encoding="utf-8")))
-        return
+        return False
     if not torch.cuda.is_available():
-        sys.exit("bench.switched: expected a Hopper card, got none; use --show FILE to see a result file")
+        sys.exit(f"{command}: expected a Hopper card, got none; use --show FILE to see a result file")
+    return True
+
+
+def main() -> None:
+    parser = parser_of("bench.switched", __doc__)
+    sets = list(dict.fromkeys(shape.set for shape in shapes()))
+    parser.add_argument("--sets", nargs="+", choices=sets, default=sets)
+    args = parser.parse_args()
+    if not is_to_time("bench.switched", args, show):
+        return
     chosen = [shape for shape in shapes() if shape.set in args.sets]
     with ProcessPoolExecutor(cores(), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_ahead, chosen))

@@ -39,9 +39,11 @@ class Row(Sizes):
     """A choice of config for the problems it fits, on the architectures that the config is for.
 
     element_bytes: of q, k and v. one_round: only if no program has more than one item to do: with little work small row
-    blocks win, as more processors have some. result_file (under bench/results/), card, date: where the configs were
-    timed that it was chosen from; None for a row that waits for its measurement. The rows are few: they are not the
-    fastest at every length, and a few per cent are within the noise. Fields of `Sizes` are given by name.
+    blocks win, as more processors have some. row_blocks: (rows, cost) of each height that row blocks may have. Where
+    `all_take_the_same`, the row serves if those of its config end soonest, whatever one_round says; elsewhere by
+    one_round, and without that never. result_file (under bench/results/), card, date: where the configs were timed that
+    it was chosen from; None for a row that waits for its measurement. The rows are few: they are not the fastest at
+    every length, and a few per cent are within the noise. Fields of `Sizes` are given by name.
     """
 
     padded_head_dim: int
@@ -213,9 +215,9 @@ def hopper_rows() -> Iterator[Row]:
     # one round, and high ones in more.
     two = hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2)
     three = hopper_config(3, 128, 2, 2, 160, turns=True, early_exp=1, integer_max=True)
+    four = hopper_config(4, 64, 2, 4, 112)
     for config in (one, two):
         yield measured(64, False, config, one_round=True, row_blocks=COSTS_OF_ROW_BLOCKS[64])
-    four = hopper_config(4, 64, 2, 4, 112)
     for config in (three, four):
         yield measured(64, False, config, row_blocks=COSTS_OF_ROW_BLOCKS[64])
     yield measured(64, False, three, min_kv_len=2048)
