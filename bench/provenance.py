@@ -18,11 +18,16 @@ def output_of(*command: str) -> str:
         return ""
 
 
+def query_of_card(*fields: str) -> tuple[str, ...]:
+    """The command that asks nvidia-smi for fields of torch's current card: by its UUID, as CUDA_VISIBLE_DEVICES numbers
+    cards anew and nvidia-smi does not look at it. Without a card, one that fails."""
+    card = f"GPU-{torch.cuda.get_device_properties().uuid}" if torch.cuda.is_available() else "none"
+    return "nvidia-smi", "-i", card, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"
+
+
 def clocks() -> str:
     """SM clock, memory clock, power and temperature as the driver gives them now."""
-    return output_of(
-        "nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu", "--format=csv,noheader"
-    )
+    return output_of(*query_of_card("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu"))
 
 
 def provenance(commit: str | None) -> dict[str, Any]:
@@ -34,7 +39,7 @@ def provenance(commit: str | None) -> dict[str, Any]:
         "seed": SEED,
         "commit": commit or output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown",
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "driver": output_of("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": output_of(*query_of_card("driver_version")),
         "clocks": clocks(),
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.provenance import output_of
+from bench.provenance import output_of, query_of_card
 
 SECONDS = 1.5
 SETTLING = 0.4  # of the time, at the start: the clocks have not come down yet
-QUERY = ("nvidia-smi", "-i", "0", "--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits")
 CALLS_AT_A_TIME = 10
 
 Sample = tuple[float, float, float]  # time, watts, MHz
@@ -32,18 +31,19 @@ class Sustained:
 
 
 class Sampler(threading.Thread):
-    """Reads power and clock as often as nvidia-smi answers, until stopped."""
+    """Reads power and clock of the current card as often as nvidia-smi answers, until stopped."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
+        self.query = query_of_card("power.draw.instant", "clocks.sm")  # a thread has a current card of its own
         self.samples: list[Sample] = []
         self.stopped = threading.Event()
 
     def run(self) -> None:
         while not self.stopped.is_set():
-            fields = output_of(*QUERY).split(",")
             try:
-                self.samples.append((time.perf_counter(), float(fields[0]), float(fields[1])))
+                watts, mhz = (float(field.split()[0]) for field in output_of(*self.query).split(","))  # "612 W, 1485 MHz"
+                self.samples.append((time.perf_counter(), watts, mhz))
             except (IndexError, ValueError):
                 self.stopped.wait(0.05)
 

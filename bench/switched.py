@@ -6,7 +6,7 @@
 
 Each call of F.scaled_dot_product_attention is made as torch chooses it, and within `enabled()`. Both are captured in a
 CUDA graph, so that the card alone is timed. Of little work a row of plain calls is timed too, as a user has them: there
-the host's time counts. Ratios are torch's time over that within `enabled()`: below 1, we are slower.
+the host's time counts. Beside them are calls that go through Python to torch's own kernels. Ratios are torch's time over that within `enabled()`: below 1, we are slower.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,12 +33,29 @@ from bench.provenance import SEED, provenance
 from bench.report import markdown
 from bench.timing import time_interleaved, wall_seconds
 from gluon_attn import torch_sdpa
+from gluon_attn.device import Device
 
 PASSES = ("forward", "backward")
-SWITCH: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "torch": contextlib.nullcontext,
-    "enabled": torch_sdpa.enabled,
-}
+
+
+def hand_on(original: Callable[..., Any], device: Device | None, *args: Any, **kw: Any) -> Any:
+    return original(*args, **kw)
+
+
+@contextlib.contextmanager
+def handing_on() -> Iterator[None]:
+    """Within it, torch's operators are functions in Python that hand each call to the kernel that was there: the least
+    that any hook in Python takes."""
+    overrides = torch_sdpa.override(replacements=dict.fromkeys(torch_sdpa.FLASH | torch_sdpa.CUDNN, hand_on))
+    try:
+        yield
+    finally:
+        overrides.remove()
+
+
+Switch = Callable[[], contextlib.AbstractContextManager[None]]
+SWITCH: dict[str, Switch] = {"torch": contextlib.nullcontext, "enabled": torch_sdpa.enabled}
+IN_A_ROW = SWITCH | {"handed on": handing_on}
 WALL_ROUNDS = 7
 
 
@@ -178,9 +195,9 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
 
 def in_a_row(shape: Shape) -> dict[str, dict[str, dict[str, float]]]:
     """Microseconds of each of many plain calls."""
-    seconds: dict[str, dict[str, list[float]]] = {which: {s: [] for s in SWITCH} for which in PASSES}
+    seconds: dict[str, dict[str, list[float]]] = {which: {s: [] for s in IN_A_ROW} for which in PASSES}
     for _ in range(WALL_ROUNDS):
-        for switch, context in SWITCH.items():
+        for switch, context in IN_A_ROW.items():
             with context():
                 for which, call in passes_of(shape).items():
                     seconds[which][switch].append(wall_seconds(call))
@@ -202,6 +219,10 @@ def ratio(times: dict[str, dict[str, float]]) -> float:
     return times["torch"]["us"] / times["enabled"]["us"]
 
 
+def in_microseconds(times: dict[str, dict[str, float]]) -> str:
+    return ", ".join(f"{name} {of['us']:.0f}" for name, of in times.items())
+
+
 def rows(found: dict[str, Any]) -> dict[str, list[str]]:
     def cell(point: dict[str, Any], part: str, which: str) -> str:
         if part not in point:
@@ -216,6 +237,9 @@ def rows(found: dict[str, Any]) -> dict[str, list[str]]:
 def show(found: dict[str, Any]) -> None:
     print(markdown(["call", "forward", "backward", "forward, in a row", "backward, in a row"], rows(found)))
     for which in PASSES:
+        for p in found["points"]:
+            if "in_a_row" in p:
+                print(f"{which}, us of each in a row, {p['name']}: {in_microseconds(p['in_a_row'][which])}")
         slower = [p for p in found["points"] if ratio(p["passes"][which]) < 1]
         lowest = min(ratio(p["passes"][which]) for p in found["points"])
         print(f"{which}: slower at {len(slower)} of {len(found['points'])} calls, lowest {lowest:.2f}")

@@ -20,7 +20,7 @@ HOPPER = {
 CAUSAL = {64: replace(HOPPER[64], query_slots=2, dout_slots=2, dq_slots=2)}
 
 # By padded head dim, under bench/results/: where they were timed beside cuDNN. docs/lab_log.md says what lost to them.
-RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h200_gradients_d256.json"}
+RESULT_FILES = {64: "h200_gradients.json", 128: "h200_gradients.json", 256: "h200_gradients_wide.json"}
 # Where other configs were timed beside these too, if they were.
 CANDIDATES = {64: "h200_gradients_dq_slots.json", 128: "h200_gradients_dq_slots.json"}
 

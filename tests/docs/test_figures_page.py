@@ -58,7 +58,7 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 def test_where_gradients_are_behind_in_two_runs():
     best = best_of_peers()
-    runs = [results_of_gradients(f"h200_gradients{of_run}.json") for of_run in ("", "_finish")]
+    runs = [results_of_gradients(f"h200_gradients{of_run}.json") for of_run in ("", "_second")]
     to_cudnn = [{at: found["ours"]["ratio_to_cudnn"] for at, found in run.items()} for run in runs]
     to_best = [{at: ratio / best[at] for at, ratio in run.items()} for run in to_cudnn]
     behind = [{at for at, ratio in run.items() if ratio < 0.97} for run in to_best]
