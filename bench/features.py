@@ -182,7 +182,7 @@ DOCUMENTS = Case(
 
 def window_by_function(left: int) -> Case:
     """`window` as a mask_mod, with ranges."""
-    mod = MaskMod(near, keys=near_keys, rows=near_rows, constants=(left,))
+    mod = MaskMod(near, keys=near_keys, rows=near_rows, constants=(left,), most_keys=left + 1)
     return replace(window(left), name=f"mask_mod {left}", options=lambda _: {"mask_mod": mod})
 
 

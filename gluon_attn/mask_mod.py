@@ -24,6 +24,7 @@ class MaskFunction:
     lengths: bool = False
     found_before: bool = False
     tensors: tuple[str, ...] = ()
+    most_keys: int | None = None
     handle: str = field(default="", compare=False, repr=False)
     written: str = field(default="", init=False, repr=False)
 
@@ -64,12 +65,15 @@ class MaskMod:
             load from them with `gl.load`. Together with those of a `ScoreMod`, up to four.
         aligned: count q_index as masks do, from the bottom right: query i is at i + Sk - Sq. Not so first_row.
         lengths: give `function` q_len and k_len too, after batch.
+        most_keys: how many keys a query sees at most, about, if `keys` leaves most of them out. None: any number. Under
+            a causal mask the sizes of blocks are then chosen as for a window of so many keys. Another number costs
+            time, and changes nothing else.
 
     Where the ranges leave out a key that the function lets through, it may be seen or not. Two of them made of the same
     functions and constants share a kernel, whatever their tensors.
 
     Raises TypeError for a function that is not under `gluon_attn.jit`, for a constant that is no number and for a
-    tensor of another dtype, ValueError for more than four tensors. The call refuses tensors that are not contiguous or
+    tensor of another dtype, ValueError for more than four tensors, and for a most_keys that is not an int from 1 on. The call refuses tensors that are not contiguous or
     not on q's card, and compiling the kernel fails for ranges of another count of numbers.
     """
 
@@ -83,9 +87,12 @@ class MaskMod:
         tensors: tuple[Tensor, ...] = (),
         aligned: bool = False,
         lengths: bool = False,
+        most_keys: int | None = None,
     ) -> None:
         refuse_in_a_graph("mask_mod")
         check_functions("mask_mod", function=function, keys=keys, rows=rows)
+        if most_keys is not None and (type(most_keys) is not int or most_keys < 1):
+            raise ValueError(f"most_keys: expected an int from 1 on, or None, got {most_keys!r}; leave it out")
         self.function = interned(
             MaskFunction(
                 function=function,
@@ -95,6 +102,7 @@ class MaskMod:
                 aligned=aligned,
                 lengths=lengths,
                 tensors=types_of_tensors("mask_mod", tensors),
+                most_keys=most_keys,
             )
         )
         self.tensors = tuple(tensors)

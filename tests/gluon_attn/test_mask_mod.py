@@ -8,9 +8,11 @@ import torch
 from channels.compat import jit
 from gluon_attn import MaskMod, attention, supports
 from gluon_attn.device import Device
+from gluon_attn.forward.table import pick_config
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.mask_mod import compiled_part
 from gluon_attn.score_mod import MAX_TENSORS
+from tests.gluon_attn.problems import problem
 
 HOPPER = Device.hopper()
 
@@ -60,6 +62,23 @@ def test_what_is_hidden():
     assert not ranges.has_early_limit
 
 
+def test_few_keys_are_served_as_a_window_of_so_many():
+    """By the rows for windows, and at most as many as there are; nothing of the kernel but its blocks depends on it."""
+    known, unknown = (Mask(causal=True, function=MaskMod(later, most_keys=n).function) for n in (1025, None))
+    window = Mask(causal=True, left=1024)
+    assert [(m.limits_keys, m.most_keys(8192), m.most_keys(700)) for m in (known, window, unknown)] == [
+        (True, 1025, 700),
+        (True, 1025, 700),
+        (False, 8192, 700),
+    ]
+    sizes: dict[str, Any] = {"head_dim": 64, "q_len": 8192, "kv_len": 8192, "causal": True}
+    of_known, of_window, of_unknown = (
+        pick_config(problem(**sizes, mask_function=m.function, left=m.left), HOPPER) for m in (known, window, unknown)
+    )
+    assert of_known == of_window != of_unknown
+    assert str(known) == str(unknown)
+
+
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "no function": ((3,), {}, TypeError, r"^mask_mod: expected function to be .*jit, got int"),
     "a plain range": ((later,), {"keys": len}, TypeError, r"^mask_mod: expected keys to be .*decorate it"),
@@ -76,6 +95,8 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"^mask_mod: expected constants\[0\] to be an int or a float, got list",
     ),
+    "no keys": ((later,), {"most_keys": 0}, ValueError, r"^most_keys: expected an int from 1 on, or None, got 0"),
+    "half a key": ((later,), {"most_keys": 1.5}, ValueError, r"^most_keys: expected an int from 1 on.*got 1.5"),
     "many": (
         (later,),
         {"tensors": (torch.zeros(1),) * (MAX_TENSORS + 1)},

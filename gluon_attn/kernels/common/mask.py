@@ -77,7 +77,7 @@ class Mask:
         return self.right is not None or self.chunk is not None
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The same for the host, which does not know what a function lets through: as if that were all
+    # The same for the host, which knows of a function at most how many keys it lets through: else as if that were all
     # -----------------------------------------------------------------------------------------------------------------
 
     @property
@@ -86,9 +86,15 @@ class Mask:
         return 0 if self.causal else self.right
 
     @property
+    def most_keys_of_function(self) -> int | None:
+        """What its `MaskMod` was given."""
+        return None if self.function is None else self.function.most_keys
+
+    @property
     def limits_keys(self) -> bool:
         """Whether a query sees so many keys at most, however many there are."""
-        return self.chunk is not None or (self.left is not None and self.reach is not None)
+        in_window = self.left is not None and self.reach is not None
+        return in_window or self.chunk is not None or self.most_keys_of_function is not None
 
     def keys_seen(self, first_row: int, last_row: int, q_len: int, kv_len: int) -> int:
         """How many keys there are from the first to the last one that some of these queries see. There is none between
@@ -107,7 +113,7 @@ class Mask:
     def most_keys(self, kv_len: int) -> int:
         """How many keys a query sees at most."""
         window = kv_len if self.left is None or self.reach is None else self.left + self.reach + 1
-        return min(kv_len, window, kv_len if self.chunk is None else self.chunk)
+        return min(kv_len, window, self.chunk or kv_len, self.most_keys_of_function or kv_len)
 
     def rows_seen(self, first_key: int, last_key: int, q_len: int, kv_len: int) -> range:
         """The queries that see some of these keys. Of keys 0 <= first_key <= last_key < kv_len."""
