@@ -275,7 +275,7 @@ def test_parts_under_a_causal_mask():
 def test_costs_of_masks_in_the_readme():
     """At D=128 forward: over our own causal call, and over FlashAttention-4's time."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = json.loads((ROOT / "bench/results/h200_features.json").read_text(encoding="utf-8"))["points"][0]
+    found = json.loads((ROOT / "bench/results/h200_masks.json").read_text(encoding="utf-8"))["points"][0]
     assert found["name"] == "D=128 B=1 H=16 16384 forward"
     calls = [found["results"][f"ours {name}"] for name in ("window 128", "window 1024", "softcap 30", "alibi", "bias")]
     for row, over in (("ours, causal", "over_ours_causal"), ("FlashAttention-4's", "over_fa4_carried")):

@@ -275,9 +275,9 @@ def test_what_calls_gain_by_the_switch():
         assert f"\n| {name} | {' | '.join(cells)} |\n" in PAGE
     # Models of images have more work: there the card's time counts.
     in_a_row = [p["in_a_row"] for p in found if "in_a_row" in p and p["shape"]["q_len"] % 128 == 0]
-    assert f"| µs of each of {len(in_a_row)} small calls, in a row |" in PAGE
+    assert f"| µs of each of {len(in_a_row)} small calls, in a row | torch | with `enabled()` | torch, through" in PAGE
     for which in ("forward", "backward"):
-        times = [[point[which][by]["us"] for point in in_a_row] for by in ("torch", "enabled")]
+        times = [[point[which][by]["us"] for point in in_a_row] for by in ("torch", "enabled", "handed on")]
         assert f"| {which} pass | {' | '.join(f'{min(of):.0f} to {max(of):.0f}' for of in times)} |\n" in PAGE
     of_160 = [point for point in found if point["shape"]["head_dim"] == 160]
     assert len(of_160) == 4

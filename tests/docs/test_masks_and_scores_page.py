@@ -29,8 +29,8 @@ ROWS = {
 }
 # The head of each table, the file that it is of, and what of a call's results.
 TABLES = {
-    "| |": ("h200_features.json", "over_ours_causal"),
-    "| time / FlashAttention-4's |": ("h200_features.json", "over_fa4_carried"),
+    "| |": ("h200_masks.json", "over_ours_causal"),
+    "| time / FlashAttention-4's |": ("h200_masks.json", "over_fa4_carried"),
     "| time / FlexAttention's |": ("h200_masks.json", "over_flex"),
 }
 
