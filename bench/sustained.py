@@ -42,7 +42,8 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         while not self.stopped.is_set():
             try:
-                watts, mhz = (float(field.split()[0]) for field in output_of(*self.query).split(","))  # "612 W, 1485 MHz"
+                fields = output_of(*self.query).split(",")  # "612.30 W, 1485 MHz"
+                watts, mhz = (float(field.split()[0]) for field in fields)
                 self.samples.append((time.perf_counter(), watts, mhz))
             except (IndexError, ValueError):
                 self.stopped.wait(0.05)

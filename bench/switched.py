@@ -6,7 +6,8 @@
 
 Each call of F.scaled_dot_product_attention is made as torch chooses it, and within `enabled()`. Both are captured in a
 CUDA graph, so that the card alone is timed. Of little work a row of plain calls is timed too, as a user has them: there
-the host's time counts. Beside them are calls that go through Python to torch's own kernels. Ratios are torch's time over that within `enabled()`: below 1, we are slower.
+the host's time counts. Beside them are calls that go through Python to torch's own kernels. Ratios are torch's time
+over that within `enabled()`: below 1, we are slower.
 """
 
 import argparse
@@ -43,10 +44,10 @@ def hand_on(original: Callable[..., Any], device: Device | None, *args: Any, **k
 
 
 @contextlib.contextmanager
-def handing_on() -> Iterator[None]:
+def handing_on(key: str = "CUDA") -> Iterator[None]:
     """Within it, torch's operators are functions in Python that hand each call to the kernel that was there: the least
-    that any hook in Python takes."""
-    overrides = torch_sdpa.override(replacements=dict.fromkeys(torch_sdpa.FLASH | torch_sdpa.CUDNN, hand_on))
+    that any hook in Python takes. key: the dispatch key of those kernels."""
+    overrides = torch_sdpa.override(key, replacements=dict.fromkeys(torch_sdpa.FLASH | torch_sdpa.CUDNN, hand_on))
     try:
         yield
     finally:

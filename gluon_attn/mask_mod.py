@@ -73,8 +73,9 @@ class MaskMod:
     functions and constants share a kernel, whatever their tensors.
 
     Raises TypeError for a function that is not under `gluon_attn.jit`, for a constant that is no number and for a
-    tensor of another dtype, ValueError for more than four tensors, and for a most_keys that is not an int from 1 on. The call refuses tensors that are not contiguous or
-    not on q's card, and compiling the kernel fails for ranges of another count of numbers.
+    tensor of another dtype, ValueError for more than four tensors, and for a most_keys that is not an int from 1 on.
+    The call refuses tensors that are not contiguous or not on q's card, and compiling the kernel fails for ranges of
+    another count of numbers.
     """
 
     def __init__(

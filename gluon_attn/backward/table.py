@@ -74,7 +74,7 @@ PACKAGED = (
             causal,
             result_file=RESULT_FILES[d],
             card="NVIDIA H200",
-            date="2026-11-27",
+            date="2026-11-28",
             candidates_file=CANDIDATES.get(d),
         )
         for causal, configs in ((True, CAUSAL), (None, HOPPER))

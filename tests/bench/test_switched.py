@@ -33,6 +33,29 @@ def test_both_passes_of_a_call(monkeypatch):
     assert shape.name == "D=16 full 5 of 7 keys, B=2 H=4/2"
 
 
+def test_calls_that_are_handed_on(monkeypatch):
+    """They go through a function in Python to the kernel that was there, with all arguments, until they are not."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"  # of operators, that which a CPU has a kernel of
+    monkeypatch.setattr(switched.torch_sdpa, "FLASH", {name: None})
+    monkeypatch.setattr(switched.torch_sdpa, "CUDNN", {})
+    handed: list[str] = []
+    real = switched.hand_on
+
+    def noting(original, device, *args, **kw):
+        handed.append(name)
+        return real(original, device, *args, **kw)
+
+    monkeypatch.setattr(switched, "hand_on", noting)
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    with switched.handing_on(key="CPU"):
+        got = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    assert torch.equal(got, want)
+    assert handed == [name]
+    F.scaled_dot_product_attention(q, k, v)
+    assert handed == [name]
+
+
 def test_what_is_shown(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench.switched", "--show", str(RESULT)])
     switched.main()

@@ -49,6 +49,7 @@ def pack(
     heads: int = 2,
     kv_heads: int = 1,
     head_dim: int = 64,
+    head_dim_v: int | None = None,
     dtype: torch.dtype = torch.float16,
     poisoned: int | None = None,
     seed: int = 0,
@@ -57,7 +58,7 @@ def pack(
     made = torch.Generator().manual_seed(seed)
     shapes = {
         "q": (sum(lengths_q) + 3, heads, head_dim), "k": (sum(lengths_k) + 70, kv_heads, head_dim),
-        "v": (sum(lengths_k) + 70, kv_heads, head_dim),
+        "v": (sum(lengths_k) + 70, kv_heads, head_dim_v or head_dim),
     }  # fmt: skip
     q, k, v = (torch.randn(shape, generator=made) for shape in shapes.values())
     q[sum(lengths_q) :] = NAN

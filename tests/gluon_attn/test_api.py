@@ -232,6 +232,15 @@ def test_so_is_that_of_what_a_kernel_reads_besides(kind, name, calls_before, no_
     assert supports(*qkv(), **options, device=HOPPER) == str(caught.value)
 
 
+@pytest.mark.parametrize("name", READ)
+def test_so_is_one_on_another_device(name, no_launch):
+    tensor, given = READ[name]
+    named = "segment_ids" if name.endswith("segment_ids") else name
+    with pytest.raises(ValueError, match=rf"^{re.escape(named)}: expected .*, got .*meta") as caught:
+        attention(*qkv(), **given(tensor.to("meta")), device=HOPPER)
+    assert supports(*qkv(), **given(tensor.to("meta")), device=HOPPER) == str(caught.value)
+
+
 def test_a_parameter_and_no_heads_are_no_such_memory(no_launch):
     sinks = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     assert supports(*qkv(), sinks=sinks, device=HOPPER) is None

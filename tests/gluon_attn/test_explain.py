@@ -268,7 +268,7 @@ def test_gradients_and_which_row_serves_them(results):
     text = said("--shape", "4,16,4096,128", "--causal", "--backward")
     assert text.startswith("gradients of q (4, 16, 4096, 128)")
     assert (
-        "served by row 2 of the packaged table (measured on an NVIDIA H200, 2026-11-27): 64x128 q2do2ds1dq2 r24" in text
+        "served by row 2 of the packaged table (measured on an NVIDIA H200, 2026-11-28): 64x128 q2do2ds1dq2 r24" in text
     )
     assert "launch: 132 programs, for 2048 key blocks of 128" in text
     assert "an item is two key blocks, one that many queries see with one that few; it walks row blocks of 64" in text

@@ -25,6 +25,7 @@ from gluon_attn.runtime.compat import gl, jit
 from gluon_attn.runtime.kernel import Launch
 from gluon_attn.tensors import FP8_DTYPES, output_dtype
 from tests.gluon_attn.packs import Pack, pack, same_bits, starts
+from tests.gluon_attn.problems import problem
 from tests.slow import slow_if
 
 NAN = float("nan")
@@ -48,9 +49,13 @@ def first_of(arch: int, head_dim: int, element_bytes: int) -> Row:
     )
 
 
+def config_of(head_dim: int, head_dim_v: int, card: Device) -> ForwardConfig:
+    return pick_config(problem(head_dim=head_dim, head_dim_v=head_dim_v, causal=True), card)
+
+
 def run(case: Pack, config: ForwardConfig, programs: int = 3, **options: Any) -> tuple[Tensor, Tensor]:
     """(O, LSE), with NaN before, so that gluon_cpu finds what nobody writes; rows after the last sequence stay."""
-    out = torch.full(case.q.shape, NAN, dtype=output_dtype(case.q.dtype))
+    out = torch.full((*case.q.shape[:-1], case.v.shape[-1]), NAN, dtype=output_dtype(case.q.dtype))
     out[sum(case.lengths_q) :] = 7.0
     device = device_of(config, programs)
     got = attention_varlen(**case.arguments, return_lse=True, out=out, config=config, device=device, **options)
@@ -134,6 +139,13 @@ CASES: dict[str, tuple[ForwardConfig, dict[str, Any], dict[str, Any]]] = {
         hopper_config(2, 128, 2, 2, 216),
         {"dtype": torch.float8_e4m3fn, "head_dim": 128, "used": USED},
         {"causal": True},
+    ),
+    "Hopper, D=192, V of 128": (
+        config_of(192, 128, H200), {"head_dim": 192, "head_dim_v": 128, "used": USED}, {"causal": True}
+    ),
+    "Hopper, V wider than Q": (SMALL, {"head_dim": 40, "head_dim_v": 64}, {"window": (30, 20)}),
+    "Blackwell, D=192, V of 128": (
+        config_of(192, 128, B200), {"head_dim": 192, "head_dim_v": 128, "used": USED}, {"causal": True}
     ),
     "Blackwell, D=128": (blackwell_config(2, 192), {"head_dim": 128, "used": USED}, {"causal": True}),
     "Blackwell": (WIDE, {"used": USED}, {"causal": True}),

@@ -275,17 +275,33 @@ def launches_in_a_row() -> None:
 
 @gradients_test
 def two_streams_at_once() -> None:
+    """Graphs of many calls, so that the card has work in both streams all the time: fewer programs than there are
+    processors, in a fixed order in one of them, where they wait for each other."""
     streams = [torch.cuda.Stream() for _ in range(2)]
-    calls = []
+    calls, graphs = [], []
     for i, stream in enumerate(streams):
         q, k, v = normal_qkv(batch=2, heads=16, q_len=1024, head_dim=64 + 64 * i, seed=i)
         dout = normal(*q.shape, seed=9)
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+        backward = partial(attention_backward, dout, None, q, k, v, out, lse, causal=True, deterministic=bool(i))
+        backward()  # compiles, and loads
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            for _ in range(50):
-                got = gradients(q, k, v, dout, causal=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            got = [backward() for _ in range(20)][-1]
+        graphs.append(graph)
         calls.append((q, k, v, dout, got))
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in streams] for _ in range(2))
     torch.cuda.synchronize()
+    for replay in range(20):
+        for graph, stream, start, end in zip(graphs, streams, starts, ends, strict=True):
+            with torch.cuda.stream(stream):
+                if replay == 0:
+                    start.record()
+                graph.replay()
+                end.record()
+    torch.cuda.synchronize()
+    assert starts[0].elapsed_time(ends[1]) > 0 < starts[1].elapsed_time(ends[0]), "one ended before the other began"
     for q, k, v, dout, got in calls:
         check_gradients(q, k, v, dout, got, causal=True)
 

@@ -12,7 +12,7 @@ import torch
 
 from gluon_attn.backward.launch import Choices, builds_of, compiled_backward, main_of, workspaces
 from gluon_attn.backward.plan import BackwardPlan
-from gluon_attn.backward.table import HOPPER, RESULT_FILES, pick_config, rows_by_default
+from gluon_attn.backward.table import HOPPER, PACKAGED, RESULT_FILES, pick_config, rows_by_default
 from gluon_attn.device import Device
 from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.resources import resources
@@ -166,6 +166,13 @@ def test_each_row_was_timed_beside_cudnn(head_dim):
     timed = [point for point in found["points"] if point["point"]["head_dim"] == head_dim]
     assert {point["point"]["causal"] for point in timed} == {False, True}
     assert all({"ours", "ours, deterministic", "cudnn"} <= set(point["results"]) for point in timed)
+
+
+@pytest.mark.parametrize("row", PACKAGED)
+def test_the_day_of_a_row_is_that_of_its_file(row):
+    path = Path(__file__).parents[3] / "bench" / "results" / row.result_file
+    provenance = json.loads(path.read_text(encoding="utf-8"))["provenance"]
+    assert (row.date, row.card) == (provenance["date"], provenance["card"])
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,21 @@ HEADS, KV_HEADS = 4, 2
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0])
 SLOPES = torch.rand(5, HEADS, generator=torch.Generator().manual_seed(1))
 
-# (queries of each sequence, keys, rows after the last one), head dim, options, how many keys count.
+# (queries of each sequence, keys, rows after the last one), head dim or that of Q and that of V, options, how many keys
+# count.
 EDGES = ([70, 0, 5, 130, 1], [40, 30, 140, 0, 1], (3, 5))
-CASES: dict[str, tuple[tuple[list[int], list[int], tuple[int, int]], int, dict[str, Any], list[int] | None]] = {
+Lengths = tuple[list[int], list[int], tuple[int, int]]
+HeadDims = int | tuple[int, int]
+CASES: dict[str, tuple[Lengths, HeadDims, dict[str, Any], list[int] | None]] = {
     "edges": (EDGES, 64, {}, None),
     "edges, causal": (EDGES, 128, {"causal": True}, None),
     "window, sinks and soft cap": (EDGES, 64, {"window": (30, 0), "sinks": SINKS, "softcap": 2.0}, None),
     "D=256": (EDGES, 256, {"causal": True}, None),
+    "D=96": (EDGES, 96, {"window": (50, 10)}, None),
+    "D=192, V of 128": (EDGES, (192, 128), {"causal": True}, [40, 0, 130, 0, 0]),
+    "D=192": (EDGES, 192, {}, None),
+    "V wider than Q": (EDGES, (40, 128), {"causal": True}, None),
+    "V narrower than Q": (EDGES, (64, 24), {}, None),
     "a head dim between, to the right": (EDGES, 72, {"window": (None, 20)}, None),
     "chunks": (([130, 200], [130, 270], (0, 0)), 64, {"chunk": 90, "causal": True}, None),
     "ALiBi": (EDGES, 64, {"alibi_slopes": SLOPES, "causal": True}, None),
@@ -65,8 +73,8 @@ def starts(lengths: Sequence[int]) -> Tensor:
 
 
 def packed(
-    lengths: tuple[list[int], list[int], tuple[int, int]],
-    head_dim: int,
+    lengths: Lengths,
+    head_dims: HeadDims,
     options: dict[str, Any],
     used: list[int] | None = None,
     *,
@@ -75,16 +83,17 @@ def packed(
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
     """What `attention_varlen` is given; dO and dLSE. All is NaN past the last sequence and where keys do not count."""
     q_lens, k_lens, (more_q, more_k) = lengths
+    of_q, of_v = (head_dims, head_dims) if isinstance(head_dims, int) else head_dims
     generator = torch.Generator().manual_seed(seed)
     cu_q, cu_k = starts(q_lens), starts(k_lens)
 
-    def normal(rows: int, more: int, heads: int) -> Tensor:
+    def normal(rows: int, more: int, heads: int, head_dim: int) -> Tensor:
         t = torch.randn(rows + more, heads, head_dim, generator=generator).bfloat16()
         t[rows:] = float("nan")
         return t
 
-    q, dout = (normal(sum(q_lens), more_q, HEADS) for _ in range(2))
-    k, v = (normal(sum(k_lens), more_k, KV_HEADS) for _ in range(2))
+    q, dout = (normal(sum(q_lens), more_q, HEADS, head_dim) for head_dim in (of_q, of_v))
+    k, v = (normal(sum(k_lens), more_k, KV_HEADS, head_dim) for head_dim in (of_q, of_v))
     dlse = torch.randn(HEADS, len(q), generator=generator)
     dlse[:, sum(q_lens) :] = float("nan")
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}

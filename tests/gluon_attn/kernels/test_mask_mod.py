@@ -88,6 +88,12 @@ def test_rows_without_keys(arch):
     check(stripes_mask(270, 270, 2, 40), mod, ARCHS[arch], lengths=(270, 270), **options)
 
 
+def test_another_number_of_keys_than_is_said():
+    """It chooses the blocks, and nothing else."""
+    mod = MaskMod(stripes, constants=(40,), most_keys=3)
+    check(stripes_mask(270, 270, 2, 40), mod, H200, lengths=(270, 270), causal=True)
+
+
 @jit
 def bounded(q_index, k_index, head, batch, q_len, k_len, queries, keys):
     """Reads one number for each position: one beyond the last would not be there."""
