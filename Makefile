@@ -58,7 +58,7 @@ test: $(TEST_READY) ## Run the tests but for the slow ones; without a Hopper car
 	@$(PY) -m pytest tests -m 'not slow' $(PARALLEL) $(ARGS)
 
 test-slow: $(TEST_READY) $(OTHER_TRITON_READY) ## Run the other tests, further cases of the same kinds (half an hour on two cores)
-	@$(PY) -m pytest tests -m slow $(PARALLEL) $(ARGS)
+	@$(PY) -m pytest tests -m slow --durations=40 $(PARALLEL) $(ARGS)
 
 check: $(DEV_READY) ## Check formatting, lint and types
 	@$(PY) -m ruff format --check .
