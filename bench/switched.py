@@ -220,10 +220,6 @@ def ratio(times: dict[str, dict[str, float]]) -> float:
     return times["torch"]["us"] / times["enabled"]["us"]
 
 
-def in_microseconds(times: dict[str, dict[str, float]]) -> str:
-    return ", ".join(f"{name} {of['us']:.0f}" for name, of in times.items())
-
-
 def rows(found: dict[str, Any]) -> dict[str, list[str]]:
     def cell(point: dict[str, Any], part: str, which: str) -> str:
         if part not in point:
@@ -237,10 +233,14 @@ def rows(found: dict[str, Any]) -> dict[str, list[str]]:
 
 def show(found: dict[str, Any]) -> None:
     print(markdown(["call", "forward", "backward", "forward, in a row", "backward, in a row"], rows(found)))
+    in_rows = {
+        p["name"]: [f"{of['us']:.0f}" for which in PASSES for of in p["in_a_row"][which].values()]
+        for p in found["points"]
+        if "in_a_row" in p
+    }
+    if in_rows:
+        print(markdown(["us of each, in a row", *(f"{which}, {s}" for which in PASSES for s in IN_A_ROW)], in_rows))
     for which in PASSES:
-        for p in found["points"]:
-            if "in_a_row" in p:
-                print(f"{which}, us of each in a row, {p['name']}: {in_microseconds(p['in_a_row'][which])}")
         slower = [p for p in found["points"] if ratio(p["passes"][which]) < 1]
         lowest = min(ratio(p["passes"][which]) for p in found["points"])
         print(f"{which}: slower at {len(slower)} of {len(found['points'])} calls, lowest {lowest:.2f}")

@@ -61,7 +61,9 @@ def test_what_is_shown(monkeypatch, capsys):
     switched.main()
     printed = capsys.readouterr().out
     points = json.loads(RESULT.read_text(encoding="utf-8"))["points"]
-    assert len(points) == len(switched.shapes()) == printed.count("\n| D=")
+    by_call, in_a_row = printed.split("| us of each, in a row |")
+    assert len(points) == len(switched.shapes()) == by_call.count("\n| D=")
+    assert in_a_row.count("\n| D=") == sum("in_a_row" in point for point in points) > 0
     for which in switched.PASSES:
         ratios = [switched.ratio(point["passes"][which]) for point in points]
         slower = sum(r < 1 for r in ratios)
