@@ -7,8 +7,8 @@
 
 First ring attention and Ulysses are compared: with float64 on a short sequence, and with one call of one card on all of
 each sequence that is timed. Then each is timed with its transfers and with none, the transfers are timed alone, and one
-card computes its share of the work, which is all keys and queries of its share of the heads. A time is that of the
-slowest rank, from a start that all ranks have together.
+card computes its share of the work, which is all keys and queries of its share of the heads. The ring is timed without
+its transfers' head start too. A time is that of the slowest rank, from a start that all ranks have together.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from bench.report import markdown
 from bench.timing import FLUSH_BYTES
 from gluon_attn import attention
 from gluon_attn.device import Device
-from gluon_attn.distributed import ring_attention, shard, ulysses_attention, unshard
+from gluon_attn.distributed import ring, ring_attention, shard, ulysses_attention, unshard
 from gluon_attn.distributed.ranks import Ranks, arrive
 from gluon_attn.distributed.ulysses import AllToAll
 from gluon_attn.testing import check, check_gradients, last_place
@@ -46,6 +46,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {"ring": ring_attention, "ulysses": u
 PASSES = {"forward": 1.0, "forward and backward": 1.0 + GRAD_FLOPS}  # and their FLOPs, over those of the forward pass
 MASKS = {"full": False, "causal": True}
 NAMES = ("O", "dQ", "dK", "dV")
+AT_ONCE = "ring at once"  # how results name the ring without its transfers' head start
 TIMEOUT = datetime.timedelta(seconds=180)  # of a rank that the others wait for; the first compile is in it
 
 
@@ -181,6 +182,12 @@ def no_transfers() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_head_start() -> Iterator[None]:
+    with mock.patch.object(ring, "give_head_start", return_value=None):
+        yield
+
+
 def transfers_of_ring(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, backward: bool) -> None:
     """What `ring_attention` sends, and nothing else."""
 
@@ -208,7 +215,8 @@ TRANSFERS = {"ring": transfers_of_ring, "ulysses": transfers_of_ulysses}
 
 
 def calls_of(whole: list[Tensor], causal: bool, backward: bool, place: Place) -> dict[str, Callable[[], object]]:
-    """What is timed: by each function "with", "without" its transfers and these "alone"; and one card's share."""
+    """What is timed: by each function "with", "without" its transfers and these "alone"; the ring without their head
+    start, "at once"; and one card's share."""
     *inputs, dout = [shard(t, dim=2) for t in whole]
     inputs = [t.requires_grad_(backward) for t in inputs]
     options = place.options | {"causal": causal}
@@ -218,12 +226,12 @@ def calls_of(whole: list[Tensor], causal: bool, backward: bool, place: Place) ->
             return lambda: torch.autograd.grad(function(*inputs, **options), inputs, dout)
         return lambda: function(*inputs, **options)
 
-    def without(call: Callable[[], object]) -> Callable[[], object]:
-        def run_without() -> object:
-            with no_transfers():
+    def within(context: Callable[[], contextlib.AbstractContextManager], call: Callable[[], object]) -> Any:
+        def run_within() -> object:
+            with context():
                 return call()
 
-        return run_without
+        return run_within
 
     def alone(transfers: Callable[..., None]) -> Callable[[], object]:
         tensors = [t.detach() for t in inputs]
@@ -233,8 +241,9 @@ def calls_of(whole: list[Tensor], causal: bool, backward: bool, place: Place) ->
     calls = {"one card": run(attention, share[:3], share[3].detach())}
     for name, function in FUNCTIONS.items():
         calls[f"{name} with"] = run(function, inputs, dout)
-        calls[f"{name} without"] = without(calls[f"{name} with"])
+        calls[f"{name} without"] = within(no_transfers, calls[f"{name} with"])
         calls[f"{name} alone"] = alone(TRANSFERS[name])
+    calls[AT_ONCE] = within(no_head_start, calls["ring with"])
     return calls
 
 
@@ -322,6 +331,14 @@ HEAD = [
 ]  # fmt: skip
 
 
+def head_start_row(seconds: dict[str, list[float]]) -> list[str]:
+    """Milliseconds with the head start and without, the median of their ratios in a round, and their quartiles."""
+    ratios = [one / other for one, other in zip(seconds["ring with"], seconds[AT_ONCE], strict=True)]
+    low, _, high = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
+    times = [f"{statistics.median(seconds[name]) * 1e3:.2f}" for name in ("ring with", AT_ONCE)]
+    return [*times, f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+
+
 def show(found: dict[str, Any]) -> None:
     for function in FUNCTIONS:
         rows = {
@@ -329,6 +346,12 @@ def show(found: dict[str, Any]) -> None:
             for point in found["timed"]
         }
         print(markdown([f"{function}, {found['cards']} cards", *HEAD], rows))
+    starts = {
+        f"{point['length']} {point['mask']}, {point['pass']}": head_start_row(point["seconds"])
+        for point in found["timed"]
+        if AT_ONCE in point["seconds"]
+    }
+    print(markdown(["transfers of the ring, ms", "begin first", "at once", "ratio", "quartiles"], starts))
     print("\n".join([*found["wrong"], *map(compared_line, found["compared"])]))
     print(f"peak memory: {found['peak_gib']:.1f} GiB a card")
 

@@ -15,6 +15,9 @@ from ..checks import type_name
 from ..support import check_forward
 from ..tensors import FP8_DTYPES
 
+HEAD_START_CYCLES = 40_000  # of the card's clock: 20 µs, ten times what a kernel takes to begin after another
+HEAD_START_BYTES = 2**25  # which travel for 110 µs, at 300 GB/s
+
 REFUSED = "window", "chunk", "segment_ids", "mask_mod", "softcap", "alibi_slopes", "bias", "sinks", "score_mod"
 
 
@@ -57,6 +60,16 @@ class Ranks:
             transfers.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=after))
             transfers.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=before))
         return dist.batch_isend_irecv(transfers) if transfers else []
+
+
+def give_head_start(transfers: list[dist.Work], outgoing: list[Tensor]) -> None:
+    """On a card, hold back what is launched next until large transfers have begun.
+
+    NCCL's kernel waits for what came before in this stream, and so does the kernel that is launched next. If attention
+    begins first, it keeps all processors until few of its programs are left. Then nothing travels beside it.
+    """
+    if transfers and outgoing[0].is_cuda and sum(t.nbytes for t in outgoing) >= HEAD_START_BYTES:
+        torch.cuda._sleep(HEAD_START_CYCLES)
 
 
 def arrive(transfers: list[dist.Work]) -> None:

@@ -11,7 +11,7 @@ from ..call import NO_EXTRAS, Options
 from ..device import Device
 from ..gradients import Gradients, attention_backward
 from ..tensors import in_bhsd
-from .ranks import Ranks, arrive, check_halves, check_inputs
+from .ranks import Ranks, arrive, check_halves, check_inputs, give_head_start
 
 
 def ring_attention(
@@ -125,6 +125,7 @@ def ring_forward(
     for step in range(ranks.size):
         coming = [torch.empty_like(t) for t in here] if step + 1 < ranks.size else []
         transfers = ranks.pass_on(zip(here, coming, strict=False))
+        give_head_start(transfers, here)  # a backward pass has a small kernel in between
         rows, keys, diagonal = block_of(ranks.rank, (ranks.rank - step) % ranks.size, length, causal)
         call = Options(causal=diagonal, layout=layout, card_is_shared=bool(coming), **options)
         mine, theirs, values = along(q, rows, layout), *(along(t, keys, layout) for t in here)

@@ -78,11 +78,33 @@ def test_without_transfers_nothing_is_sent(sent):
     assert sent == []
 
 
+def test_without_a_head_start_none_is_given(monkeypatch):
+    given = []
+    monkeypatch.setattr(bench.ring, "give_head_start", lambda transfers, outgoing: given.append(len(outgoing)))
+    monkeypatch.setattr(Ranks, "of", lambda group: RANKS)
+    calls = bench.calls_of(
+        [torch.ones(1, 2, 16, 64, dtype=torch.bfloat16) for _ in range(4)],
+        causal=True,
+        backward=False,
+        place=bench.Place(RANKS, torch.device("cpu"), {"device": Device.hopper()}),
+    )
+    with bench.no_transfers():
+        calls[bench.AT_ONCE]()
+        assert given == []
+        calls["ring with"]()
+        assert given == [2, 2]  # K and V, in each step
+
+
 def test_a_row():
     seconds = {"one card": [0.5], "ring with": [0.6, 0.6, 0.66], "ring without": [0.55], "ring alone": [0.2]}
     row = bench.row_of({"flops": 600e12, "seconds": seconds}, "ring", 2)
     assert row == ["500", "600", "0.833", "10.0", "600.00", "550.00", "200.00", "75"]
     assert len(row) == len(bench.HEAD)
+
+
+def test_a_row_of_the_head_start():
+    seconds = {"ring with": [0.5, 0.9, 0.3, 0.4, 0.2], "ring at once": [1.0, 1.0, 0.5, 0.5, 1.0]}
+    assert bench.head_start_row(seconds) == ["400.00", "1000.00", "0.600", "0.350 to 0.850"]
 
 
 @pytest.mark.slow
@@ -102,3 +124,4 @@ def test_a_run_without_cards(tmp_path):
     shown = subprocess.run([*command, "--show", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert shown.stdout in ran.stdout
     assert "| ring, 2 cards | TFLOP/s per card |" in shown.stdout
+    assert "| transfers of the ring, ms |" in shown.stdout

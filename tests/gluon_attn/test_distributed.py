@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gluon_attn.api import attend, plan_of
 from gluon_attn.call import Extras, Options
 from gluon_attn.device import Device
 from gluon_attn.distributed import ring_attention, shard, ulysses_attention
+from gluon_attn.distributed.ranks import HEAD_START_BYTES, HEAD_START_CYCLES, give_head_start
 from gluon_attn.distributed.ring import block_of, merge
 from gluon_attn.testing import check, check_gradients
 from tests.gluon_attn.ranks import (
@@ -43,6 +45,19 @@ def test_against_float64(name, found):
     if not case.get("dout", True):
         dout = torch.zeros_like(dout)
     check_gradients(q, k, v, dout, got["grads"], dlse=dlse if case.get("dlse") else None, what=name, **options)
+
+
+@pytest.mark.parametrize(
+    ("transfers", "on_card", "size", "waits"),
+    [(2, True, HEAD_START_BYTES, True), (2, True, HEAD_START_BYTES - 2, False), (0, True, 2**30, False),
+     (2, False, 2**30, False)],
+)  # fmt: skip
+def test_large_transfers_begin_first(transfers, on_card, size, waits, monkeypatch):
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    k, v = (SimpleNamespace(is_cuda=on_card, nbytes=size // 2) for _ in range(2))
+    give_head_start([object()] * transfers, [k, v])  # type: ignore[list-item]
+    assert slept == [HEAD_START_CYCLES] * waits
 
 
 @pytest.mark.parametrize("name", CASES)
