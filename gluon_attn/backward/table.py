@@ -81,7 +81,7 @@ PACKAGED = (
         for d, config in configs.items()
     ),
     *(
-        BackwardRow(dims, config, result_file="h200_unlike.json", card="NVIDIA H200", date="2026-11-25")
+        BackwardRow(dims, config, result_file="h200_unlike.json", card="NVIDIA H200", date="2026-11-28")
         for dims, config in UNLIKE.items()
     ),
 )
