@@ -309,10 +309,15 @@ def measure(shapes: Shapes, length: int, place: Place) -> list[dict[str, Any]]:
 
 
 def row_of(point: dict[str, Any], function: str, cards: int) -> list[str]:
-    """Of the table: TFLOP/s per card, over those of one card's share, milliseconds, and the share that is hidden."""
+    """Of the table: TFLOP/s per card, over those of one card's share, milliseconds, and the share that is hidden: of
+    the rounds the median and the quartiles."""
     seconds = {name: statistics.median(rounds) for name, rounds in point["seconds"].items()}
     rounds = point["seconds"][f"{function} with"]
     by, without, alone = (seconds[f"{function} {what}"] for what in ("with", "without", "alone"))
+    hidden = [
+        (1 - (one - other) / alone) * 100
+        for one, other in zip(rounds, point["seconds"][f"{function} without"], strict=True)
+    ]
     return [
         f"{point['flops'] / cards / by / 1e12:.0f}",
         f"{point['flops'] / cards / seconds['one card'] / 1e12:.0f}",
@@ -321,22 +326,27 @@ def row_of(point: dict[str, Any], function: str, cards: int) -> list[str]:
         f"{by * 1e3:.2f}",
         f"{without * 1e3:.2f}",
         f"{alone * 1e3:.2f}",
-        f"{(1 - (by - without) / alone) * 100:.0f}",
+        f"{statistics.median(hidden):.0f}",
+        quartiles(hidden, ".0f"),
     ]
+
+
+def quartiles(numbers: list[float], form: str) -> str:
+    low, _, high = statistics.quantiles(numbers) if len(numbers) > 1 else numbers * 3
+    return f"{low:{form}} to {high:{form}}"
 
 
 HEAD = [
     "TFLOP/s per card", "of one card's share", "×", "spread, %", "ms", "without transfers", "transfers alone",
-    "hidden, %",
+    "hidden, %", "quartiles",
 ]  # fmt: skip
 
 
 def head_start_row(seconds: dict[str, list[float]]) -> list[str]:
-    """Milliseconds with the head start and without, the median of their ratios in a round, and their quartiles."""
+    """Milliseconds with the head start and without; of their ratios in a round the median and the quartiles."""
     ratios = [one / other for one, other in zip(seconds["ring with"], seconds[AT_ONCE], strict=True)]
-    low, _, high = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
     times = [f"{statistics.median(seconds[name]) * 1e3:.2f}" for name in ("ring with", AT_ONCE)]
-    return [*times, f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+    return [*times, f"{statistics.median(ratios):.3f}", quartiles(ratios, ".3f")]
 
 
 def show(found: dict[str, Any]) -> None:
@@ -351,7 +361,8 @@ def show(found: dict[str, Any]) -> None:
         for point in found["timed"]
         if AT_ONCE in point["seconds"]
     }
-    print(markdown(["transfers of the ring, ms", "begin first", "at once", "ratio", "quartiles"], starts))
+    if starts:
+        print(markdown(["transfers of the ring, ms", "begin first", "at once", "ratio", "quartiles"], starts))
     print("\n".join([*found["wrong"], *map(compared_line, found["compared"])]))
     print(f"peak memory: {found['peak_gib']:.1f} GiB a card")
 

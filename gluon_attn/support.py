@@ -75,6 +75,9 @@ def supports(
     both agree. Fake tensors alone it refuses under their mode too, where `attention` takes them. Asked again for the
     same shapes and strides, it takes a few microseconds.
 
+    Under torch.autocast it asks for the memory of q, k and v in another dtype, as `attention` does. It raises
+    torch.OutOfMemoryError where there is none.
+
     needs_grad: whether gradients will be asked for. None: as `attention` finds it, by grad mode and `requires_grad`.
     """
     try:
@@ -121,6 +124,8 @@ def supports(
             check_differentiable(q, k, v, extras, options)
         with torch.no_grad() if gradient or needs_grad is False else contextlib.nullcontext():
             check_forward(q, k, v, extras, options)
+    except torch.OutOfMemoryError:
+        raise  # a RuntimeError too, but no reason why these arguments are refused
     except REFUSALS as refusal:
         return str(refusal)
     return None

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from gluon_attn.bias import Bias
 from gluon_attn.device import Device
 from gluon_attn.forward.configs import BlackwellConfig
 from gluon_attn.forward.launch import BLACKWELL as KERNEL
-from gluon_attn.forward.launch import NOT_GIVEN, build_of, compiled, launches_of
+from gluon_attn.forward.launch import NOT_GIVEN, build_of, compiled_for, launches_of
 from gluon_attn.forward.plan import Plan
-from gluon_attn.forward.table import BLACKWELL, Row
+from gluon_attn.forward.table import BLACKWELL, BLACKWELL_UNLIKE, Row
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.mask_mod import MaskFunction
+from gluon_attn.mask_mod import MaskFunction, MaskMod
 from gluon_attn.problem import Problem
 from gluon_attn.score_mod import ScoreFunction, alibi, softcap
 from gluon_attn.tensors import FP8_DTYPES, SCALES, output_dtype
@@ -29,6 +30,7 @@ from .attention_ptx import (
 from .capture import describe
 from .equivalence import Equivalence, Operand, leave_barriers_valid
 from .launch import Launch
+from .masks import keys_of_prefix, prefix
 from .prove import Proof
 from .source import arguments_text, hash_of
 from .verifier import Limits
@@ -74,7 +76,8 @@ LIMITS = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A launch to prove something about. clusters: how many the described card has room for: fewer than row blocks make
-    the programs walk over several. Masks and changed scores: as `Problem.of` has them; sinks: whether there are any."""
+    the programs walk over several. Masks and changed scores: as `Problem.of` has them; sinks: whether there are any;
+    bias_rows: of a bias that all heads have in common. head_dim_v: None: as Q's."""
 
     dtype: torch.dtype
     head_dim: int
@@ -91,50 +94,48 @@ class Case:
     mask_function: MaskFunction | None = None
     score_mod: ScoreFunction | None = None
     sinks: bool = False
+    bias_rows: int | None = None
+    head_dim_v: int | None = None
 
     def launch(self) -> Launch:
-        mask, plan, values = self.call()
-        kernel = compiled(
-            self.dtype, self.head_dim, mask, self.config, score_mod=self.score_mod, sinks=self.sinks_dtype,
-            arch=self.arch,
-        )  # fmt: skip
-        return describe(kernel, (plan.programs,), values)
-
-    @property
-    def sinks_dtype(self) -> torch.dtype | None:
-        return torch.float32 if self.sinks else None
+        plan, values = self.call()
+        return describe(compiled_for(plan.problem, self.config, self.arch), (plan.programs,), values)
 
     def proof(self, name: str, limits: Limits, **more: Any) -> Proof:
         return Proof(name=name, launch=self.launch, source=self.source, limits=limits, **more)
 
     def source(self) -> str:
         """All that `launch` is made from, without compiling it; see source.py."""
-        mask, plan, values = self.call()
-        made = front_end(self.dtype, self.head_dim, mask, self.config, self.arch, self.score_mod, self.sinks_dtype)
+        plan, values = self.call()
+        problem = plan.problem
+        made = front_end(
+            self.dtype, self.head_dim, problem.mask, self.config, self.arch, self.score_mod, problem.sinks,
+            problem.padded_head_dim_v, problem.bias,
+        )  # fmt: skip
         return hash_of(made, str(plan.programs), arguments_text(values, RUN_TIME))
 
-    def call(self) -> tuple[Mask, Plan, dict[str, Any]]:
-        """(mask, plan, arguments by the kernel's names)"""
+    def call(self) -> tuple[Plan, dict[str, Any]]:
+        """(plan, arguments by the kernel's names)"""
         q = torch.empty(1, self.heads, self.q_len, self.head_dim, dtype=self.dtype)
         k = torch.empty(1, self.kv_heads, self.kv_len, self.head_dim, dtype=self.dtype)
-        v, out, lse = torch.empty_like(k), torch.empty_like(q, dtype=output_dtype(self.dtype)), torch.empty(q.shape[:3])
+        v = torch.empty(*k.shape[:3], self.head_dim_v or self.head_dim, dtype=self.dtype)
+        out = torch.empty(*q.shape[:3], v.shape[3], dtype=output_dtype(self.dtype))
+        lse = torch.empty(q.shape[:3])
         fp8 = self.dtype in FP8_DTYPES
         scales = {name: torch.empty(k.shape[:2]) if fp8 else None for name in SCALES}
         sinks = torch.empty(self.heads) if self.sinks else None
+        bias = None if self.bias_rows is None else torch.empty(1, 1, self.bias_rows, self.kv_len, dtype=self.dtype)
         problem = Problem.of(
             q, k, v, causal=self.causal, window=self.window, chunk=self.chunk, mask_function=self.mask_function,
-            score_mod=self.score_mod, sinks=sinks,
+            score_mod=self.score_mod, sinks=sinks, bias=bias,
         )  # fmt: skip
         read = [] if self.score_mod is None else self.score_mod.tensors
         given: dict[str, Any] = {f"aux{i}": torch.empty(self.heads) for i in range(len(read))} | {"sinks": sinks}
         device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.config.num_ctas)
         plan = Plan.of(problem, self.config, device)
-        (launch,) = launches_of(plan, q, k, v, out)
-        return (
-            problem.mask,
-            plan,
-            launch.arguments({**NOT_GIVEN, "q": q, "k": k, "v": v, "out": out, "lse": lse, **scales, **given}),
-        )
+        (launch,) = launches_of(plan, q, k, v, out, bias=bias)
+        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "bias": bias, **scales, **given}
+        return plan, launch.arguments({**NOT_GIVEN, **tensors})
 
 
 @functools.lru_cache(maxsize=256)
@@ -146,9 +147,11 @@ def front_end(
     arch: int,
     score_mod: ScoreFunction | None = None,
     sinks: torch.dtype | None = None,
+    head_dim_v: int | None = None,
+    bias: Bias | None = None,
 ) -> str:
     """A hash of what the kernel's machine code depends on. Two proofs in a row are often of one kernel."""
-    return hash_of(build_of(dtype, head_dim, mask, config, score_mod, sinks).front_end(arch))
+    return hash_of(build_of(dtype, head_dim, mask, config, score_mod, sinks, False, head_dim_v, bias).front_end(arch))
 
 
 def one_row_block(dtype: torch.dtype, row: Row) -> Case:
@@ -157,6 +160,7 @@ def one_row_block(dtype: torch.dtype, row: Row) -> Case:
     return Case(
         dtype=dtype,
         head_dim=row.padded_head_dim,
+        head_dim_v=row.padded_head_dim_v,
         causal=row.causal,
         config=dataclasses.replace(row.config, **UNDECIDED),
         q_len=row.config.block_m,
@@ -228,14 +232,19 @@ def rescale_proofs(case: Case, row: Row, name: str) -> Iterator[Proof]:
 
 
 # By name: what a case has besides. Windows of four key blocks: the wide one has unmasked ones between masked ones, in
-# the narrow one each query tile walks blocks that only the other sees. Chunks are not among them: their ends are found
-# by divisions, after which the verifier knows no trip count (`control_predicate_not_static`).
+# the narrow one each query tile walks blocks that only the other sees, and so with chunks. Those are powers of two: by
+# other divisions their ends are found so that the verifier knows no trip count (`control_predicate_not_static`).
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": (300, 0), "kv_len": 512},
     "narrow-window": {"window": (60, 20), "kv_len": 512},
+    "chunk": {"chunk": 256, "kv_len": 512},
+    "narrow-chunk": {"chunk": 128, "kv_len": 512},
     "softcap": {"score_mod": softcap(15.0)},
     "alibi": {"score_mod": alibi(torch.empty(1))},
     "sinks": {"sinks": True},
+    "mask-mod": {"mask_function": MaskMod(prefix, keys=keys_of_prefix, constants=(70,)).function, "kv_len": 512},
+    "bias": {"bias_rows": 256},
+    "bias-of-one-row": {"bias_rows": 1},
 }
 
 
@@ -274,6 +283,16 @@ def proofs_of(row: Row) -> Iterator[Proof]:
             yield equals_softmax(case, f"{name}-equals-softmax")
 
 
+def unlike_proofs(row: Row) -> Iterator[Proof]:
+    """Rows of a V head dim unlike Q's, which have channels of their own for K and for V. In bf16; of pairs of CTAs one
+    pair of head dims."""
+    n, mask = row.config.num_ctas, "causal" if row.causal else "full"
+    if row.element_bytes == 2 and (n == 1 or row.head_dims == (192, 128)):
+        name = f"d{row.padded_head_dim}-{row.padded_head_dim_v}-bf16-{mask}-{n}cta"
+        rewrites = (leave_out_early_arrivals,) if n == 4 else ()  # K and V have two slots and one: they make laps
+        yield one_row_block(torch.bfloat16, row).proof(name, LIMITS[n], rewrites=rewrites)
+
+
 def max_in_load_proofs() -> Iterator[Proof]:
     """Rows that let the loads find the maxima, which sm_103 alone has: D=64, bf16, no mask. With one CTA also compiled
     for sm_103 with maxima apart."""
@@ -293,5 +312,6 @@ def max_in_load_proofs() -> Iterator[Proof]:
 def catalogue() -> tuple[Proof, ...]:
     """Every proof, the cheapest first."""
     proofs = [proof for row in BLACKWELL if ARCH in row.config.archs for proof in proofs_of(row)]
+    proofs += [proof for row in BLACKWELL_UNLIKE if ARCH in row.config.archs for proof in unlike_proofs(row)]
     proofs += max_in_load_proofs()
     return tuple(sorted(proofs, key=lambda proof: proof.limits.seconds))

@@ -69,7 +69,8 @@ def give_head_start(transfers: list[dist.Work], outgoing: list[Tensor]) -> None:
     begins first, it keeps all processors until few of its programs are left. Then nothing travels beside it.
     """
     if transfers and outgoing[0].is_cuda and sum(t.nbytes for t in outgoing) >= HEAD_START_BYTES:
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        with torch.cuda.device(outgoing[0].device):
+            torch.cuda._sleep(HEAD_START_CYCLES)  # a private name of torch's: the test says when it goes
 
 
 def arrive(transfers: list[dist.Work]) -> None:

@@ -96,9 +96,14 @@ def test_without_a_head_start_none_is_given(monkeypatch):
 
 
 def test_a_row():
-    seconds = {"one card": [0.5], "ring with": [0.6, 0.6, 0.66], "ring without": [0.55], "ring alone": [0.2]}
+    seconds = {
+        "one card": [0.5],
+        "ring with": [0.6, 0.6, 0.66],
+        "ring without": [0.55, 0.5, 0.56],
+        "ring alone": [0.2],
+    }
     row = bench.row_of({"flops": 600e12, "seconds": seconds}, "ring", 2)
-    assert row == ["500", "600", "0.833", "10.0", "600.00", "550.00", "200.00", "75"]
+    assert row == ["500", "600", "0.833", "10.0", "600.00", "550.00", "200.00", "50", "50 to 75"]
     assert len(row) == len(bench.HEAD)
 
 

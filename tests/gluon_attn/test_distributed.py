@@ -1,5 +1,6 @@
 """Attention over several ranks, by gloo and gluon_cpu: against float64 on one, what is computed, what is refused."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -53,11 +54,21 @@ def test_against_float64(name, found):
      (2, False, 2**30, False)],
 )  # fmt: skip
 def test_large_transfers_begin_first(transfers, on_card, size, waits, monkeypatch):
-    slept: list[int] = []
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    k, v = (SimpleNamespace(is_cuda=on_card, nbytes=size // 2) for _ in range(2))
+    """On the card of the tensors, whichever is the current one."""
+    slept: list[tuple[int, str]] = []
+    cards = ["cuda:0"]
+
+    @contextlib.contextmanager
+    def on(card):
+        cards.append(card)
+        yield
+        cards.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append((cycles, cards[-1])))
+    k, v = (SimpleNamespace(is_cuda=on_card, nbytes=size // 2, device="cuda:1") for _ in range(2))
     give_head_start([object()] * transfers, [k, v])  # type: ignore[list-item]
-    assert slept == [HEAD_START_CYCLES] * waits
+    assert slept == [(HEAD_START_CYCLES, "cuda:1")] * waits
 
 
 @pytest.mark.parametrize("name", CASES)

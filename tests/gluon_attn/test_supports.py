@@ -194,6 +194,18 @@ def test_autocast(strides):
         assert (supports(**call(q)) is None) == (strides == "dense")
 
 
+def test_no_memory_under_autocast_is_no_reason(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    q = torch.ones(1, 2, 8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert supports(q, q, q, device=Device.hopper()) is None
+        monkeypatch.setattr(torch, "empty_like", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            supports(q, q, q, device=Device.hopper())
+
+
 def test_no_vmap():
     def ask(q: Tensor) -> Tensor:
         answers.append(supports(q, q, q, device=HOPPER))

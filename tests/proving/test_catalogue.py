@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from channels import barriers as barriers_module
-from gluon_attn.forward.table import BLACKWELL
+from gluon_attn.forward.table import BLACKWELL, BLACKWELL_UNLIKE, UNLIKE_ON_BLACKWELL
 from proving import __main__ as command
 from proving import attention, prove, store
 from proving import check as proofs_check
@@ -32,6 +32,9 @@ RECORD = store.Record(
 )
 
 
+ONE = "d64-bf16-full-1cta"
+
+
 def test_every_row_of_the_tuning_table_has_its_proofs():
     names = {proof.name for proof in catalogue()}
     rows = [row for row in BLACKWELL if ARCH in row.config.archs]
@@ -41,6 +44,23 @@ def test_every_row_of_the_tuning_table_has_its_proofs():
             if dtype.itemsize == row.element_bytes:
                 mask = "causal" if row.causal else "full"
                 assert f"d{row.padded_head_dim}-{name}-{mask}-{row.config.num_ctas}cta" in names
+
+
+def test_pairs_of_unlike_head_dims_have_proofs():
+    names = {proof.name for proof in catalogue()}
+    rows = [row for row in BLACKWELL_UNLIKE if ARCH in row.config.archs and row.element_bytes == 2]
+    assert {row.head_dims for row in rows} == set(UNLIKE_ON_BLACKWELL)
+    for row in rows:
+        head_dims, mask = "-".join(map(str, row.head_dims)), "causal" if row.causal else "full"
+        if row.config.num_ctas == 1 or row.head_dims == (192, 128):
+            assert f"d{head_dims}-bf16-{mask}-{row.config.num_ctas}cta" in names
+
+
+def test_every_kind_of_feature_has_a_proof():
+    """But for what the verifier cannot follow."""
+    kinds = {"window", "narrow-window", "chunk", "narrow-chunk", "mask-mod"}
+    kinds |= {"softcap", "alibi", "sinks", "bias", "bias-of-one-row"}
+    assert {f"{ONE}-{kind}" for kind in kinds} <= {proof.name for proof in catalogue()}
 
 
 def test_names_are_unique():
@@ -89,9 +109,6 @@ def test_list_names_every_proof(capsys):
     assert command.main(["list"]) == 0
     printed = capsys.readouterr().out.split("\n")
     assert [line.split()[0] for line in printed if line] == [proof.name for proof in catalogue()]
-
-
-ONE = "d64-bf16-full-1cta"
 
 
 @pytest.fixture
