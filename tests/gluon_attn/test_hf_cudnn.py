@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gluon_attn import cudnn
 from gluon_attn.cudnn import BOTH_FASTER_THERE_FROM
 
 transformers = pytest.importorskip(
@@ -32,3 +33,15 @@ def test_what_is_trained_faster_by_cudnn(wants_gradients, ran, monkeypatch):
         with sdpa_kernel(SDPBackend.MATH):  # cuDNN is off
             call(module, q, k, k[..., :128], None)
     assert [who for who, _ in ran] == ["SDPA" if wants_gradients else "ours", "ours", "ours", "ours", "ours"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_very_many_heads_to_a_kv_head(causal, ran, monkeypatch):
+    """Likewise, of 128 columns, with a mask or without; not with fewer heads, and not in inference."""
+    monkeypatch.setattr(cudnn, "VERY_MANY_FROM", 24)
+    call = transformers.AttentionInterface()[hf.NAME]
+    for heads, wants_gradients in ((32, True), (16, True), (32, False)):
+        q, k = (randn(1, n, 24, 128).requires_grad_(wants_gradients) for n in (heads, 1))
+        module = SimpleNamespace(is_causal=causal, num_key_value_groups=heads, training=True)
+        call(module, q, k, k, None)
+    assert [who for who, _ in ran] == ["SDPA", "ours", "ours"]
