@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, key_of, problem_of
 from .checks import check_bool, check_device, check_num_ctas, check_scale_signs, hashable, type_name
 from .device import Device
-from .features import NOT_THERE, refuse_together
+from .features import INSTEAD, NOT_THERE, refuse_together
 from .forward.configs import ForwardConfig
 from .forward.fits import require_ctas, require_fits, require_supported
 from .forward.launch import launches_on_card
@@ -304,7 +304,8 @@ def refuse(unsupported: dict[str, Any], function: str) -> None:
     for name in unsupported:
         refuse_together({"cu_seqlens_q", name})  # what `attention` has and `attention_varlen` has not
         if name in NOT_THERE:
-            raise NotImplementedError(f"{name}: {NOT_THERE[name]} is not supported so far; leave the argument out")
+            instead = INSTEAD.get(NOT_THERE[name], "leave the argument out")
+            raise NotImplementedError(f"{name}: {NOT_THERE[name]} is not supported so far; {instead}")
         else:
             hint = f"; use {RENAMED[name]}" if name in RENAMED else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

@@ -42,21 +42,31 @@ def check_cu_seqlens(
         ("q", cu_seqlens_q, q.shape[0], max_seqlen_q), ("k", cu_seqlens_k, k.shape[0], max_seqlen_k),
     ):  # fmt: skip
         name, numbers = f"cu_seqlens_{kind}", starts.tolist()
+        if numbers[-1] > rows:
+            raise ValueError(
+                f"{name}: expected at most the {rows} rows of {kind}, got {numbers[-1]} last; end where the "
+                "last sequence does"
+            )
         if numbers[0] != 0:
             raise ValueError(f"{name}: expected 0 first, got {numbers[0]}; the first sequence begins at row 0")
         for i, (first, end) in enumerate(pairwise(numbers)):
             if end < first:
-                raise ValueError(f"{name}: expected numbers that do not fall, got {first} before {end} at {i}")
+                raise ValueError(
+                    f"{name}: expected numbers that do not fall, got {first} before {end} at {i}; give where each "
+                    "sequence begins, in the order of the rows"
+                )
             if end - first > bound:
                 raise ValueError(
-                    f"max_seqlen_{kind}: expected at least {end - first}, as sequence {i} has so many rows, got {bound}"
+                    f"max_seqlen_{kind}: expected at least {end - first}, as sequence {i} has so many rows, got "
+                    f"{bound}; give the longest one's"
                 )
-        if numbers[-1] > rows:
-            raise ValueError(f"{name}: expected at most the {rows} rows of {kind}, got {numbers[-1]} last")
     if seqused_k is not None:
         for i, (used, (first, end)) in enumerate(zip(seqused_k.tolist(), pairwise(cu_seqlens_k.tolist()), strict=True)):
             if not 0 <= used <= end - first:
-                raise ValueError(f"seqused_k: expected 0 to {end - first}, the keys of sequence {i}, got {used}")
+                raise ValueError(
+                    f"seqused_k: expected 0 to {end - first}, the keys of sequence {i}, got {used}; leave it out if "
+                    "all count"
+                )
 
 
 def hashable(window: Any) -> Any:
@@ -322,11 +332,14 @@ def check_bias(bias: object, q: Tensor, shape: tuple[int, int, int, int], scale:
             "the same for all"
         )
     if bias.shape[3] != kv_len or any(n not in (1, size) for n, size in zip(bias.shape, shape[:3], strict=False)):
-        raise ValueError(f"bias: expected shape {expected}, got {tuple(bias.shape)}; see its dimensions in that order")
+        raise ValueError(
+            f"bias: expected shape {expected}, got {tuple(bias.shape)}; give it as (batch, heads, queries, keys), "
+            "with 1 where it is the same for all"
+        )
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
-            f"bias: not supported with q of {q.dtype}, only with float16 and bfloat16; leave it out, or convert q, k "
-            "and v"
+            f"bias: not supported with q of {q.dtype}, only with float16 and bfloat16, as no kernel adds one to scores "
+            "that have scales; leave it out, or convert q, k and v"
         )
     if bias.dtype not in (q.dtype, torch.float32):
         what = "a mask of bools has -inf where it hides a key" if bias.dtype == torch.bool else "convert it"

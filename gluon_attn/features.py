@@ -68,6 +68,9 @@ NOT_THERE = {
     "qv": "a product of Q with V",
 }
 
+# What to do instead of giving them, where there is something.
+INSTEAD = {"a mask given as a tensor": "write it as a mask_mod, or give a bias with -inf where a key is hidden"}
+
 
 def refuse_together(given: Collection[str]) -> None:
     """NotImplementedError for two arguments of a call that APART has. given: names of all that it has."""

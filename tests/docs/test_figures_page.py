@@ -64,7 +64,7 @@ def test_where_gradients_are_behind_in_two_runs():
     behind = [{at for at, ratio in run.items() if ratio < 0.97} for run in to_best]
     page = " ".join((ROOT / "docs" / "backward.md").read_text(encoding="utf-8").split())
     words = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
-    assert f"So ours has {geometric_mean(to_best[0].values()):.2f} of the better one's rate" in page
+    assert f"So ours has {geometric_mean(to_best[0].values()):.3f} of the better one's rate" in page
     assert f"behind at {words[len(behind[0])]} points by more than 3 %" in page
     means = geometric_mean(to_cudnn[1].values()), geometric_mean(to_best[1].values())
     assert "has {:.2f} times cuDNN's rate, and {:.2f} of the better one's".format(*means) in page

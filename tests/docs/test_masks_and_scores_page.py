@@ -24,7 +24,7 @@ ROWS = {
     "`window=(1024, 0)` as a `mask_mod`": "mask_mod 1024",
     "soft cap": "softcap 30",
     "ALiBi": "alibi",
-    "a bias of each head and row": "bias",
+    "a bias of each row, one for all heads": "bias",
     "the same, with its gradient": "bias with its gradient",
 }
 # The head of each table, the file that it is of, and what of a call's results.
