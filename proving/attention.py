@@ -232,8 +232,9 @@ def rescale_proofs(case: Case, row: Row, name: str) -> Iterator[Proof]:
 
 
 # By name: what a case has besides. Windows of four key blocks: the wide one has unmasked ones between masked ones, in
-# the narrow one each query tile walks blocks that only the other sees, and so with chunks. Those are powers of two: by
-# other divisions their ends are found so that the verifier knows no trip count (`control_predicate_not_static`).
+# the narrow one each query tile walks blocks that only the other sees; likewise with chunks. Chunks are powers of two.
+# The ends of others are found by a division, after which the verifier knows no trip count
+# (`control_predicate_not_static`).
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": (300, 0), "kv_len": 512},
     "narrow-window": {"window": (60, 20), "kv_len": 512},
