@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gluon_cpu.arguments import shard
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 HOPPER = (9, 0)
 
@@ -38,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    parser.addoption(
+        "--part", type=shard, default=(1, 1), help="I/N: of each function's slow cases every Nth, from the Ith on"
+    )
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds a test may take")
         parser.addini("timeout_method", "for pytest-timeout; without it a late test always ends the run")
@@ -67,6 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
     leave_further_cases(items)
+    others = slow_cases_of_other_parts(items, *config.option.part)
+    if others:
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=others)
     # Files whose tests may take longest first: one that begins last would leave all processes but its own idle.
     limits: dict[Path, float] = {}
     for item in items:
@@ -94,6 +103,19 @@ def leave_further_cases(items: Iterable[pytest.Item]) -> None:
             for item, stays in found:
                 if not stays:
                     item.add_marker(pytest.mark.slow)
+
+
+def slow_cases_of_other_parts(items: Iterable[pytest.Item], part: int, parts: int) -> set[pytest.Item]:
+    """What a part leaves to the others. No function is left out: one with fewer cases than parts is in each of them."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    others: set[pytest.Item] = set()
+    for found in cases.values():
+        if len(found) >= parts:
+            others |= set(found) - set(found[part - 1 :: parts])
+    return others
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture touches the card

@@ -1,9 +1,11 @@
 """`.ci/run` runs every command in a bare environment, but for what says where packages come from."""
 
+import collections
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -37,12 +39,41 @@ def test_commands_run_in_a_bare_environment(tmp_path):
     }
     printed = subprocess.run(["bash", CI], env=environment, capture_output=True, text=True, check=True).stdout
     of_each = re.split(r"^make (.*)\n", printed, flags=re.MULTILINE)[1:]
-    assert of_each[::2] == ["test", "test-slow", "check", "check-proofs"]
+    head = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    half = f" ARGS=--part {int(head, 16) % 2 + 1}/2" if head else ""
+    assert of_each[::2] == ["test", f"test-slow{half}", "check", "check-proofs"]
     kept = environment.keys() - {"PYTHONUNBUFFERED", "PYTEST_ADDOPTS", "TRITON_CACHE_DIR"}
     for lines in of_each[1::2]:
         seen = dict(line.split("=", 1) for line in lines.splitlines())
         assert {name: seen[name] for name in kept} == {name: environment[name] for name in kept}
         assert seen.keys() - kept <= {"PWD", "SHLVL", "_"}, "bash itself sets these three"
+
+
+def slow_cases(*options: str) -> list[str]:
+    """Of two files: one has a function with many slow cases, the other functions with one."""
+    files = ["tests/gluon_attn/kernels/test_window.py", "tests/gluon_attn/test_main.py"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", *files, *options]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in printed.splitlines() if "::" in line]
+
+
+def test_halves_of_the_slow_cases_are_all_of_them_and_each_has_every_function():
+    whole, halves = slow_cases(), [slow_cases("--part", f"{i}/2") for i in (1, 2)]
+    assert set(halves[0]) | set(halves[1]) == set(whole)
+    functions = collections.Counter(case.partition("[")[0] for case in whole)
+    assert max(functions.values()) > 10
+    assert 1 in functions.values()
+    for half in halves:
+        assert {case.partition("[")[0] for case in half} == set(functions)
+    assert {case.partition("[")[0] for case in set(halves[0]) & set(halves[1])} == {
+        function for function, cases in functions.items() if cases == 1
+    }
+
+
+def test_all_slow_tests_run_each_night():
+    workflow = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
+    assert re.findall(r"^      - run: (.*)$", workflow, re.MULTILINE) == ["make test-slow"]
+    assert "schedule:" in workflow
 
 
 def test_the_workflow_runs_what_ci_runs_and_the_hooks_beside_each_torch():
