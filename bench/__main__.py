@@ -98,6 +98,33 @@ def module_sets(module: Any, sets: Sequence[str]) -> list[str]:
     return [name for name in sets if name in module.SETS]
 
 
+def show(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
+    """Print or plot result files. Calls `error` for sets apart that are to be plotted, or are one of several files."""
+    if not args.files and not RESULT.exists():
+        print(f"bench: there is no run of yours ({RESULT}); shown is {COMMITTED}", file=sys.stderr)
+    files = args.files or [RESULT if RESULT.exists() else COMMITTED]
+    modules = [module_of(report.read(file)) for file in files]
+    for file, module in zip(files, modules, strict=True):
+        if module is not None and (args.show == "plot" or len(files) > 1):
+            wanted = "only files of lengths" if args.show == "plot" else "no other file beside it"
+            error(f"{args.show}: {file}: expected {wanted}, got one of {', '.join(module.SETS)}")
+    if args.show == "plot":
+        print("written:", report.plot(report.read_all(files), args.to, args.all))
+    elif modules[0] is not None:
+        found = report.read(files[0])
+        print(*report.heads(found), "", modules[0].table(found), sep="\n")
+    else:
+        print(report.tables(report.read_all(files)))
+
+
+def module_of(found: dict[str, Any]) -> Any | None:
+    """Of APART, the one whose sets this result file has; None if they are those of bench/points.py."""
+    point: dict[str, Any] = next(iter(found["points"]), {})
+    if "pass" not in point:
+        return None
+    return varlen if "ours_over" in point else features if "shape" in point else unlike
+
+
 def main() -> None:
     if sys.argv[1:2] == ["learn"]:
         learn.main(sys.argv[2:])
@@ -110,13 +137,7 @@ def main() -> None:
     if args.show and sys.argv[1] != args.show:
         command.error(f"expected {args.show} as the first word, without options of what is timed, got {sys.argv[1]}")
     if args.show:
-        if not args.files and not RESULT.exists():
-            print(f"bench: there is no run of yours ({RESULT}); shown is {COMMITTED}", file=sys.stderr)
-        read = report.read_all(args.files or [RESULT if RESULT.exists() else COMMITTED])
-    if args.show == "tables":
-        print(report.tables(read))
-    elif args.show == "plot":
-        print("written:", report.plot(read, args.to, args.all))
+        show(args, command.error)
     else:
         apart = [module for module in APART if module_sets(module, args.sets)]
         of_apart = [name for module in apart for name in module_sets(module, args.sets)]

@@ -37,9 +37,16 @@ def read(path: Path) -> dict[str, Any]:
     """Raises SystemExit, with what to do, for a file that is not one of `python -m bench`."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        report["provenance"], report["points"]
+        report["provenance"]
+        for point in report["points"]:
+            point["name"], point["results"]
+            point["shape" if "pass" in point and "point" not in point else "point"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"{path}: expected a result file of `python -m bench`, got {error!r}; run it, or name another file")
+    if "with_forward" in report:
+        sys.exit(
+            f"{path}: expected forward passes, got gradients; print them by: python -m bench.gradients --show {path}"
+        )
     return report
 
 
@@ -149,13 +156,17 @@ def plainer(report: dict[str, Any]) -> Iterator[str]:
             yield f"{p['name']}: {rate / plain:.3f} of the rate on the plainer problem"
 
 
-def tables(report: dict[str, Any]) -> str:
-    heads = [
+def heads(report: dict[str, Any]) -> list[str]:
+    """Where and of what each run was, a line each."""
+    return [
         f"{p['card']}, {p['date']}, torch {p['torch']}, Triton {p['triton']}, cuDNN {p['cudnn']}, commit {p['commit']}"
         for p in (report["provenance"], *report.get("further", ()))
     ]
+
+
+def tables(report: dict[str, Any]) -> str:
     parts = (rates(report), ratios(report), means(report), plainer(report), by_cta_count(report))
-    return "\n\n".join("\n".join(part) for part in (heads, *parts))
+    return "\n\n".join("\n".join(part) for part in (heads(report), *parts))
 
 
 def plot(report: dict[str, Any], out: Path, every: bool = False) -> Path:

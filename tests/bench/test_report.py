@@ -1,6 +1,7 @@
 """Tables and plots say what the result file says."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,10 @@ def test_cta_counts():
     assert last == "| bf16 D=64 full 16384 | 800 | 1600 | 2.00 |"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"points": []}'])
+OTHERS = ['{"provenance": 1, "points": [{"shape": {}}]}', '{"provenance": 1, "points": [{"name": "", "results": {}}]}']
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"points": []}', *OTHERS])
 def test_not_a_result_file(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -91,13 +95,54 @@ def test_not_a_result_file(tmp_path, text):
 
 def test_of_a_point_in_two_files_the_last_counts(tmp_path):
     paths = [tmp_path / name for name in ("first.json", "second.json")]
-    both = [{"name": "a", "results": 1}, {"name": "b", "results": 1}]
-    again = [{"name": "c", "results": 2}, {"name": "a", "results": 2}]
+    both = [{"name": name, "point": {}, "results": 1} for name in "ab"]
+    again = [{"name": name, "point": {}, "results": 2} for name in "ca"]
     for path, points in zip(paths, (both, again), strict=True):
         path.write_text(json.dumps({"provenance": PROVENANCE | {"date": path.stem}, "points": points}))
     merged = report.read_all(paths)
     assert [(point["name"], point["results"]) for point in merged["points"]] == [("a", 2), ("b", 1), ("c", 2)]
     assert (merged["provenance"]["date"], [p["date"] for p in merged["further"]]) == ("first", ["second"])
+
+
+def shown(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
+    command.main()
+
+
+@pytest.mark.parametrize(
+    ("file", "head"),
+    [
+        ("h200_masks.json", "| time over FlexAttention's | D=128 B=1 H=16 16384 forward |"),
+        ("h200_varlen.json", "| host, µs a call | ours packed |"),
+        ("h200_unlike.json", "| TFLOP/s | ours | ours, one launch |"),
+        ("h200_forward.json", "| × cuDNN | 512 |"),
+    ],
+)
+def test_tables_of_every_set(monkeypatch, capsys, file, head):
+    shown(monkeypatch, "tables", RESULTS / file)
+    printed = capsys.readouterr().out
+    assert head in printed
+    assert printed.startswith("NVIDIA H200, 2026-11-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plot", "h200_masks.json"), "plot: .*: expected only files of lengths, got one of masks, bias"),
+        (("tables", "h200_forward.json", "h200_varlen.json"), "varlen.json: expected no other file beside it, got one"),
+    ],
+)
+def test_sets_apart_are_shown_alone(monkeypatch, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        shown(monkeypatch, arguments[0], *(RESULTS / file for file in arguments[1:]))
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_gradients_have_a_command_of_their_own(monkeypatch):
+    with pytest.raises(
+        SystemExit, match=r"expected forward passes, got gradients; print them by: python -m bench.gradients --show "
+    ):
+        shown(monkeypatch, "tables", RESULTS / "h200_gradients.json")
 
 
 FP8 = found(200.0, dtype="e4m3")

@@ -19,11 +19,16 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PEERS = json.loads((ROOT / "bench" / "results" / "h200_peers.json").read_text(encoding="utf-8"))
 
 
-def rows_below(page: str, heading: str) -> dict[str, list[float]]:
-    """A table's rows by their first cell: numbers, without what makes them bold."""
+def cells_below(page: str, heading: str) -> dict[str, list[str]]:
+    """A table's rows by their first cell, without what makes them bold."""
     table = (ROOT / "docs" / page).read_text(encoding="utf-8").split(heading)[1].split("\n\n")[0]
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {name: [float(number) for number in numbers] for name, *numbers in rows}
+    return {name: cells for name, *cells in rows}
+
+
+def rows_below(page: str, heading: str) -> dict[str, list[float]]:
+    """The same of a table of numbers."""
+    return {name: [float(number) for number in numbers] for name, numbers in cells_below(page, heading).items()}
 
 
 def by_mask_and_length(points: dict[tuple[int, bool, int], float], digits: int) -> dict[str, list[float]]:
@@ -73,6 +78,29 @@ def test_where_gradients_are_behind_in_two_runs():
     lowest = min(to_best[1], key=lambda at: to_best[1][at])
     kind = f"D={lowest[0]} {'causal' if lowest[1] else 'full'}, {lowest[2]}"
     assert f"The lowest is {kind}: by {100 * (1 - to_best[1][lowest]):.0f} %" in page
+
+
+def test_what_was_asked_of_gradients():
+    """The lab log's table of four runs."""
+    best = best_of_peers()
+    runs = [results_of_gradients(f"h200_gradients{run}.json") for run in ("", "_second", "_third", "_fourth")]
+    ours = [{at: found["ours"] for at, found in run.items()} for run in runs]
+    shares = [{at: found["ratio_to_cudnn"] / best[at] for at, found in run.items()} for run in ours]
+    with_spread = [
+        sum(share + run[at]["spread"] / 2 >= 0.97 for at, share in of_run.items())
+        for run, of_run in zip(ours, shares, strict=True)
+    ]
+    means = [f"{geometric_mean(of_run.values()):.3f}" for of_run in shares]
+    assert cells_below("lab_log.md", "| of the better peer's rate | asked ") == {
+        "points that have what is asked, within half their spread": ["24", *map(str, with_spread), "missed"],
+        "the same, without their spread": ["–", *(str(sum(x >= 0.97 for x in run.values())) for run in shares), "–"],
+        "lowest point": ["0.97", *(f"{min(run.values()):.2f}" for run in shares), "missed"],
+        "geometric mean": ["1.00", *means, "met"],
+        "the same, aim": ["1.05", *means, "met once"],
+        "× cuDNN, geometric mean": [
+            "1.18", *(f"{geometric_mean(found['ratio_to_cudnn'] for found in run.values()):.2f}" for run in ours), "met"
+        ],
+    }  # fmt: skip
 
 
 def test_rates_of_gradients():
