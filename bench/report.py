@@ -4,7 +4,8 @@ python -m bench tables bench/results/h200_forward.json
 python -m bench plot bench/results/h200_forward.json --to docs/speed.png    the four panels of the README
 python -m bench plot bench/results/h200_forward.json --to all.svg --all     every kind of problem, every peer
 
-Of several files, a point that more than one has is the last one's.
+Of several files, a point that more than one has is the last one's. A file of masks, biases, packed sequences or unlike
+head dims is shown by itself, and not plotted.
 """
 
 import itertools
@@ -41,12 +42,12 @@ def read(path: Path) -> dict[str, Any]:
         for point in report["points"]:
             point["name"], point["results"]
             point["shape" if "pass" in point and "point" not in point else "point"]
+        is_here = "method" in report or all("pass" in point for point in report["points"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"{path}: expected a result file of `python -m bench`, got {error!r}; run it, or name another file")
-    if "with_forward" in report:
-        sys.exit(
-            f"{path}: expected forward passes, got gradients; print them by: python -m bench.gradients --show {path}"
-        )
+    if not is_here:
+        shown = f"the command that made it prints it, as python -m bench.gradients --show {path}"
+        sys.exit(f"{path}: expected a result file of `python -m bench`, got one of another benchmark; {shown}")
     return report
 
 

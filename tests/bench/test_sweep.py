@@ -80,8 +80,9 @@ PROVENANCE = {
 def test_resuming_keeps_the_points_of_the_same_tree(tmp_path):
     out = tmp_path / "result.json"
     assert sweep.resumed(out, PROVENANCE) == []
-    out.write_text(json.dumps({"provenance": PROVENANCE, "points": [{"name": "a point"}]}))
-    assert sweep.resumed(out, PROVENANCE) == [{"name": "a point"}]
+    point = {"name": "a point", "point": {}, "results": {}}
+    out.write_text(json.dumps({"provenance": PROVENANCE, "method": "", "points": [point]}))
+    assert sweep.resumed(out, PROVENANCE) == [point]
     with pytest.raises(SystemExit, match=r"--resume: expected .*result\.json to have commit 'def', got 'abc'"):
         sweep.resumed(out, PROVENANCE | {"commit": "def"})
     with pytest.raises(SystemExit, match=r"--resume: expected .* to have command .*'rounds': 5"):
