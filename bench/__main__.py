@@ -103,7 +103,8 @@ def show(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     if not args.files and not RESULT.exists():
         print(f"bench: there is no run of yours ({RESULT}); shown is {COMMITTED}", file=sys.stderr)
     files = args.files or [RESULT if RESULT.exists() else COMMITTED]
-    modules = [module_of(report.read(file)) for file in files]
+    read = [report.read(file) for file in files]
+    modules = [module_of(found) for found in read]
     for file, module in zip(files, modules, strict=True):
         if module is not None and (args.show == "plot" or len(files) > 1):
             wanted = "only files of lengths" if args.show == "plot" else "no other file beside it"
@@ -111,8 +112,7 @@ def show(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     if args.show == "plot":
         print("written:", report.plot(report.read_all(files), args.to, args.all))
     elif modules[0] is not None:
-        found = report.read(files[0])
-        print(*report.heads(found), "", modules[0].table(found), sep="\n")
+        print(*report.heads(read[0]), "", modules[0].table(read[0]), sep="\n")
     else:
         print(report.tables(report.read_all(files)))
 

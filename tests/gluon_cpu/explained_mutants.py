@@ -128,7 +128,6 @@ FIRST_CLAIM = line_of(
 )
 NEXT_CLAIM = line_of(BACKWARD, "work.py", "following = claim(self.order, self.end[0], self.CLAIMS)")
 ALL_ADDED = line_of(BACKWARD, "finish.py", "tma.wait_stores_done()")
-FIRST_DQ = line_of(BACKWARD, "reduce.py", "sums.dqs.wait()")
 SUMS_LOADED = line_of(BACKWARD, "finish.py", "slot, next_sums = next_sums.acquire()")
 
 
@@ -141,10 +140,6 @@ EXPLAINED: tuple[Explanation, ...] = (
         rf"gradients, D=128, full, shared[^|]* \| delete: wait_barrier #\d+ partition0 .* {NEXT_CLAIM}",
         "each part has more steps than the rings have slots: when load has asked for the last, the other roles have "
         "begun, and so have read the claim",
-    ),
-    Explanation(
-        rf"gradients, D=128, causal, shared \| delete: wait_barrier .* {FIRST_DQ}",
-        "it keeps two parts of one program from a deadlock; full, on a problem with such parts, it is found",
     ),
     Explanation(
         rf"{GRADIENTS} \| delete: wait_barrier .* {SUMS_LOADED}",
