@@ -54,10 +54,9 @@ class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
     tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
     more, two, of which one waits for the other; or in a fixed order, for the last problem, three, of which the second
-    is waited for while it waits. With `shared_parts`, so many programs share the key blocks of all problems. With
-    `group`, three programs also have the second problem, of so many query heads to a KV head instead of two. With a
-    group of one it is one program, whose key blocks have one step each; or one more than `shared_parts`. head_dim_v:
-    None: as Q's. bias: as for `bias_of`."""
+    is waited for while it waits. With `shared_parts`, so many programs share the key blocks of all these problems.
+    another: one more problem: its (Sq, Sk), query heads to its KV head, which are two otherwise, and programs.
+    head_dim_v: None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -67,7 +66,7 @@ class Backward:
     which: str = "main"
     shared_parts: int = 0
     bias: str = ""
-    group: int = 0
+    another: tuple[tuple[int, int], int, int] | None = None
 
     def runs(self) -> Sequence[AnyRun]:
         columns: dict[str, Any] = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
@@ -85,10 +84,9 @@ class Backward:
         if self.which not in ("before", "after") and not self.shared_parts:
             which, programs = (-1, 3) if self.deterministic else (0, 2)
             runs.insert(0, BackwardRun(*inputs[which], bias=biases[which], programs=programs, **kind))
-        if self.group:
-            q, kv = self.lengths[1]
-            qkv = normal_qkv(heads=self.group, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
-            programs = self.shared_parts + 1 if self.group == 1 else 3
+        if self.another:
+            (q, kv), heads, programs = self.another
+            qkv = normal_qkv(heads=heads, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
             runs.append(BackwardRun(*qkv, bias=bias_of(self.bias, *qkv[:2]), programs=programs, **kind))
         for run in runs:
             run.keep_bits()
@@ -277,7 +275,7 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
             causal=mask == "causal",
             deterministic=bool(order),
             # With more steps of 128 rows than FEW_STEPS for a key block. In the other runs it has fewer.
-            group=18 if order and head_dim == 64 else 0,
+            another=(lengths[1], 18, 3) if order and head_dim == 64 else None,
         )
         for head_dim, lengths in BACKWARD_LENGTHS.items()
         for mask in ("full", "causal")
@@ -287,14 +285,15 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
         f"gradients, D=128, {mask}, shared{order}": Backward(
             head_dim=128,
             # Full, the last key block is masked. Causal, one share has no row blocks, another several without a mask.
-            # In any order, full, a problem with which a program may have two parts, see test_shares.py.
+            # In any order, a problem with which a program may have two parts, and a part waits for another that has
+            # the first row block of a later one, see test_shares.py.
             lengths=((512, 200), (768, 256))
             if (mask, order) == ("full", "")
             else ((512, 200 if mask == "full" else 256),),
             causal=mask == "causal",
             deterministic=bool(order),
             shared_parts=4 if order else 3,
-            group=1 if (mask, order) == ("full", "") else 0,
+            another=None if order else ((768, 256), 1, 4) if mask == "full" else ((768, 768), 1, 12),
         )
         for mask in ("full", "causal")
         for order in ("", ", in order")
@@ -326,13 +325,17 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
             # At D=256 nothing but the channel of claims orders one claim after the next but one, where a key block has
             # one step.
             head_dim=head_dim,
-            lengths=BACKWARD_LENGTHS[like],
+            lengths=lengths,
             causal=True,
             bias=bias,
-            group=1 if head_dim == 256 else 0,
+            another=(lengths[1], 1, 1) if head_dim == 256 else None,
         )
-        # With rows of a bias each, row blocks are of 64 rows at D=64 too.
-        for head_dim, bias, like in ((64, "a row each", 128), (64, "one row", 64), (256, "a row each", 256))
+        # With rows of a bias each, row blocks are of 64 rows at D=64 too. With one row, see causal at D=64.
+        for head_dim, bias, lengths in (
+            (64, "a row each", BACKWARD_LENGTHS[128]),
+            (64, "one row", (*BACKWARD_LENGTHS[64], IN_ORDER_LENGTHS[64])),
+            (256, "a row each", BACKWARD_LENGTHS[256]),
+        )
     },
     **{
         f"gradients, kernel {which}, D={head_dim}": Backward(
