@@ -160,8 +160,8 @@ def backward_call(
     """A call of the backward's kernels, (B, H, S, D), with this config instead of the table's: (dQ, dK, dV).
 
     read: the tensors that score_mod reads. device: what to plan for, with fewer processors say; default: the tensors'
-    own card. output: makes each gradient,
-    from the tensor that it is of. workspaces: given each workspace's name and new memory, says what is to be used."""
+    own card. output: makes each gradient, from the tensor that it is of. workspaces: given each workspace's name and
+    new memory, says what is to be used."""
     problem = Problem.of(q, k, v, causal=causal, window=window, chunk=chunk, score_mod=score_mod)
     chosen = Device.of(q.device) if device is None else device
     plan = BackwardPlan.of(problem, config, chosen, deterministic=deterministic)

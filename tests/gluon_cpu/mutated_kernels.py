@@ -50,13 +50,23 @@ class Kernel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Another:
+    """One more problem of the gradients, of one KV head, and the programs that there are for it."""
+
+    q_len: int
+    kv_len: int
+    heads: int  # of the queries
+    programs: int
+    shared_parts: int = 0  # parts of shared key blocks that these programs then have
+
+
+@dataclass(frozen=True, kw_only=True)
 class Backward:
     """One of the kernels of the gradients, as `BackwardRun` names them, and the problems (Sq, Sk) that its mutants are
     tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
     more, two, of which one waits for the other; or in a fixed order, for the last problem, three, of which the second
     is waited for while it waits. With `shared_parts`, so many programs share the key blocks of all these problems.
-    another: one more problem: its (Sq, Sk), query heads to its KV head, which are two otherwise, and programs.
-    head_dim_v: None: as Q's. bias: as for `bias_of`."""
+    These have two query heads to one KV head. head_dim_v: None: as Q's. bias: as for `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -66,7 +76,7 @@ class Backward:
     which: str = "main"
     shared_parts: int = 0
     bias: str = ""
-    another: tuple[tuple[int, int], int, int] | None = None
+    another: Another | None = None
 
     def runs(self) -> Sequence[AnyRun]:
         columns: dict[str, Any] = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
@@ -84,10 +94,11 @@ class Backward:
         if self.which not in ("before", "after") and not self.shared_parts:
             which, programs = (-1, 3) if self.deterministic else (0, 2)
             runs.insert(0, BackwardRun(*inputs[which], bias=biases[which], programs=programs, **kind))
-        if self.another:
-            (q, kv), heads, programs = self.another
-            qkv = normal_qkv(heads=heads, kv_heads=1, q_len=q, kv_len=kv, dtype=torch.float16, **columns)
-            runs.append(BackwardRun(*qkv, bias=bias_of(self.bias, *qkv[:2]), programs=programs, **kind))
+        if more := self.another:
+            sizes = {"heads": more.heads, "kv_heads": 1, "q_len": more.q_len, "kv_len": more.kv_len}
+            qkv = normal_qkv(**sizes, dtype=torch.float16, **columns)
+            runs.append(BackwardRun(*qkv, bias=bias_of(self.bias, *qkv[:2]), programs=more.programs, **kind))
+            assert runs[-1].shared_parts == more.shared_parts
         for run in runs:
             run.keep_bits()
         return runs
@@ -119,21 +130,22 @@ class Featured:
 @dataclass(frozen=True, kw_only=True)
 class FeaturedBackward:
     """The main kernel of the gradients with a feature, and the problems (Sq, Sk) that its mutants are tried on, by one
-    program; the first one also by two, of which one waits for the other, and in a fixed order by three. With `group`,
-    three programs also have the last one, of so many query heads to a KV head instead of two."""
+    program; the first one also by two, of which one waits for the other, and in a fixed order by three. These have two
+    query heads to one KV head."""
 
     feature: str
     lengths: tuple[tuple[int, int], ...]
     head_dim: int = 64
     deterministic: bool = False
-    group: int = 0
+    another: Another | None = None
 
     def runs(self) -> Sequence[AnyRun]:
         calls = [FeatureCall(self.feature, of, heads=2, kv_heads=1, head_dim=self.head_dim) for of in self.lengths]
         programs = [(calls[0], 3 if self.deterministic else 2), *((call, 1) for call in calls)]
-        if self.group:
-            call = FeatureCall(self.feature, self.lengths[-1], heads=self.group, kv_heads=1, head_dim=self.head_dim)
-            programs.insert(0, (call, 3))  # which finds most, in few steps
+        if more := self.another:
+            of = (more.q_len, more.kv_len)
+            call = FeatureCall(self.feature, of, heads=more.heads, kv_heads=1, head_dim=self.head_dim)
+            programs.insert(0, (call, more.programs))  # which finds most, in few steps
         runs = [FeatureBackwardRun(call, deterministic=self.deterministic, programs=n) for call, n in programs]
         assert not any(run.shared_parts for run in runs)
         for run in runs:
@@ -160,6 +172,20 @@ BACKWARD_LENGTHS = {64: ((400, 200), (100, 300)), 128: ((200, 200), (60, 300)), 
 # Of those in a fixed order, more: with more keys than queries, so that of four key blocks two walk all rows. So others
 # wait for who adds to the last row that it walks, and for who waits itself.
 IN_ORDER_LENGTHS = {64: (300, 420), 128: (200, 420), 256: (150, 200)}
+# Of key blocks that programs share, by mask and order: full, the last key block is masked; causal, one share has no row
+# blocks, another several without a mask. In any order, one more, in which a program's reduce role may be at its next
+# part while its gradient role waits for another program's part. If both parts add to the row block with which the next
+# part begins, nothing but one wait keeps them from a deadlock. Causal, that takes 12 row blocks: in fewer, no part has
+# the first row block without a mask of a later key block.
+SHARED_LENGTHS: dict[tuple[str, str], tuple[tuple[tuple[int, int], ...], Another | None]] = {
+    ("full", ""): (
+        ((512, 200), (768, 256)),
+        Another(q_len=768, kv_len=256, heads=1, programs=4, shared_parts=4),
+    ),
+    ("full", ", in order"): (((512, 200),), None),
+    ("causal", ""): (((512, 256),), Another(q_len=768, kv_len=768, heads=1, programs=12, shared_parts=12)),
+    ("causal", ", in order"): (((512, 256),), None),
+}
 IN_PIECES: dict[str, Any] = {"block_n": 64, "result_slots": 1}  # on Blackwell at D=192, for which there is room
 KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     "two CTAs, turns": Kernel(
@@ -275,7 +301,7 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
             causal=mask == "causal",
             deterministic=bool(order),
             # With more steps of 128 rows than FEW_STEPS for a key block. In the other runs it has fewer.
-            another=(lengths[1], 18, 3) if order and head_dim == 64 else None,
+            another=Another(q_len=100, kv_len=300, heads=18, programs=3) if order and head_dim == 64 else None,
         )
         for head_dim, lengths in BACKWARD_LENGTHS.items()
         for mask in ("full", "causal")
@@ -284,19 +310,13 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     **{
         f"gradients, D=128, {mask}, shared{order}": Backward(
             head_dim=128,
-            # Full, the last key block is masked. Causal, one share has no row blocks, another several without a mask.
-            # In any order, a problem with which a program may have two parts, and a part waits for another that has
-            # the first row block of a later one, see test_shares.py.
-            lengths=((512, 200), (768, 256))
-            if (mask, order) == ("full", "")
-            else ((512, 200 if mask == "full" else 256),),
+            lengths=lengths,
             causal=mask == "causal",
             deterministic=bool(order),
             shared_parts=4 if order else 3,
-            another=None if order else ((768, 256), 1, 4) if mask == "full" else ((768, 768), 1, 12),
+            another=another,
         )
-        for mask in ("full", "causal")
-        for order in ("", ", in order")
+        for (mask, order), (lengths, another) in SHARED_LENGTHS.items()
     },
     **{
         f"gradients, D=192/128, {which}, {mask}{order}": Backward(
@@ -322,15 +342,15 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     },
     **{
         f"gradients, D={head_dim}, bias, {bias}": Backward(
-            # At D=256 nothing but the channel of claims orders one claim after the next but one, where a key block has
-            # one step.
             head_dim=head_dim,
             lengths=lengths,
             causal=True,
             bias=bias,
-            another=(lengths[1], 1, 1) if head_dim == 256 else None,
+            # Key blocks of one step, where nothing but the channel of claims orders one claim after the next but one.
+            another=Another(q_len=60, kv_len=180, heads=1, programs=1) if head_dim == 256 else None,
         )
-        # With rows of a bias each, row blocks are of 64 rows at D=64 too. With one row, see causal at D=64.
+        # With rows of a bias each, row blocks are of 64 rows at D=64 too. With one row there are two slots of dQ, and a
+        # key block needs three steps in a row without a mask.
         for head_dim, bias, lengths in (
             (64, "a row each", BACKWARD_LENGTHS[128]),
             (64, "one row", (*BACKWARD_LENGTHS[64], IN_ORDER_LENGTHS[64])),
@@ -388,7 +408,8 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
             head_dim=head_dim,
             lengths=lengths,
             deterministic=order,
-            group=18 if (head_dim, order) == (64, True) else 0,  # as above
+            # With more steps than FEW_STEPS for a key block, as above.
+            another=Another(q_len=180, kv_len=560, heads=18, programs=3) if (head_dim, order) == (64, True) else None,
         )
         for head_dim, feature, order, lengths in (
             (64, "wide window", False, ((300, 420), (400, 200), (100, 300))),

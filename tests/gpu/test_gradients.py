@@ -110,14 +110,37 @@ def both_layouts_and_lse() -> None:
 
 @gradients_test
 def unusual_numbers() -> None:
-    q, k, v = normal_qkv(batch=1, heads=2, q_len=700, head_dim=128)
-    dout = normal(*q.shape, seed=7)
-    for what, tensors in {
-        "scores times 30": (q * 30, k, v),
-        "deep negative scores": (q.abs(), -k.abs() - 2, v),
-        "constant V": (q, k, torch.ones_like(v)),
-    }.items():
-        check_gradients(*tensors, dout, gradients(*tensors, dout, causal=True), causal=True, what=what)
+    for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True)):
+        q, k, v = normal_qkv(batch=1, heads=2, q_len=700, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        options: dict[str, Any] = {"causal": causal, "deterministic": deterministic}
+        for what, tensors in {
+            "scores times 30": (q * 30, k, v),
+            "deep negative scores": (q.abs(), -k.abs() - 2, v),
+            "constant V": (q, k, torch.ones_like(v)),
+        }.items():
+            got = gradients(*tensors, dout, **options)
+            check_gradients(*tensors, dout, got, causal=causal, what=f"{what}, D={head_dim} {options}")
+
+
+@gradients_test
+def any_strides_of_the_gradient_of_o() -> None:
+    for head_dim in (64, 128, 256):
+        q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=300, kv_len=400, head_dim=head_dim)
+        transposed = normal(2, 4, head_dim, 300, seed=7).transpose(2, 3)
+        for dout in (torch.ones_like(q[:1, :1, :1, :1]).expand(q.shape), transposed):
+            got = gradients(q, k, v, dout, causal=True)
+            check_gradients(q, k, v, dout, got, causal=True, what=f"D={head_dim} {dout.stride()}")
+
+
+@gradients_test
+def nothing_to_compute() -> None:
+    for q_len, kv_len, deterministic in itertools.product((0, 7), (0, 7), (False, True)):
+        if q_len == kv_len == 7:
+            continue
+        q, k, v = normal_qkv(batch=1, heads=2, q_len=q_len, kv_len=kv_len)
+        for given in gradients(q, k, v, torch.ones_like(q), deterministic=deterministic):
+            assert not given.any(), f"{q_len} {kv_len} {deterministic=}"
 
 
 def nan_like(t: Tensor) -> Tensor:
@@ -130,23 +153,31 @@ def poisoned(name: str, workspace: Tensor) -> Tensor:
 
 @gradients_test
 def poisoned_outputs_and_workspaces() -> None:
-    """Nothing is read before it is written, and all is written: also dQ of rows that see no key, which is 0."""
+    """Nothing is read before it is written, and all is written: also dQ of rows that see no key, and dK and dV of keys
+    that no row sees, which are 0."""
+    dims = ((64, 64), (128, 128), (192, 128), (256, 256))
     lengths = ((700, 300), (300, 700), (129, 129))
-    for head_dim, causal, deterministic, (q_len, kv_len) in itertools.product(
-        (64, 128, 256), (False, True), (False, True), lengths
+    masks: tuple[dict[str, Any], ...] = ({"causal": False}, {"causal": True}, {"causal": True, "window": (10, 0)})
+    for (head_dim, head_dim_v), mask, deterministic, (q_len, kv_len) in itertools.product(
+        dims, masks, (False, True), lengths
     ):
-        q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        dout = normal(*q.shape, seed=7)
-        out, lse = attention(q, k, v, causal=causal, return_lse=True)
-        config = rows_by_default((head_dim, head_dim), causal)[0].config
+        q, k, v = normal_qkv(
+            batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim, head_dim_v=head_dim_v
+        )
+        dout = normal(*q.shape[:3], head_dim_v, seed=7)
+        out, lse = attention(q, k, v, **mask, return_lse=True)
+        config = rows_by_default((head_dim, head_dim_v), mask["causal"])[0].config
         call = backward_call(
-            config, dout, q, k, v, out, lse, causal=causal, deterministic=deterministic,
+            config, dout, q, k, v, out, lse, **mask, deterministic=deterministic,
             output=nan_like, workspaces=poisoned,
         )  # fmt: skip
-        got = call()
-        check_gradients(q, k, v, dout, got, causal=causal, what=f"D={head_dim} {causal=} {q_len} {kv_len}")
-        if causal:
-            assert not got[0][:, :, : max(q_len - kv_len, 0)].any()
+        dq, dk, dv = call()
+        what = f"D={head_dim} {mask} {deterministic=} {q_len} {kv_len}"
+        check_gradients(q, k, v, dout, (dq, dk, dv), **mask, what=what)
+        without_key = max(q_len - kv_len, 0) if mask["causal"] else 0
+        unseen = max(kv_len - q_len - 10, 0) if "window" in mask else 0
+        assert not dq[:, :, :without_key].any(), what
+        assert not any(t[:, :, :unseen].any() for t in (dk, dv)), what
 
 
 def adders(q_len: int, kv_len: int, causal: bool, block_m: int, keys: int) -> list[int]:
@@ -182,29 +213,26 @@ def everybody_adds_once() -> None:
             assert bool((got == want).all()), f"D={head_dim} {causal=} {q_len} {kv_len}: {got.tolist()}"
 
 
-def long_calls() -> list[tuple[Tensor, ...]]:
-    tensors = normal_qkv(batch=1, heads=4, kv_heads=2, q_len=2**17, head_dim=128)
-    return [(*tensors, normal(*tensors[0].shape, seed=7))]
-
-
 @gradients_test
 def invariants_at_131072_tokens() -> None:
     """⟨V, dV⟩ = ⟨O, dO⟩ and ⟨Q, dQ⟩ = ⟨K, dK⟩ for each KV head: V scales O, and Q and K scale the same scores."""
-    for q, k, v, dout in long_calls():
-        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = attention(*inputs, causal=True)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        """Of each KV head, and the sum of magnitudes that it is to be seen against."""
+        a, b = (t.detach().float().unflatten(1, (2, -1)) for t in (a, b))
+        return torch.stack([(a * b).sum((0, 2, 3, 4)), (a * b).square().sum((0, 2, 3, 4)).sqrt()])
+
+    for head_dim, causal, deterministic in ((128, True, False), (64, False, True), (256, True, True)):
+        q, k, v = normal_qkv(batch=1, heads=4, kv_heads=2, q_len=2**17, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        out = attention(*inputs, causal=causal, deterministic=deterministic)
         assert isinstance(out, Tensor)
         dq, dk, dv = torch.autograd.grad(out, inputs, dout)
-
-        def product(a: Tensor, b: Tensor) -> Tensor:
-            """Of each KV head, and the sum of magnitudes that it is to be seen against."""
-            a, b = (t.detach().float().unflatten(1, (2, -1)) for t in (a, b))
-            return torch.stack([(a * b).sum((0, 2, 3, 4)), (a * b).square().sum((0, 2, 3, 4)).sqrt()])
-
         for one, other in ((product(v, dv), product(out, dout)), (product(q, dq), product(k, dk))):
             # Rounding to 16 bits moves each term by 2^-9 at most, at random.
             error, scale = (one[0] - other[0]).abs(), one[1] + other[1]
-            assert bool((error <= 2.0**-5 * scale).all()), f"{error.tolist()} of {scale.tolist()}"
+            assert bool((error <= 2.0**-5 * scale).all()), f"D={head_dim}: {error.tolist()} of {scale.tolist()}"
 
 
 def deterministic_launches_are_equal(head_dim: int, head_dim_v: int) -> None:
@@ -265,12 +293,19 @@ def deterministic_replays_are_equal() -> None:
 
 @gradients_test
 def launches_in_a_row() -> None:
-    q, k, v = normal_qkv(batch=1, heads=16, q_len=512, head_dim=128)
-    dout = normal(*q.shape, seed=7)
-    out, lse = attention(q, k, v, causal=True, return_lse=True)
-    for _ in range(2000):
-        got = attention_backward(dout, None, q, k, v, out, lse, causal=True)
-    check_gradients(q, k, v, dout, got, causal=True)
+    """dK and dV, which are sums in one order, have the same bits each time."""
+    for head_dim in (64, 128, 256):
+        q, k, v = normal_qkv(batch=1, heads=16, q_len=512, head_dim=head_dim)
+        dout = normal(*q.shape, seed=7)
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+        run = partial(attention_backward, dout, None, q, k, v, out, lse, causal=True)
+        first, different = run(), torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(2000):
+            got = run()
+            for a, b in zip(first[1:], got[1:], strict=True):
+                different += (a != b).any()
+        check_gradients(q, k, v, dout, got, causal=True, what=f"D={head_dim}")
+        assert int(different) == 0, f"D={head_dim}: {int(different)} tensors differ"
 
 
 @gradients_test
