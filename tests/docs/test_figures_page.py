@@ -81,9 +81,9 @@ def test_where_gradients_are_behind_in_two_runs():
 
 
 def test_what_was_asked_of_gradients():
-    """The lab log's table of four runs."""
+    """The lab log's table of five runs."""
     best = best_of_peers()
-    runs = [results_of_gradients(f"h200_gradients{run}.json") for run in ("", "_second", "_third", "_fourth")]
+    runs = [results_of_gradients(f"h200_gradients{run}.json") for run in ("", "_second", "_third", "_fourth", "_fifth")]
     ours = [{at: found["ours"] for at, found in run.items()} for run in runs]
     shares = [{at: found["ratio_to_cudnn"] / best[at] for at, found in run.items()} for run in ours]
     with_spread = [
@@ -101,6 +101,58 @@ def test_what_was_asked_of_gradients():
             "1.18", *(f"{geometric_mean(found['ratio_to_cudnn'] for found in run.values()):.2f}" for run in ours), "met"
         ],
     }  # fmt: skip
+
+
+def verdict(asked: str, shown: list[str]) -> str:
+    return "met" if all(float(number) >= float(asked) for number in shown) else "missed"
+
+
+def test_what_was_asked_of_gradients_in_a_fixed_order():
+    runs = [results_of_gradients(f"h200_gradients{run}.json") for run in ("", "_second", "_fifth")]
+
+    def over(other: str, head_dims: tuple[int, ...], lengths: tuple[int, ...] = LENGTHS) -> list[list[float]]:
+        """Of each run."""
+        return [
+            [
+                found["ours, deterministic"]["tflops"] / found[other]["tflops"]
+                for (head_dim, _, length), found in run.items()
+                if head_dim in head_dims and length in lengths
+            ]
+            for run in runs
+        ]
+
+    fa2 = "fa2, deterministic"
+    rows = {
+        "of any order's rate, D=64, lowest": ("0.97", map(min, over("ours", (64,)))),
+        "the same, geometric mean": ("0.97", map(geometric_mean, over("ours", (64,)))),
+        "the same, D=128, lowest": ("0.92", map(min, over("ours", (128,)))),
+        "the same, D=128, geometric mean": ("0.92", map(geometric_mean, over("ours", (128,)))),
+        "× FlashAttention-2, 2048, lowest": ("2.0", map(min, over(fa2, (64, 128), (2048,)))),
+        "the same, 8192, D=64": ("2.5", map(min, over(fa2, (64,), (8192,)))),
+        "the same, 8192, D=128": ("2.5", map(min, over(fa2, (128,), (8192,)))),
+    }
+    shown = {name: (asked, [f"{number:.2f}" for number in numbers]) for name, (asked, numbers) in rows.items()}
+    assert cells_below("lab_log.md", "| a fixed order | asked ") == {
+        name: [asked, *numbers, verdict(asked, numbers)] for name, (asked, numbers) in shown.items()
+    }
+
+
+def test_what_else_was_asked_of_gradients():
+    def lowest(file: str, head_dim: int, shape: str) -> str:
+        points = json.loads((ROOT / "bench" / "results" / file).read_text(encoding="utf-8"))["points"]
+        of = [p for p in points if p["point"]["head_dim"] == head_dim and re.search(shape, p["name"])]
+        return f"{min(p['results']['ours']['ratio_to_cudnn'] for p in of):.2f}"
+
+    grouped = [f"h200_gradients_grouped{run}.json" for run in ("", "_second")]
+    wide = ["h200_gradients_wide.json", "h200_gradients_d256_second.json"]
+    rows = {
+        "8 query heads to a KV head, 8192, D=128": ("1.10", [lowest(file, 128, "8192 GQA 8:1") for file in grouped]),
+        "the same, D=64": ("1.10", [lowest(file, 64, "8192 GQA 8:1") for file in grouped]),
+        "D=256, from 2048 to 8192": ("1.00", [lowest(file, 256, "") for file in wide]),
+    }
+    assert cells_below("lab_log.md", "| × cuDNN, lowest | asked ") == {
+        name: [asked, *numbers, verdict(asked, numbers)] for name, (asked, numbers) in rows.items()
+    }
 
 
 def test_rates_of_gradients():
