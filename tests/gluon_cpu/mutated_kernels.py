@@ -386,7 +386,7 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     ),
     "window, two CTAs, turns": Featured(
         feature="wide window",
-        lengths=((1160, 1229), (800, 100), (384, 446)),
+        lengths=((600, 600), (1160, 1229), (800, 100), (384, 446)),
         config=hopper_config(2, 128, 2, 2, 232, turns=True, early_exp=2, num_ctas=2),
     ),
     **{
