@@ -43,6 +43,14 @@ def test_table_of_mutants_of_features_adds_up():
     assert table[0] == sum(table[1:])
 
 
+def test_table_of_mutants_since_the_finish_role_adds_up():
+    section = PAGE.split("### Mutants: the finish role\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| .* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| \w{7} \|$", section, re.MULTILINE)
+    each = [sum(map(int, column)) for column in zip(*rows, strict=True)]
+    assert each == summary("the same, since the finish role")
+    assert each[0] == each[1] + each[2]
+
+
 def test_readme_has_the_sums():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| mutants: (?:found|redundant) \|.*\| (\d+) \|$", readme, re.MULTILINE)

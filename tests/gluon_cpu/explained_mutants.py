@@ -137,7 +137,7 @@ EXPLAINED: tuple[Explanation, ...] = (
         "in a fixed order the reduce role has waited for its last addition already, to tell of it",
     ),
     Explanation(
-        rf"gradients, D=128, full, shared[^|]* \| delete: wait_barrier #\d+ partition0 .* {NEXT_CLAIM}",
+        rf"gradients, D=(128|192/128, \w+), full, shared[^|]* \| delete: wait_barrier #\d+ partition0 .* {NEXT_CLAIM}",
         "each part has more steps than the rings have slots: when load has asked for the last, the other roles have "
         "begun, and so have read the claim",
     ),

@@ -336,9 +336,14 @@ KERNELS: dict[str, Kernel | Backward | Featured | FeaturedBackward] = {
     },
     **{
         f"gradients, D=192/128, {which}, full, shared": Backward(
-            head_dim=192, head_dim_v=128, lengths=((512, 200),), shared_parts=3, which=which
+            head_dim=192,
+            head_dim_v=128,
+            lengths=((512, 200),),
+            shared_parts=3,
+            which=which,
+            another=another,
         )
-        for which in ("dv", "main")
+        for which, another in (("dv", None), ("main", SHARED_LENGTHS["full", ""][1]))
     },
     **{
         f"gradients, D={head_dim}, bias, {bias}": Backward(
