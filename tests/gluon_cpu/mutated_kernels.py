@@ -66,7 +66,8 @@ class Backward:
     tried on, all launched each time. The main one, or a part of it, is one program; and, for the first problem once
     more, two, of which one waits for the other; or in a fixed order, for the last problem, three, of which the second
     is waited for while it waits. With `shared_parts`, so many programs share the key blocks of all these problems.
-    These have two query heads to one KV head. head_dim_v: None: as Q's. bias: as for `bias_of`."""
+    These have two query heads to one KV head. another: launched with them. head_dim_v: None: as Q's. bias: as for
+    `bias_of`."""
 
     head_dim: int
     head_dim_v: int | None = None
@@ -131,7 +132,7 @@ class Featured:
 class FeaturedBackward:
     """The main kernel of the gradients with a feature, and the problems (Sq, Sk) that its mutants are tried on, by one
     program; the first one also by two, of which one waits for the other, and in a fixed order by three. These have two
-    query heads to one KV head."""
+    query heads to one KV head. another: launched with them, first."""
 
     feature: str
     lengths: tuple[tuple[int, int], ...]
@@ -172,11 +173,11 @@ BACKWARD_LENGTHS = {64: ((400, 200), (100, 300)), 128: ((200, 200), (60, 300)), 
 # Of those in a fixed order, more: with more keys than queries, so that of four key blocks two walk all rows. So others
 # wait for who adds to the last row that it walks, and for who waits itself.
 IN_ORDER_LENGTHS = {64: (300, 420), 128: (200, 420), 256: (150, 200)}
-# Of key blocks that programs share, by mask and order: full, the last key block is masked; causal, one share has no row
-# blocks, another several without a mask. In any order, one more, in which a program's reduce role may be at its next
-# part while its gradient role waits for another program's part. If both parts add to the row block with which the next
-# part begins, nothing but one wait keeps them from a deadlock. Causal, that takes 12 row blocks: in fewer, no part has
-# the first row block without a mask of a later key block.
+# Of key blocks that programs share, by mask and order: full, the last of 200 keys are masked; causal, one share has
+# no row blocks, another several without a mask. In any order, one more, in which a program's reduce role may be at
+# its next part while its gradient role waits for another program's part. If both parts add to the row block with
+# which the next part begins, nothing but one wait keeps them from a deadlock. Causal, that takes 12 row blocks: in
+# fewer, no part reaches the row block with which a later key block's unmasked rows begin.
 SHARED_LENGTHS: dict[tuple[str, str], tuple[tuple[tuple[int, int], ...], Another | None]] = {
     ("full", ""): (
         ((512, 200), (768, 256)),

@@ -127,10 +127,16 @@ def unusual_numbers() -> None:
 def any_strides_of_the_gradient_of_o() -> None:
     for head_dim in (64, 128, 256):
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=300, kv_len=400, head_dim=head_dim)
-        transposed = normal(2, 4, head_dim, 300, seed=7).transpose(2, 3)
-        for dout in (torch.ones_like(q[:1, :1, :1, :1]).expand(q.shape), transposed):
+        unaligned = torch.empty(q.numel() + 8, dtype=q.dtype, device=q.device)[1 : q.numel() + 1].view(q.shape)
+        of_strides = {
+            "expanded": torch.ones_like(q[:1, :1, :1, :1]).expand(q.shape),
+            "transposed": normal(2, 4, head_dim, 300, seed=7).transpose(2, 3),
+            "unaligned": unaligned.copy_(normal(*q.shape, seed=7)),
+            "the other layout, which TMA reads": normal(2, 300, 4, head_dim, seed=7).transpose(1, 2),
+        }
+        for what, dout in of_strides.items():
             got = gradients(q, k, v, dout, causal=True)
-            check_gradients(q, k, v, dout, got, causal=True, what=f"D={head_dim} {dout.stride()}")
+            check_gradients(q, k, v, dout, got, causal=True, what=f"D={head_dim} {what}")
 
 
 @gradients_test
@@ -138,9 +144,14 @@ def nothing_to_compute() -> None:
     for q_len, kv_len, deterministic in itertools.product((0, 7), (0, 7), (False, True)):
         if q_len == kv_len == 7:
             continue
-        q, k, v = normal_qkv(batch=1, heads=2, q_len=q_len, kv_len=kv_len)
-        for given in gradients(q, k, v, torch.ones_like(q), deterministic=deterministic):
-            assert not given.any(), f"{q_len} {kv_len} {deterministic=}"
+        inputs = [t.requires_grad_() for t in normal_qkv(batch=1, heads=2, q_len=q_len, kv_len=kv_len)]
+        out = attention(*inputs, deterministic=deterministic)
+        assert isinstance(out, Tensor)
+        poison_free_memory(*((t.shape, t.dtype) for t in inputs))
+        for given, t in zip(torch.autograd.grad(out, inputs, torch.ones_like(out)), inputs, strict=True):
+            what = f"{q_len} {kv_len} {deterministic=}"
+            assert (given.shape, given.dtype) == (t.shape, t.dtype), what
+            assert not given.any(), what
 
 
 def nan_like(t: Tensor) -> Tensor:
@@ -151,16 +162,12 @@ def poisoned(name: str, workspace: Tensor) -> Tensor:
     return workspace.fill_(12345 if workspace.dtype == torch.int32 else float("nan"))
 
 
-@gradients_test
-def poisoned_outputs_and_workspaces() -> None:
+def poisoned_outputs_and_workspaces(head_dim: int, head_dim_v: int) -> None:
     """Nothing is read before it is written, and all is written: also dQ of rows that see no key, and dK and dV of keys
     that no row sees, which are 0."""
-    dims = ((64, 64), (128, 128), (192, 128), (256, 256))
     lengths = ((700, 300), (300, 700), (129, 129))
     masks: tuple[dict[str, Any], ...] = ({"causal": False}, {"causal": True}, {"causal": True, "window": (10, 0)})
-    for (head_dim, head_dim_v), mask, deterministic, (q_len, kv_len) in itertools.product(
-        dims, masks, (False, True), lengths
-    ):
+    for mask, deterministic, (q_len, kv_len) in itertools.product(masks, (False, True), lengths):
         q, k, v = normal_qkv(
             batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim, head_dim_v=head_dim_v
         )
@@ -178,6 +185,11 @@ def poisoned_outputs_and_workspaces() -> None:
         unseen = max(kv_len - q_len - 10, 0) if "window" in mask else 0
         assert not dq[:, :, :without_key].any(), what
         assert not any(t[:, :, :unseen].any() for t in (dk, dv)), what
+
+
+for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+    name = f"poisoned outputs and workspaces at D={' and '.join(map(str, dims))}"
+    GRADIENTS[name] = partial(poisoned_outputs_and_workspaces, *dims)
 
 
 def adders(q_len: int, kv_len: int, causal: bool, block_m: int, keys: int) -> list[int]:
@@ -218,7 +230,7 @@ def invariants_at_131072_tokens() -> None:
     """⟨V, dV⟩ = ⟨O, dO⟩ and ⟨Q, dQ⟩ = ⟨K, dK⟩ for each KV head: V scales O, and Q and K scale the same scores."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        """Of each KV head, and the sum of magnitudes that it is to be seen against."""
+        """Of each KV head, and the root of the sum of its squares, to see it against."""
         a, b = (t.detach().float().unflatten(1, (2, -1)) for t in (a, b))
         return torch.stack([(a * b).sum((0, 2, 3, 4)), (a * b).square().sum((0, 2, 3, 4)).sqrt()])
 

@@ -10,7 +10,7 @@ from tests.gpu.launches.streams import STREAMS
 
 pytestmark = pytest.mark.timeout(1800)
 
-LAUNCHES = {function.__name__: function for function in (*OUTPUTS, *STREAMS, *MEMORY)}
+LAUNCHES = OUTPUTS | STREAMS | MEMORY
 
 
 def run_test(name: str) -> None:

@@ -14,9 +14,12 @@ import triton
 import gluon_attn.forward.launch as attention_launch
 from gluon_attn import attention
 from gluon_attn.testing import check, normal, normal_qkv
-from tests.gpu.launches.common import KINDS, Sizes, picked, run_and_check
+from tests.gpu.launches.common import KINDS, Registry, Sizes, picked, run_and_check
+
+MEMORY = Registry()
 
 
+@MEMORY
 def nothing_is_remembered_of_other_options() -> None:
     """The same tensors with one thing changed at a time, there and back."""
     q, k, v = normal_qkv(batch=2, heads=4, q_len=128)
@@ -41,6 +44,7 @@ def nothing_is_remembered_of_other_options() -> None:
     run_and_check(q, v, k)
 
 
+@MEMORY
 def one_pointer_many_shapes() -> None:
     """Memory that is freed and used again comes with the same address, and another shape or other strides."""
     memory = [torch.empty(1 << 20, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
@@ -57,6 +61,7 @@ def one_pointer_many_shapes() -> None:
         run_and_check(*(t.transpose(1, 2) if swapped else t for t in (q, k, v)))
 
 
+@MEMORY
 def freed_memory_is_not_used() -> None:
     """Each call's tensors are freed before the next one's are made."""
     addresses = set()
@@ -68,6 +73,7 @@ def freed_memory_is_not_used() -> None:
     assert len(addresses) < 5, "no address came twice: this tested nothing"
 
 
+@MEMORY
 def no_tensor_is_kept_alive() -> None:
     def call(q_len: int, kind: Sizes) -> list[weakref.ref]:
         q, k, v = normal_qkv(q_len=q_len, kv_heads=1, **kind)
@@ -116,6 +122,7 @@ def counting_compiles() -> Iterator[Callable[[], tuple[int, int, int]]]:
         triton.compile = compile_kernel
 
 
+@MEMORY
 def new_lengths_compile_nothing() -> None:
     for num_ctas, causal, kind in itertools.product((1, 2), (False, True), KINDS):
         q, k, v = normal_qkv(q_len=512, **kind)
@@ -156,6 +163,7 @@ def new_lengths_compile_nothing() -> None:
             assert compiles() == first, f"{compiles()} compiles after {first} for the first call"
 
 
+@MEMORY
 def a_tensor_of_more_than_2_31_elements() -> None:
     heads, q_len, kv_len, head_dim = 1 << 14, (1 << 11) + 1, 65, 64
     assert heads * q_len * head_dim > 1 << 31
@@ -169,13 +177,3 @@ def a_tensor_of_more_than_2_31_elements() -> None:
         q8, out8, lse8 = (t[:, first : first + 8] for t in (q, out, lse))
         check(q8, k, v, out8, lse8, what=f"heads from {first}")
     assert bool(lse.isfinite().all())
-
-
-MEMORY = (
-    nothing_is_remembered_of_other_options,
-    one_pointer_many_shapes,
-    freed_memory_is_not_used,
-    no_tensor_is_kept_alive,
-    new_lengths_compile_nothing,
-    a_tensor_of_more_than_2_31_elements,
-)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from gluon_attn import attention
 from gluon_attn.testing import Surrounded, check, normal_qkv
-from tests.gpu.launches.common import picked, run_and_check
+from tests.gpu.launches.common import Registry, picked, run_and_check
+
+OUTPUTS = Registry()
 
 
 def raises(error: type[Exception], message: str, *args: Any, **kwargs: Any) -> None:
@@ -20,6 +22,7 @@ def raises(error: type[Exception], message: str, *args: Any, **kwargs: Any) -> N
     assert type(caught.value) is error, f"expected {error.__name__}, got {caught.value!r}"
 
 
+@OUTPUTS
 def outputs() -> None:
     for layout, dtype in itertools.product(("bhsd", "bshd"), (torch.float16, torch.bfloat16)):
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=dtype, layout=layout)
@@ -32,6 +35,7 @@ def outputs() -> None:
         assert not out.requires_grad
 
 
+@OUTPUTS
 def out_is_returned() -> None:
     q, k, v = normal_qkv(q_len=70)
     out = torch.full_like(q, float("nan"))
@@ -47,6 +51,7 @@ def out_is_returned() -> None:
     around.check_outside_untouched()
 
 
+@OUTPUTS
 def inputs_are_not_written() -> None:
     tensors = normal_qkv(q_len=333, kv_heads=1)
     copies = [t.clone() for t in tensors]
@@ -65,6 +70,7 @@ EMPTY = {
 }
 
 
+@OUTPUTS
 def empty_dimensions() -> None:
     for what, (batch, heads, kv_heads, q_len, kv_len) in EMPTY.items():
         for layout, causal, given in itertools.product(("bhsd", "bshd"), (False, True), (False, True)):
@@ -88,6 +94,7 @@ def empty_dimensions() -> None:
                 around.check_outside_untouched()
 
 
+@OUTPUTS
 def with_and_without_gradients() -> None:
     q, k, v = (t.requires_grad_() for t in normal_qkv(q_len=130))
     for modes in (torch.no_grad, torch.inference_mode):
@@ -101,6 +108,7 @@ def with_and_without_gradients() -> None:
     run_and_check(q.detach(), k.detach(), v.detach(), causal=True)
 
 
+@OUTPUTS
 def bad_tensors_are_refused() -> None:
     q, k, v = normal_qkv(q_len=64)
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "out": torch.empty_like(q)}
@@ -114,18 +122,8 @@ def bad_tensors_are_refused() -> None:
     attention(**given)
 
 
+@OUTPUTS
 def a_config_that_does_not_fit_is_refused() -> None:
     q, k, v = normal_qkv(q_len=64, head_dim=256)
     config = dataclasses.replace(picked(q, k, v, num_ctas=1), kv_slots=16)
     raises(ValueError, r"^config: expected .*232448.*got", q, k, v, config=config)
-
-
-OUTPUTS = (
-    outputs,
-    out_is_returned,
-    inputs_are_not_written,
-    empty_dimensions,
-    with_and_without_gradients,
-    bad_tensors_are_refused,
-    a_config_that_does_not_fit_is_refused,
-)

@@ -13,11 +13,14 @@ from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.problem import Problem
 from gluon_attn.testing import check, check_gradients, config_for_reuse, normal, normal_qkv
-from tests.gpu.launches.common import KINDS, picked, run_and_check
+from tests.gpu.launches.common import KINDS, Registry, picked, run_and_check
+
+STREAMS = Registry()
 
 SLEEP_CLOCKS = 200_000_000  # 0.1 s
 
 
+@STREAMS
 def runs_on_the_current_stream() -> None:
     """The inputs are ready late on a side stream; a launch on another stream would read them too early."""
     late = normal_qkv(q_len=300, kv_heads=1, seed=1)
@@ -38,6 +41,7 @@ def runs_on_the_current_stream() -> None:
     check(*late, out, lse, causal=True)
 
 
+@STREAMS
 def graph_capture_and_replay() -> None:
     for num_ctas, causal in itertools.product((1, 2), (False, True)):
         options: dict[str, Any] = {"causal": causal, "num_ctas": num_ctas, "return_lse": True}
@@ -58,6 +62,7 @@ def graph_capture_and_replay() -> None:
             assert torch.equal(given, out)
 
 
+@STREAMS
 def in_a_thread_that_has_called_cuda_for_nothing_else() -> None:
     """Forward in one of Python's, backward in autograd's, with kernels that another thread has loaded."""
     q, k, v = normal_qkv(q_len=300)
@@ -76,6 +81,7 @@ def in_a_thread_that_has_called_cuda_for_nothing_else() -> None:
     assert torch.equal(got, want)
 
 
+@STREAMS
 def fp8_with_values_transposed_before() -> None:
     """Two kernels and memory between them: captured and replayed, and on two streams at once."""
     for num_ctas, layout in itertools.product((1, 2), ("bhsd", "bshd")):
@@ -113,6 +119,7 @@ def fp8_with_values_transposed_before() -> None:
             assert all(map(torch.equal, found, expected)), f"{config}"
 
 
+@STREAMS
 def transposed_values_are_waited_for() -> None:
     """Attention starts while V is still being transposed, into memory that has the transposed V of the call before."""
     q, k, _ = normal_qkv(batch=1, heads=64, q_len=128, kv_len=16384, dtype=torch.float8_e4m3fn)
@@ -130,6 +137,7 @@ def transposed_values_are_waited_for() -> None:
         assert torch.equal(out, expected[i % 2]), f"launch {i}"
 
 
+@STREAMS
 def capture_of_a_first_call() -> None:
     """Lengths that were never launched, within a capture: only the kernels themselves are known."""
     for kind in KINDS:
@@ -145,6 +153,7 @@ def capture_of_a_first_call() -> None:
         check(q, k, v, out, lse, what=f"{kind}")
 
 
+@STREAMS
 def a_device_that_is_not_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         raise Skipped("needs two cards")
@@ -154,14 +163,3 @@ def a_device_that_is_not_the_current_one() -> None:
                 q, k, v = (t.to(f"cuda:{used}") for t in normal_qkv(q_len=300, **kind))
                 run_and_check(q, k, v, causal=True)
             assert torch.cuda.current_device() == current
-
-
-STREAMS = (
-    runs_on_the_current_stream,
-    graph_capture_and_replay,
-    in_a_thread_that_has_called_cuda_for_nothing_else,
-    fp8_with_values_transposed_before,
-    transposed_values_are_waited_for,
-    capture_of_a_first_call,
-    a_device_that_is_not_the_current_one,
-)
