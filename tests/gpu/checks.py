@@ -8,6 +8,14 @@ import pytest
 from gluon_attn.apart import Apart, Outcome
 
 
+class Registry(dict[str, Callable[[], None]]):
+    """Tests by their names: as a decorator it adds one."""
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        self[function.__name__] = function
+        return function
+
+
 def settle(outcome: Outcome) -> None:
     """Let the running test end like this."""
     if outcome.verdict == "skipped":

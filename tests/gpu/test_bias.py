@@ -19,11 +19,11 @@ from tests.gluon_attn.kernels.test_bias import CASES as FORWARD_CASES
 from tests.gluon_attn.kernels.test_bias import B, H, normal_bias
 from tests.gluon_attn.kernels.test_bias import check as check_forward
 from tests.gluon_attn.kernels.test_bias import normal_qkv as normal_qkv_forward
-from tests.gpu.checks import outcomes_of, settle
+from tests.gpu.checks import Registry, outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
-TESTS: dict[str, Callable[[], None]] = {}
+TESTS = Registry()
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 # Head dims of one kernel.
@@ -45,11 +45,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # (Sq, Sk): of one block and of many, and odd ones. Documents begin anew in the middle of a block.
 LENGTHS = ((1, 1), (1, 300), (300, 70), (113, 203), (700, 1023), (2048, 2048))
-
-
-def bias_test(function: Callable[[], None]) -> Callable[[], None]:
-    TESTS[function.__name__] = function
-    return function
 
 
 def numbers(padded: int, kind: str, dtypes: str, options: str) -> Callable[[], None]:
@@ -82,7 +77,7 @@ for i, j in itertools.product(range(len(OPTIONS)), range(3)):
     TESTS["numbers, D={}, {}, {}, {}".format(*of)] = numbers(*of)
 
 
-@bias_test
+@TESTS
 def head_dims_192_and_128() -> None:
     for shape, causal in itertools.product(((2, 4, True), (2, 1, False)), (False, True)):
         for lengths in LENGTHS:
@@ -115,7 +110,7 @@ def on_card(bias: Tensor) -> Tensor:
     return F.pad(bias, (0, -bias.shape[3] % 8), value=math.nan).cuda()[..., : bias.shape[3]]
 
 
-@bias_test
+@TESTS
 def strides() -> None:
     """Expanded; heads after tokens; a bias that is a part of a larger one."""
     q, k, v = (t.cuda() for t in normal_qkv_forward((1100, 1208), 64))
@@ -138,7 +133,7 @@ def hidden_keys(head_dim: int) -> Callable[[], None]:
     return run
 
 
-@bias_test
+@TESTS
 def cases_of_the_test_without_a_card() -> None:
     for name, (options, lengths, head_dim) in CASES.items():
         if "bias" in options:
@@ -217,7 +212,7 @@ for d in HEAD_DIMS:
         TESTS[f"{make.__name__}, D={d}, a row of sums"] = make(d, (1, 1, False), False)
 
 
-@bias_test
+@TESTS
 def large_numbers() -> None:
     """Scores far above 0 and far below: as without what all of them have in common."""
     for head_dim, shift in itertools.product(HEAD_DIMS, (1000.0, -1000.0)):

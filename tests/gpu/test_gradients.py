@@ -14,16 +14,11 @@ from gluon_attn.apart import Apart
 from gluon_attn.backward.table import PACKAGED, rows_by_default
 from gluon_attn.gradients import attention_backward
 from gluon_attn.testing import backward_call, check_gradients, normal, normal_qkv, poison_free_memory
-from tests.gpu.checks import outcomes_of, settle
+from tests.gpu.checks import Registry, outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
-GRADIENTS: dict[str, Callable[[], None]] = {}
-
-
-def gradients_test(function: Callable[[], None]) -> Callable[[], None]:
-    GRADIENTS[function.__name__] = function
-    return function
+GRADIENTS = Registry()
 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
@@ -69,7 +64,7 @@ for d, is_causal in itertools.product((32, 64, 72, 128, 192, 256), (False, True)
     GRADIENTS[f"numbers, D={d}, {'causal' if is_causal else 'full'}"] = numbers(d, is_causal)
 
 
-@gradients_test
+@GRADIENTS
 def programs_with_several_key_blocks() -> None:
     """More of them than processors, and an odd number to a head."""
     for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True)):
@@ -82,7 +77,7 @@ def programs_with_several_key_blocks() -> None:
 SHARED = ((2, 1, 4000, 200), (8, 8, 1500, 700), (1, 1, 16384, 1), (30, 30, 1400, 700))
 
 
-@gradients_test
+@GRADIENTS
 def shared_key_blocks() -> None:
     """By several programs: all of fewer than processors, or the last ones; dK and dV have the same bits each time."""
     for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True)):
@@ -97,7 +92,7 @@ def shared_key_blocks() -> None:
                 assert all(map(torch.equal, again[1:], got[1:])), what
 
 
-@gradients_test
+@GRADIENTS
 def both_layouts_and_lse() -> None:
     for layout, causal in itertools.product(("bhsd", "bshd"), (False, True)):
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=300, kv_len=400, layout=layout)
@@ -108,7 +103,7 @@ def both_layouts_and_lse() -> None:
         check_gradients(q, k, v, dout, got, dlse=dlse, causal=causal, layout=layout, what=layout)
 
 
-@gradients_test
+@GRADIENTS
 def unusual_numbers() -> None:
     for head_dim, causal, deterministic in itertools.product((64, 128, 256), (False, True), (False, True)):
         q, k, v = normal_qkv(batch=1, heads=2, q_len=700, head_dim=head_dim)
@@ -123,7 +118,7 @@ def unusual_numbers() -> None:
             check_gradients(*tensors, dout, got, causal=causal, what=f"{what}, D={head_dim} {options}")
 
 
-@gradients_test
+@GRADIENTS
 def any_strides_of_the_gradient_of_o() -> None:
     for head_dim in (64, 128, 256):
         q, k, v = normal_qkv(batch=2, heads=4, kv_heads=2, q_len=300, kv_len=400, head_dim=head_dim)
@@ -139,7 +134,7 @@ def any_strides_of_the_gradient_of_o() -> None:
             check_gradients(q, k, v, dout, got, causal=True, what=f"D={head_dim} {what}")
 
 
-@gradients_test
+@GRADIENTS
 def nothing_to_compute() -> None:
     for q_len, kv_len, deterministic in itertools.product((0, 7), (0, 7), (False, True)):
         if q_len == kv_len == 7:
@@ -201,7 +196,7 @@ def adders(q_len: int, kv_len: int, causal: bool, block_m: int, keys: int) -> li
     return [-(-max(0, last + 1 + kv_len - q_len) // keys) for last in last_rows]
 
 
-@gradients_test
+@GRADIENTS
 def everybody_adds_once() -> None:
     """In a fixed order, the number of each block of rows begins at any value, and ends at that of its key blocks."""
     for head_dim, causal, (q_len, kv_len) in itertools.product(
@@ -225,7 +220,7 @@ def everybody_adds_once() -> None:
             assert bool((got == want).all()), f"D={head_dim} {causal=} {q_len} {kv_len}: {got.tolist()}"
 
 
-@gradients_test
+@GRADIENTS
 def invariants_at_131072_tokens() -> None:
     """⟨V, dV⟩ = ⟨O, dO⟩ and ⟨Q, dQ⟩ = ⟨K, dK⟩ for each KV head: V scales O, and Q and K scale the same scores."""
 
@@ -273,7 +268,7 @@ for dims in dict.fromkeys(row.head_dims for row in PACKAGED):
     GRADIENTS[name] = partial(deterministic_launches_are_equal, *dims)
 
 
-@gradients_test
+@GRADIENTS
 def deterministic_replays_are_equal() -> None:
     """Of a CUDA graph, with other work between them that leaves other numbers behind in the memory."""
     for head_dim, replays in ((128, 10_000), (64, 2000), (256, 2000)):
@@ -303,7 +298,7 @@ def deterministic_replays_are_equal() -> None:
         assert int(different) == 0, f"D={head_dim}: {int(different)} tensors differ"
 
 
-@gradients_test
+@GRADIENTS
 def launches_in_a_row() -> None:
     """dK and dV, which are sums in one order, have the same bits each time."""
     for head_dim in (64, 128, 256):
@@ -320,7 +315,7 @@ def launches_in_a_row() -> None:
         assert int(different) == 0, f"D={head_dim}: {int(different)} tensors differ"
 
 
-@gradients_test
+@GRADIENTS
 def two_streams_at_once() -> None:
     """Graphs of many calls, so that the card has work in both all the time, of 16 to 32 programs each, so that there is
     room for both; in a fixed order in one of them, where programs wait for each other."""
@@ -353,7 +348,7 @@ def two_streams_at_once() -> None:
         check_gradients(q, k, v, dout, got, causal=True)
 
 
-@gradients_test
+@GRADIENTS
 def compiled() -> None:
     """Whole, with lengths that change. Not by inductor, which needs the Triton that torch came with."""
 
@@ -370,7 +365,7 @@ def compiled() -> None:
             torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
 
-@gradients_test
+@GRADIENTS
 def graphs() -> None:
     for deterministic in (False, True):
         q, k, v = normal_qkv(batch=1, heads=4, q_len=500, head_dim=128)

@@ -11,11 +11,11 @@ import torch
 from gluon_attn.apart import Apart
 from gluon_attn.varlen import attention_varlen, attention_varlen_backward
 from tests.gluon_attn.backward.test_varlen import CASES, SLOPES, check, packed, same_as_each, starts
-from tests.gpu.checks import outcomes_of, settle
+from tests.gpu.checks import Registry, outcomes_of, settle
 
 pytestmark = pytest.mark.timeout(1800)
 
-TESTS: dict[str, Callable[[], None]] = {}
+TESTS = Registry()
 
 # Queries and keys of each sequence, rows after the last one.
 MIXES: dict[str, tuple[list[int], list[int], tuple[int, int]]] = {
@@ -35,11 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def varlen_test(function: Callable[[], None]) -> Callable[[], None]:
-    TESTS[function.__name__] = function
-    return function
-
-
 def numbers(head_dim: int, option: str) -> Callable[[], None]:
     def run() -> None:
         for lengths, deterministic in itertools.product(MIXES.values(), (False, True)):
@@ -53,19 +48,19 @@ for d, name in itertools.product((64, 72, 128, 256), OPTIONS):
     TESTS[f"numbers, D={d}, {name}"] = numbers(d, name)
 
 
-@varlen_test
+@TESTS
 def cases_of_the_test_without_a_card() -> None:
     for (lengths, head_dim, options, used), deterministic in itertools.product(CASES.values(), (False, True)):
         check(*packed(lengths, head_dim, options, used, where="cuda"), device=None, deterministic=deterministic)
 
 
-@varlen_test
+@TESTS
 def bit_for_bit_a_call_for_each_sequence() -> None:
     for lengths, head_dim, option in itertools.product(MIXES.values(), (64, 128, 256), ("full", "causal")):
         same_as_each(*packed(lengths, head_dim, OPTIONS[option], where="cuda"), device=None, shared=True)
 
 
-@varlen_test
+@TESTS
 def repeats_have_the_same_bits() -> None:
     for head_dim, lengths in itertools.product((64, 128, 256), ("unlike", "one long among short ones")):
         given, dout, dlse = packed(MIXES[lengths], head_dim, {"causal": True}, where="cuda")
@@ -79,7 +74,7 @@ def repeats_have_the_same_bits() -> None:
         assert int(different) == 0, f"D={head_dim}, {lengths}: {int(different)} tensors differ"
 
 
-@varlen_test
+@TESTS
 def graphs_follow_the_lengths() -> None:
     """A graph that was captured with other lengths, of as many rows together."""
     rows, count = 3000, 6

@@ -1,6 +1,5 @@
 """What the tests around a launch have in common."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +12,9 @@ from gluon_attn.problem import Problem
 from gluon_attn.testing import check
 
 Sizes = dict[str, Any]
+SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 # One kernel, and two: at D=256 V is always transposed before.
 KINDS: tuple[Sizes, ...] = ({"dtype": torch.bfloat16, "head_dim": 128}, {"dtype": torch.float8_e4m3fn, "head_dim": 256})
-
-
-class Registry(dict[str, Callable[[], None]]):
-    """Tests by their names: as a decorator it adds one."""
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        self[function.__name__] = function
-        return function
 
 
 def run_and_check(q: Tensor, k: Tensor, v: Tensor, *, num_ctas: int | None = None, **options: Any) -> None:

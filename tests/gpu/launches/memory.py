@@ -14,7 +14,8 @@ import triton
 import gluon_attn.forward.launch as attention_launch
 from gluon_attn import attention
 from gluon_attn.testing import check, normal, normal_qkv
-from tests.gpu.launches.common import KINDS, Registry, Sizes, picked, run_and_check
+from tests.gpu.checks import Registry
+from tests.gpu.launches.common import KINDS, SIZES, Sizes, picked, run_and_check
 
 MEMORY = Registry()
 
@@ -136,7 +137,7 @@ def new_lengths_compile_nothing() -> None:
             kernels = 2 if config.transposes_before(q.itemsize) else 1
             assert max(first) == kernels, f"the first call should compile {kernels}, got {first}"
             # Triton specialises on 1 and on divisibility by 16, so some that are, and some that are not.
-            for batch, heads, kv_heads, q_len, kv_len in (
+            for numbers in (
                 (1, 2, 2, 513, 513),
                 (1, 2, 2, 1, 1),
                 (1, 1, 1, 1, 4096),
@@ -146,13 +147,7 @@ def new_lengths_compile_nothing() -> None:
                 (1, 32, 1, 4097, 4097),
                 (2, 2, 2, 8192, 31),
             ):
-                sizes: dict[str, Any] = {
-                    "batch": batch,
-                    "heads": heads,
-                    "kv_heads": kv_heads,
-                    "q_len": q_len,
-                    "kv_len": kv_len,
-                }
+                sizes: Sizes = dict(zip(SIZES, numbers, strict=True))
                 for layout, scale, head_dim in (
                     ("bhsd", None, q.shape[3]),
                     ("bshd", 1.0, q.shape[3] - 16 // q.itemsize),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gluon_attn import attention
 from gluon_attn.testing import Surrounded, check, normal_qkv
-from tests.gpu.launches.common import Registry, picked, run_and_check
+from tests.gpu.checks import Registry
+from tests.gpu.launches.common import SIZES, Sizes, picked, run_and_check
 
 OUTPUTS = Registry()
 
@@ -60,7 +61,7 @@ def inputs_are_not_written() -> None:
     assert all(map(torch.equal, tensors, copies))
 
 
-# B, H, Hkv, Sq, Sk
+# Of SIZES.
 EMPTY = {
     "no batch": (0, 2, 2, 5, 7),
     "no heads": (2, 0, 0, 5, 7),
@@ -72,21 +73,19 @@ EMPTY = {
 
 @OUTPUTS
 def empty_dimensions() -> None:
-    for what, (batch, heads, kv_heads, q_len, kv_len) in EMPTY.items():
+    for what, numbers in EMPTY.items():
         for layout, causal, given in itertools.product(("bhsd", "bshd"), (False, True), (False, True)):
-            sizes: dict[str, Any] = {
-                "batch": batch,
-                "heads": heads,
-                "kv_heads": kv_heads,
-                "q_len": q_len,
-                "kv_len": kv_len,
-            }
+            sizes: Sizes = dict(zip(SIZES, numbers, strict=True))
             q, k, v = normal_qkv(**sizes, layout=layout)
             around = Surrounded(q.shape, q.dtype)
             out, lse = attention(
                 q, k, v, causal=causal, layout=layout, return_lse=True, out=around.view if given else None
             )
-            assert (out.shape, out.dtype, lse.shape) == (q.shape, q.dtype, (batch, heads, q_len)), what
+            assert (out.shape, out.dtype, lse.shape) == (
+                q.shape,
+                q.dtype,
+                (sizes["batch"], sizes["heads"], sizes["q_len"]),
+            ), what
             assert bool((out == 0).all()), f"{what}: O is not 0"
             assert bool((lse == float("-inf")).all()), f"{what}: LSE is not -inf"
             if given:

@@ -13,7 +13,8 @@ from gluon_attn.device import Device
 from gluon_attn.gradients import attention_backward
 from gluon_attn.problem import Problem
 from gluon_attn.testing import check, check_gradients, config_for_reuse, normal, normal_qkv
-from tests.gpu.launches.common import KINDS, Registry, picked, run_and_check
+from tests.gpu.checks import Registry
+from tests.gpu.launches.common import KINDS, picked, run_and_check
 
 STREAMS = Registry()
 
