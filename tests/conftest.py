@@ -40,9 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    parser.addoption(
-        "--part", type=shard, default=(1, 1), help="I/N: of each function's slow cases every Nth, from the Ith on"
-    )
+    parser.addoption("--part", type=shard, default=(1, 1), help="I/N: of all slow cases every Nth, from the Ith on")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds a test may take")
         parser.addini("timeout_method", "for pytest-timeout; without it a late test always ends the run")
@@ -106,16 +104,9 @@ def leave_further_cases(items: Iterable[pytest.Item]) -> None:
 
 
 def slow_cases_of_other_parts(items: Iterable[pytest.Item], part: int, parts: int) -> set[pytest.Item]:
-    """What a part leaves to the others. No function is left out: one with fewer cases than parts is in each of them."""
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow"):
-            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-    others: set[pytest.Item] = set()
-    for found in cases.values():
-        if len(found) >= parts:
-            others |= set(found) - set(found[part - 1 :: parts])
-    return others
+    """What a part leaves to the others. Neighbours go to different parts, so each has cases of a function with many."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    return set(slow) - set(slow[part - 1 :: parts])
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture touches the card

@@ -174,6 +174,7 @@ def test_a_kernel_that_fails_is_left_to_torch(calls, monkeypatch):
         assert (by_flash(q, q, q)[0] == 7).all()
 
 
+@pytest.mark.slow_but("True-True-by_cudnn", "True-False-by_flash", "False-True-by_flash", "False-False-by_cudnn")
 @BOTH
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("differentiated", [False, True])

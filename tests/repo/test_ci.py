@@ -1,6 +1,5 @@
 """`.ci/run` runs every command in a bare environment, but for what says where packages come from."""
 
-import collections
 import os
 import re
 import shutil
@@ -40,8 +39,8 @@ def test_commands_run_in_a_bare_environment(tmp_path):
     printed = subprocess.run(["bash", CI], env=environment, capture_output=True, text=True, check=True).stdout
     of_each = re.split(r"^make (.*)\n", printed, flags=re.MULTILINE)[1:]
     head = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    half = f" ARGS=--part {int(head, 16) % 2 + 1}/2" if head else ""
-    assert of_each[::2] == ["test", f"test-slow{half}", "check", "check-proofs"]
+    part = f" ARGS=--part {int(head, 16) % 16 + 1}/16" if head else ""
+    assert of_each[::2] == ["test", f"test-slow{part}", "check", "check-proofs"]
     kept = environment.keys() - {"PYTHONUNBUFFERED", "PYTEST_ADDOPTS", "TRITON_CACHE_DIR"}
     for lines in of_each[1::2]:
         seen = dict(line.split("=", 1) for line in lines.splitlines())
@@ -49,25 +48,39 @@ def test_commands_run_in_a_bare_environment(tmp_path):
         assert seen.keys() - kept <= {"PWD", "SHLVL", "_"}, "bash itself sets these three"
 
 
-def slow_cases(*options: str) -> list[str]:
-    """Of two files: one has a function with many slow cases, the other functions with one."""
-    files = ["tests/gluon_attn/kernels/test_window.py", "tests/gluon_attn/test_main.py"]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", *files, *options]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [line for line in printed.splitlines() if "::" in line]
+# A function with many slow cases, one with a single one, and one that is quick.
+TESTS = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(20))
+def test_many(case): ...
+
+@pytest.mark.slow
+def test_one(): ...
+
+def test_quick(): ...
+"""
 
 
-def test_halves_of_the_slow_cases_are_all_of_them_and_each_has_every_function():
-    whole, halves = slow_cases(), [slow_cases("--part", f"{i}/2") for i in (1, 2)]
-    assert set(halves[0]) | set(halves[1]) == set(whole)
-    functions = collections.Counter(case.partition("[")[0] for case in whole)
-    assert max(functions.values()) > 10
-    assert 1 in functions.values()
-    for half in halves:
-        assert {case.partition("[")[0] for case in half} == set(functions)
-    assert {case.partition("[")[0] for case in set(halves[0]) & set(halves[1])} == {
-        function for function, cases in functions.items() if cases == 1
-    }
+def test_parts_of_the_slow_cases_are_all_of_them_once_each(tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+
+    def collected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--collect-only"]
+        printed = subprocess.run(
+            [*command, "-q", "--rootdir", str(tmp_path), str(tmp_path), *options],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        return [line.partition("::")[2] for line in printed.splitlines() if "::" in line]
+
+    parts = [collected("--part", f"{i}/3") for i in (1, 2, 3)]
+    assert all("test_quick" in part for part in parts), "what is not slow is no part's"
+    assert sorted(case for part in parts for case in part if case != "test_quick") == sorted(collected("-m", "slow"))
+    assert [len(part) for part in parts] == [1 + 7] * 3
 
 
 def test_all_slow_tests_run_each_night():

@@ -19,7 +19,6 @@ from tests.gluon_attn.problems import problem
 from tests.gluon_cpu.attention import BackwardRun, bias_of, normal_qkv
 from tests.gluon_cpu.attention import run as launched
 from tests.gluon_cpu.features import Asked, Feature, FeatureBackwardRun, FeatureCall, poison
-from tests.slow import slow_if
 
 EACH_ROW, ONE_ROW = (Bias(dtype=torch.bfloat16, each_row=each_row, shared=False) for each_row in (True, False))
 KINDS = {
@@ -179,8 +178,16 @@ def featured_run_of(case: str, *, head_dim: int, deterministic: bool) -> Feature
     return FeatureBackwardRun(call, deterministic=deterministic, programs=3)
 
 
+@pytest.mark.slow_but(
+    "window-64-in order",
+    "documents-64-any order",
+    "mask_mod, row blocks that nobody adds to-64-in order",
+    "packed-64-any order",
+    "packed, one without keys-64-any order",
+    "packed, rows after the last-64-in order",
+)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
-@pytest.mark.parametrize("head_dim", slow_if(lambda head_dim: head_dim == 128, [64, 128]))
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("case", FEATURED)
 def test_of_features_too(case, head_dim, deterministic):
     run = featured_run_of(case, head_dim=head_dim, deterministic=deterministic)
