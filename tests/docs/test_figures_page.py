@@ -103,6 +103,24 @@ def test_what_was_asked_of_gradients():
     }  # fmt: skip
 
 
+def test_the_forward_before_and_after_masks():
+    names = [f"D={d} {mask} {length}" for d in (64, 128) for mask in ("full", "causal") for length in LENGTHS]
+
+    def over_cudnn(run: str) -> list[float]:
+        found = json.loads((ROOT / "bench" / "results" / f"h200_forward{run}.json").read_text(encoding="utf-8"))
+        rates = {p["name"]: p["results"]["ours"]["ratio_to_cudnn"] for p in found["points"] if is_of_sweep(p["point"])}
+        return [rates[name] for name in names]
+
+    def is_of_sweep(point: dict[str, Any]) -> bool:
+        return point["dtype"] == "bf16" and point["batch"] * point["length"] == 16384
+
+    runs = [over_cudnn(run) for run in ("", "_second", "_third", "_fourth", "_fifth")]
+    assert rows_below("lab_log.md", "| forward, × cuDNN | before: K ") == {
+        "geometric mean": [round(geometric_mean(run), 3) for run in runs],
+        "lowest": [round(min(run), 3) for run in runs],
+    }
+
+
 def row_of(asked: str, reached: Iterable[float]) -> list[str]:
     """What was asked, what each run reached, and whether all did."""
     numbers = list(reached)
