@@ -62,9 +62,10 @@ def attention_backward(
     Args:
         dout: of O, in O's shape and dtype, with any strides: if TMA cannot take them, it is copied. None: zero.
         dlse: (B, H, Sq) fp32, of LSE; None: zero.
-        q, k, v, causal, window, chunk, scale, layout, device: as `attention` was given them; float16 or bfloat16, on
-            Hopper.
-        out, lse: what it returned.
+        q, k, v: as `attention` was given them; float16 or bfloat16, on Hopper.
+        out, lse: what it returned: O in q's layout, with v's head dim; LSE (B, H, Sq) fp32.
+        causal, window, chunk, softcap, alibi_slopes, sinks, bias, score_mod, segment_ids, mask_mod, scale, layout,
+            device: as `attention` was given them.
         deterministic: add up dQ in a fixed order, so that each run gives the same bits. None: as
             `torch.use_deterministic_algorithms` says. It takes one int32 more for each block of rows.
 

@@ -4,9 +4,10 @@ For tests and benchmarks, of this project and of who changes its kernels. A resu
 `reference_attention` in float64; how far off it may be is taken from plain PyTorch in the same dtype.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -207,6 +208,18 @@ def largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of fp32 on a card are of fp32, not of tf32, whatever the caller's setting, which is restored."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+@exact_products()
 def check(
     q: Tensor,
     k: Tensor,
@@ -246,7 +259,6 @@ def check(
     got_kind = (out.shape, out.dtype, out.device)
     wanted_shape = (*q.shape[:-1], v.shape[-1])
     assert got_kind == (wanted_shape, wanted_dtype, q.device), f"{what}: O is {out.shape}, {out.dtype}"
-    torch.backends.cuda.matmul.allow_tf32 = False
     options: dict[str, Any] = {"causal": causal, "window": window, "chunk": chunk, "scale": scale, "layout": layout}
     fp8 = q.dtype in FP8
     if fp8:
@@ -306,6 +318,7 @@ class GradientError:
 GRADIENTS = ("dQ", "dK", "dV", "dBias")  # their names in messages
 
 
+@exact_products()
 def gradient_errors(
     q: Tensor,
     k: Tensor,
@@ -323,7 +336,6 @@ def gradient_errors(
 ) -> list[GradientError]:
     """Of dQ, dK and dV against float64, the largest of several runs. dout, dlse: of O and of LSE. With a bias, of that
     too: runs have four gradients then."""
-    torch.backends.cuda.matmul.allow_tf32 = False
 
     def plain(dtype: torch.dtype) -> tuple[list[Tensor], float]:
         """The gradients, and the largest number that delta of a row is made of."""
@@ -435,20 +447,34 @@ def plain_fp8(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def repeat(launches: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """attention(q, k, v, **options) is right, and gives the same bits each time; raises AssertionError if not.
+AT_A_TIME = 8  # launches
 
-    Launches are enqueued back to back, 8 at a time, with one wait at the end."""
-    out, lse = attention(q, k, v, **options, return_lse=True)
-    check(q, k, v, out, lse, causal=options.get("causal", False))
+
+def repeat(
+    launches: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, num_ctas: int | None = None
+) -> None:
+    """attention(q, k, v, causal=causal, num_ctas=num_ctas) is right, and gives the same bits each time; raises
+    AssertionError if not.
+
+    launches: a multiple of 8, as they are enqueued back to back, 8 at a time, with one wait at the end; of another
+    number, ValueError."""
+    if launches <= 0 or launches % AT_A_TIME:
+        raise ValueError(f"launches: expected a positive multiple of {AT_A_TIME}, got {launches}")
+
+    def launch(given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out, lse = attention(q, k, v, causal=causal, num_ctas=num_ctas, return_lse=True, out=given)
+        return out, lse
+
+    out, lse = launch()
+    check(q, k, v, out, lse, causal=causal)
     different = torch.zeros((), dtype=torch.int64, device=q.device)
-    outs = [torch.empty_like(out) for _ in range(8)]
-    for _ in range(launches // len(outs)):
+    outs = [torch.empty_like(out) for _ in range(AT_A_TIME)]
+    for _ in range(launches // AT_A_TIME):
         for given in outs:
             given.fill_(float("nan"))
-        lses = [attention(q, k, v, **options, return_lse=True, out=given)[1] for given in outs]
+        lses = [launch(given)[1] for given in outs]
         for given, lse_again in zip(outs, lses, strict=True):
             same = (given == out).all() & (lse_again == lse).all()
             different += ~same
     wrong = int(different)
-    assert wrong == 0, f"{wrong} of {launches} launches differ from the first: {options}"
+    assert wrong == 0, f"{wrong} of {launches} launches differ from the first: causal={causal}, num_ctas={num_ctas}"

@@ -18,6 +18,7 @@ def register_asm(asm: str, twin: Twin, *, elementwise: bool = False) -> None:
     as many as the assembly has results. Integers may come back signed or unsigned.
     elementwise: each element of a result depends on the elements at its own place only, as with `fma.rn.f32x2`.
     Assembly that takes several elements at a time (`pack` > 1) must be so: which ones depends on the layout.
+    A twin of the same text, but for its spaces, takes the place of the one before.
     """
     _TWINS[normalise(asm)] = twin, elementwise
 

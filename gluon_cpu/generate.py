@@ -73,7 +73,6 @@ class Generated:
     main_role: str
     entry: str
     arguments: list[Type] = field(default_factory=list)
-    argument_names: list[str] = field(default_factory=list)
     target: str = ""
     lowered: bool = False
     files: dict[str, str] = field(default_factory=dict)  # source files behind the lines above, and their hashes
@@ -130,7 +129,6 @@ class Emitter:
         self.frame = 0  # where the shared memory of the function at hand starts; its own offsets count from there
         self.pending_functions: list[Callable[[], None]] = []
         self.yield_targets: list[list[str]] = []
-        self.local_constants: set[str] = set()
         self.allocation_names: dict[str, int] = {}
         self.lifted = 0
         self.kernel_function = ""
@@ -356,7 +354,7 @@ def generate(module: Module, lowered: bool) -> Generated:
     constants = [[k[c] for k in e.constants] for c in range(e.num_ctas)]
     result = Generated(
         kernel.name, "\n".join(lines), e.infos, constants, sites, e.names, max(e.smem_bytes, e.bump, 16), e.num_ctas,
-        e.roles, e.roles[0].name, entry, kernel.arg_types, kernel.args,
+        e.roles, e.roles[0].name, entry, kernel.arg_types,
         module.attrs.get("ttg.target", "").strip('"'), lowered,
     )  # fmt: skip
     for info in e.infos:  # the names of roles were not known yet

@@ -32,7 +32,6 @@ class Cluster:
         self.running = 0
         self.tasks = 0
         self.ctas = [Cta(self, c, machine.smem_bytes) for c in range(self.num_ctas)]
-        self.pipes: dict[int, Any] = {}
         self.agents: list[Agent] = []
 
 
@@ -62,7 +61,6 @@ class Machine:
         self.ready_tasks: list[Any] = []
         self.live: list[Cluster] = []
         self.waiting: deque[int] = deque()
-        self.programs_cancelled = 0
         self.lets_next_start = False  # whether a later launch may start before this one ends,
         self.lets_it_too_early = False  # and before somebody here has waited for the launch before
         self.has_waited = False  # for that

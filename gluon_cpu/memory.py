@@ -138,12 +138,6 @@ class Pattern:
         else:
             target[index] = raw
 
-    def offsets_at(self, m: int) -> tuple[Any, int]:
-        """(byte offset of each element from the start, start) of a view at run time."""
-        if m >> SLICE_SHIFT:
-            return self.at_slice(m >> SLICE_SHIFT).offsets, m & OFFSET_MASK
-        return self.offsets, m
-
     def runs_at(self, m: int) -> tuple[Any, int]:
         """(runs, base) to hand to a shadow memory."""
         if m >> SLICE_SHIFT:

@@ -15,6 +15,8 @@ class Schedule:
 
     random: any agent or engine.  late: an engine only when no agent can go on.  early: engines first.
     pct: the highest of random priorities, a few of which drop on the way.  starve: one agent only when nobody else can.
+
+    Raises ValueError for another policy, TypeError for a seed that is no whole number.
     """
 
     policy: str = "random"
@@ -85,7 +87,6 @@ class Pct(Picker):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.priorities: dict[int, float] = {}
         self.drops = sorted(int(self.random() ** 3 * 4000) for _ in range(6))
 
     def priority(self, entity: Any) -> float:

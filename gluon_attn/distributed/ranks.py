@@ -81,7 +81,9 @@ def arrive(transfers: list[dist.Work]) -> None:
 
 def shard(t: Tensor, *, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """This rank's share of a whole tensor along `dim`: chunk r and chunk 2n-1-r of 2n, a copy. Also for positions,
-    labels and whatever else goes with the sequence. No rank talks to another."""
+    labels and whatever else goes with the sequence. No rank talks to another.
+
+    Raises ValueError if the length is no multiple of 2n, where n is the number of ranks."""
     ranks = Ranks.of(group)
     length, chunks = t.shape[dim], 2 * ranks.size
     if length % chunks:
@@ -94,7 +96,9 @@ def shard(t: Tensor, *, dim: int, group: dist.ProcessGroup | None = None) -> Ten
 
 
 def unshard(t: Tensor, *, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The whole tensor, on each rank, of shares that `shard` made: its inverse. Without gradients."""
+    """The whole tensor, on each rank, of shares that `shard` made: its inverse. Without gradients.
+
+    Raises NotImplementedError if `t` requires grad, and ValueError if the share's length is odd."""
     ranks = Ranks.of(group)
     if t.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(

@@ -29,6 +29,8 @@ class ForwardConfig:
     softmax_registers, load_registers: registers per thread of those roles.
     cga_layout: how the rows of a row block are sharded over the CTAs of a cluster, as bases of a (rows, D) tile: () for
         one CTA, ((1, 0),) for two, and on Blackwell ((1, 0), (2, 0)) for four.
+
+    Raises ValueError, which names the field, where one of these or a pair of them is not supported.
     """
 
     block_n: int

@@ -287,7 +287,6 @@ class Tcgen05Ops(TmaOps, SharedOps):
         def fetch(task: Task) -> Any:
             if machine.waiting:
                 x, y, z = machine.program_list[machine.waiting.popleft()]
-                machine.programs_cancelled += 1
                 return np.array([1 | x << 32, y | z << 32], np.int64)
             return np.zeros(2, np.int64)
 

@@ -21,8 +21,6 @@ def _calls(request, monkeypatch):
     """A launch that does nothing, remembered or not for the key that all the tensors below share."""
 
     class Launch:
-        needs_all_pointers = False
-
         def __call__(self, *tensors):
             pass
 

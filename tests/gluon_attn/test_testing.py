@@ -103,7 +103,7 @@ def test_a_launch_unlike_the_first_is_found(monkeypatch, wrong_at):
     """Launches from 0, of which the first is the one that is checked; 8 more are asked for."""
     launches = 0
 
-    def attention(q, k, v, *, out=None, causal, return_lse):
+    def attention(q, k, v, *, out, causal, num_ctas, return_lse):
         nonlocal launches
         result, lse = good_result(q, k, v)
         if launches == wrong_at:
@@ -118,6 +118,27 @@ def test_a_launch_unlike_the_first_is_found(monkeypatch, wrong_at):
         with pytest.raises(AssertionError, match="1 of 8 launches differ"):
             repeat(8, *problem(), causal=True)
     assert launches == 9
+
+
+@pytest.mark.parametrize("launches", [0, -8, 7, 12])
+def test_launches_that_would_not_all_be_made_are_refused(launches):
+    with pytest.raises(ValueError, match=f"launches: expected a positive multiple of 8, got {launches}"):
+        repeat(launches, *problem(), causal=True)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_check_leaves_the_setting_of_products_as_it_was(allowed):
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, allowed
+    try:
+        q, k, v = problem()
+        check(q, k, v, *good_result(q, k, v), causal=True)
+        assert matmul.allow_tf32 is allowed
+        with testing.exact_products():
+            assert not matmul.allow_tf32
+        assert matmul.allow_tf32 is allowed
+    finally:
+        matmul.allow_tf32 = before
 
 
 def test_normal_numbers_are_the_same_for_a_seed_and_no_others():

@@ -18,7 +18,6 @@ from tests.gluon_cpu.support import addresses, load_matrix, normal, poisoned, sa
 
 BLOCKED_T = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
 ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-ACCUMULATOR_HALVES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16], [[1, 0]]))
 LINEAR = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [32, 0]],

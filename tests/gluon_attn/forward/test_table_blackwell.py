@@ -106,8 +106,6 @@ def test_rows_fit_the_threads():
 def test_rows_fit_tensor_memory():
     for name, row in ROWS.items():
         config = row.config
-        # Scores and output of each of two query tiles: fp32, a row to a lane.
-        assert config.tensor_memory_columns(row.padded_head_dim) == 2 * (config.block_n + row.padded_head_dim), name
         assert config.tensor_memory_columns(row.padded_head_dim) <= TENSOR_MEMORY_COLUMNS, name
         assert config.ROWS_PER_CTA == TENSOR_MEMORY_LANES, name
 
