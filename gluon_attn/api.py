@@ -9,7 +9,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, key_of, problem_of
+from .call import (
+    NO_EXTRAS,
+    NONE_GIVEN,
+    Extras,
+    Options,
+    Window,
+    both_segment_ids,
+    check_alignment_of_read,
+    key_of,
+    problem_of,
+)
 from .checks import check_bool, check_device, check_num_ctas, check_scale_signs, hashable, type_name
 from .device import Device
 from .features import INSTEAD, NOT_THERE, refuse_together
@@ -221,7 +231,11 @@ def attend(
             if made is not None:
                 made.zero_()
     if launch is None:
-        out.zero_()
+        if extras.cu_seqlens_q is not None:
+            rows = torch.arange(len(out), device=out.device)[:, None, None]
+            out.masked_fill_(rows < extras.cu_seqlens_q[-1], 0.0)
+        else:
+            out.zero_()
         if lse is not None and extras.sinks is not None:
             lse.copy_(extras.sinks[:, None])
         elif lse is not None:
@@ -343,6 +357,7 @@ def check_addresses(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         out, bias = extras.out, extras.bias
         if any(map(is_suspect, others)):
             check_memory(**extras.named())
+        check_alignment_of_read(extras)
         if bias is not None:
             addresses |= bias.data_ptr()
         if out is not None:

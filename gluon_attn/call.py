@@ -11,9 +11,10 @@ from .features import refuse_together
 from .forward.configs import ForwardConfig
 from .forward.launch import NOT_GIVEN
 from .mask_mod import DOCUMENTS, MaskFunction
+from .memory import refuse_address
 from .problem import Lengths, Problem
 from .score_mod import MAX_TENSORS, ScoreFunction, alibi, softcap
-from .tensors import in_bhsd
+from .tensors import TMA_ALIGNMENT_BYTES, in_bhsd
 
 
 class Options(NamedTuple):
@@ -110,6 +111,15 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
         q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
         *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in extras.each()],
     )  # fmt: skip
+
+
+def check_alignment_of_read(extras: Extras) -> None:
+    """That functions may read several elements at a time of what they are given: kernels are compiled so. One element
+    is at a multiple of its own size."""
+    for argument, tensors in (("score_mod", extras.of_score_mod), ("mask_mod", extras.of_mask_mod)):
+        for i, t in enumerate(tensors):
+            if t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel() > 1:
+                refuse_address(f"{argument}.tensors[{i}]", t)
 
 
 def lengths_of(extras: Extras, options: Options) -> Lengths | None:

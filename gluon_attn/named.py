@@ -5,6 +5,7 @@ for it, not with the `ScoreMod`: helpers of its functions may be defined later.
 """
 
 import itertools
+import threading
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -17,17 +18,19 @@ _numbers = itertools.count()
 _by_parts: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 _by_handle: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _by_name: dict[str, Any] = {}  # of those that graphs have: they are kept
+_one_at_a_time = threading.Lock()  # threads that make functions, or look among all of them
 
 
 def interned(function: F) -> F:
     """The one of these functions, constants and types, with a handle: a graph that is made with one serves all."""
     values = (getattr(function, field.name) for field in fields(function))
     parts = (type(function), *(id(value) if hasattr(value, "cache_key") else repr(value) for value in values))
-    found = _by_parts.get(parts)  # its functions are alive, as it is: so no other has their ids
-    if found is None:
-        found = replace(function, handle=f"{type(function).__name__} {next(_numbers)}")
-        _by_handle[found.handle] = found
-        _by_parts[parts] = found
+    with _one_at_a_time:
+        found = _by_parts.get(parts)  # its functions are alive, as it is: so no other has their ids
+        if found is None:
+            found = replace(function, handle=f"{type(function).__name__} {next(_numbers)}")
+            _by_handle[found.handle] = found
+            _by_parts[parts] = found
     return found
 
 
@@ -43,7 +46,9 @@ def name_of(handle: str) -> str:
 def function_named(argument: str, name: str | None) -> Any:
     """What `name_of` named, in this process or in the one that saved the graph. argument: of the call."""
     if name is not None and name not in _by_name:
-        _by_name.update({function.cache_key: function for function in list(_by_handle.values())})
+        with _one_at_a_time:
+            functions = list(_by_handle.values())
+        _by_name.update({function.cache_key: function for function in functions})
     if name is not None and name not in _by_name:
         raise NotImplementedError(
             f"{argument}: expected functions that this process knows, as the graph has no others, got none of their "

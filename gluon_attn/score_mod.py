@@ -126,9 +126,10 @@ class ScoreMod:
     Args:
         forward: `forward(score, q_index, k_index, head, batch, *constants, *tensors) -> score`, a function under
             `gluon_attn.jit`. score: fp32, a tile of scale · q · k. q_index, k_index: int32, the positions of its
-            queries and keys in the sequence, which broadcast against the tile. head: of the query, and batch: int32
-            scalars. It returns a tile of the same shape. Which way the tile lies is left open, so the function has to
-            be elementwise.
+            queries and keys in the sequence, which broadcast against the tile. In the last blocks they go on beyond its
+            end, so a load by position needs a mask: `gl.load(table + k_index, mask=k_index < length, other=0.0)`.
+            head: of the query, and batch: int32 scalars. It returns a tile of the same shape. Which way the tile lies
+            is left open, so the function has to be elementwise.
         backward: `backward(dscore, score, modified, q_index, k_index, head, batch, *constants, *tensors)`: dscore, the
             gradient of `modified`, which `forward` made of `score`, times the derivative of `forward`. None: the call
             has no gradients.
@@ -140,8 +141,8 @@ class ScoreMod:
     Two of them made of the same functions and constants share a kernel, whatever their tensors.
 
     Raises TypeError for a function that is not under `gluon_attn.jit`, for a constant that is no number and for a
-    tensor of another dtype, ValueError for more than four tensors. The call refuses tensors that are not contiguous or
-    not on q's card.
+    tensor of another dtype, ValueError for more than four tensors. The call refuses tensors that are not contiguous,
+    not on q's card, or of several elements at an address that is no multiple of 16 bytes.
     """
 
     def __init__(

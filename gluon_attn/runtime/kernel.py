@@ -230,17 +230,30 @@ class Launches:
 
 
 class Unavailable(Launches):
-    """What cannot be compiled or loaded: a call raises KernelUnavailable. It is not tried again, as that takes time."""
+    """What cannot be compiled or loaded: a call raises KernelUnavailable. It is not tried again, as that takes time.
+
+    It is kept, and the error without its frames: those have the tensors of the call that failed."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(())
-        self.error = error
+        self.error = without_frames(error)
 
     def __call__(self, tensors: Tensors) -> None:
         raise KernelUnavailable(
             f"this call's kernel could not be compiled or loaded: {type(self.error).__name__}: {self.error}; "
             "see docs/install.md"
         ) from self.error
+
+
+def without_frames(error: Exception) -> Exception:
+    """The same error, it and those that led to it without tracebacks."""
+    chain: list[BaseException | None] = [error]
+    while chain:
+        at = chain.pop()
+        if at is not None and at.__traceback__ is not None:
+            at.__traceback__ = None
+            chain += [at.__cause__, at.__context__]
+    return error
 
 
 def available(make: Callable[[], Launches]) -> Launches:

@@ -1,7 +1,9 @@
 """Hooks leave a call to what was there before, where a kernel cannot be made, and on cards that never ran it."""
 
 import copy
+import gc
 import warnings
+import weakref
 from typing import Any, NoReturn
 
 import pytest
@@ -42,6 +44,21 @@ def test_the_call_itself_says_what_is_wrong(without_a_compiler):
     q = q_of()
     with pytest.raises(KernelUnavailable, match=rf"could not be compiled or loaded: RuntimeError: {NO_COMPILER}; see"):
         attention(q, q, q, device=HOPPER)
+
+
+def test_a_call_that_failed_keeps_no_tensor_alive(without_a_compiler):
+    """Its launch is kept, to fail at once the next time."""
+
+    def attempt() -> weakref.ref[Any]:
+        q = q_of()
+        with pytest.raises(KernelUnavailable):
+            attention(q, q, q, device=HOPPER)
+        return weakref.ref(q)
+
+    gone = attempt()
+    gc.collect()
+    assert api._launches
+    assert gone() is None
 
 
 @pytest.mark.parametrize("by", [by_flash, by_cudnn])

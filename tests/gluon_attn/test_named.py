@@ -3,6 +3,8 @@
 import copy
 import gc
 import io
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -155,3 +157,46 @@ def test_nothing_is_kept_that_no_graph_has():
     del mod
     gc.collect()
     assert handle not in named._by_handle
+
+
+def test_functions_are_looked_for_while_others_are_made():
+    """A name that is not known is looked for among all functions that are alive."""
+    kept = [functions(factor=factor)[0] for factor in range(1000, 1500)]
+    done, failed = threading.Event(), []
+
+    def look() -> None:
+        try:
+            for _ in range(20):
+                with pytest.raises(NotImplementedError, match="of their source"):
+                    named.function_named("score_mod", "none has this name")
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        looks = threading.Thread(target=look)
+        looks.start()
+        while not done.is_set():
+            kept.append(functions(factor=len(kept) + 2000)[0])
+        looks.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failed == []
+
+
+def test_what_functions_read_begins_where_kernels_may_load_several_elements():
+    q, k, v = qkv()
+    scores = functions()[0]
+    table = torch.zeros(9)[1:]
+    unaligned = ScoreMod(add, add_backward, constants=(3,), tensors=(table,))
+    for _ in range(2):  # of a kernel that is not there, and of one that is
+        with pytest.raises(
+            ValueError, match=r"score_mod.tensors\[0\]: expected a base address that is a multiple of 16"
+        ):
+            attention(q, k, v, score_mod=unaligned, device=HOPPER)
+        out = attention(q, k, v, score_mod=scores, device=HOPPER)
+        assert isinstance(out, Tensor)
+        assert out.isfinite().all()

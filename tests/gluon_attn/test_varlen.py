@@ -241,6 +241,15 @@ def test_all_sequences_may_be_empty_on_the_card():
     assert bool((out == 7.0).all())
 
 
+def test_rows_after_the_last_sequence_stay_where_there_is_no_key_at_all():
+    q, kv = torch.randn(8, 2, 64).half(), torch.empty(0, 2, 64).half()
+    starts, of_keys = torch.tensor([0, 3, 5], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    out = torch.full_like(q, 7.0)
+    attention_varlen(q, kv, kv, starts, of_keys, 3, 0, out=out, device=H200)
+    assert bool((out[:5] == 0.0).all())
+    assert bool((out[5:] == 7.0).all())
+
+
 COMPILED = {
     "Hopper": (90, 128, torch.bfloat16),
     "Hopper, D=256": (90, 256, torch.bfloat16),
