@@ -57,7 +57,7 @@ run: $(TEST_READY) ## Run attention here and now and print what it saw
 test: $(TEST_READY) ## Run the tests but for the slow ones; without a Hopper card those that need one are skipped, with the reason
 	@$(PY) -m pytest tests -m 'not slow' $(PARALLEL) $(ARGS)
 
-test-slow: $(TEST_READY) $(OTHER_TRITON_READY) ## Run the other tests, further cases of the same kinds (an hour on two cores)
+test-slow: $(TEST_READY) $(OTHER_TRITON_READY) ## Run the other tests, further cases of the same kinds (half an hour on two quick cores)
 	@$(PY) -m pytest tests -m slow --durations=40 $(PARALLEL) $(ARGS)
 
 check: $(DEV_READY) ## Check formatting, lint and types

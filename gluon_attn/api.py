@@ -9,17 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .call import (
-    NO_EXTRAS,
-    NONE_GIVEN,
-    Extras,
-    Options,
-    Window,
-    both_segment_ids,
-    check_alignment_of_read,
-    key_of,
-    problem_of,
-)
+from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, key_of, problem_of
 from .checks import check_bool, check_device, check_num_ctas, check_scale_signs, hashable, type_name
 from .device import Device
 from .features import INSTEAD, NOT_THERE, refuse_together
@@ -357,7 +347,7 @@ def check_addresses(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         out, bias = extras.out, extras.bias
         if any(map(is_suspect, others)):
             check_memory(**extras.named())
-        check_alignment_of_read(extras)
+        extras.check_alignment()
         if bias is not None:
             addresses |= bias.data_ptr()
         if out is not None:

@@ -76,8 +76,12 @@ class Extras(NamedTuple):
         if self.is_empty:
             return {}
         named = {name: t for name, t in zip(SINGLE, self[:-2], strict=True) if t is not None}
-        named |= {f"score_mod.tensors[{i}]": t for i, t in enumerate(self.of_score_mod)}
-        return named | {f"mask_mod.tensors[{i}]": t for i, t in enumerate(self.of_mask_mod)}
+        return named | self.of_functions()
+
+    def of_functions(self) -> dict[str, Tensor]:
+        """The same of those alone that functions read."""
+        of_score_mod = {f"score_mod.tensors[{i}]": t for i, t in enumerate(self.of_score_mod)}
+        return of_score_mod | {f"mask_mod.tensors[{i}]": t for i, t in enumerate(self.of_mask_mod)}
 
     def given(self) -> dict[str, Tensor | None]:
         """What a launch is given, by the name that it has there, in a dict of its own."""
@@ -89,6 +93,13 @@ class Extras(NamedTuple):
         for i, t in enumerate((*read, *self.of_mask_mod)):
             given[f"aux{i}"] = t
         return given
+
+    def check_alignment(self) -> None:
+        """That functions may read several elements at a time of what they are given: kernels are compiled so. One
+        element is at a multiple of its own size. ValueError names the first tensor that begins elsewhere."""
+        for name, t in self.of_functions().items():
+            if t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel() > 1:
+                refuse_address(name, t)
 
 
 NO_EXTRAS = Extras()
@@ -111,15 +122,6 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
         q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
         *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in extras.each()],
     )  # fmt: skip
-
-
-def check_alignment_of_read(extras: Extras) -> None:
-    """That functions may read several elements at a time of what they are given: kernels are compiled so. One element
-    is at a multiple of its own size."""
-    for argument, tensors in (("score_mod", extras.of_score_mod), ("mask_mod", extras.of_mask_mod)):
-        for i, t in enumerate(tensors):
-            if t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel() > 1:
-                refuse_address(f"{argument}.tensors[{i}]", t)
 
 
 def lengths_of(extras: Extras, options: Options) -> Lengths | None:

@@ -12,18 +12,7 @@ from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
-from .call import (
-    NO_EXTRAS,
-    NONE_GIVEN,
-    Extras,
-    Options,
-    Window,
-    both_segment_ids,
-    check_alignment_of_read,
-    identity,
-    key_of,
-    problem_of,
-)
+from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
 from .checks import check_bool, check_dense, check_device, check_scale_tensor, check_strides, hashable, type_name
 from .device import Device
 from .mask_mod import MaskMod
@@ -163,7 +152,7 @@ def differentiate(
     for name, t in (("q", q), ("k", k), ("v", v), ("out", out), ("bias", extras.bias)):
         if t is not None and t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel():
             refuse_address(name, t)
-    check_alignment_of_read(extras)
+    extras.check_alignment()
     deterministic = is_deterministic(options)
     dout = torch.zeros_like(out) if dout is None else readable_by_tma(dout)
     if dlse is not None:

@@ -247,12 +247,10 @@ class Unavailable(Launches):
 
 def without_frames(error: Exception) -> Exception:
     """The same error, it and those that led to it without tracebacks."""
-    chain: list[BaseException | None] = [error]
-    while chain:
-        at = chain.pop()
-        if at is not None and at.__traceback__ is not None:
-            at.__traceback__ = None
-            chain += [at.__cause__, at.__context__]
+    chain: list[BaseException] = [error]
+    for at in chain:  # which grows
+        at.__traceback__ = None
+        chain += [led for led in (at.__cause__, at.__context__) if led is not None and led not in chain]
     return error
 
 

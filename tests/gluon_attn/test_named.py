@@ -3,9 +3,9 @@
 import copy
 import gc
 import io
-import sys
 import threading
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from channels.compat import gl, jit
 from gluon_attn import MaskMod, ScoreMod, attention, attention_varlen, named
 from gluon_attn.device import Device
+from gluon_attn.gradients import attention_backward
 
 HOPPER = Device.hopper()
 
@@ -159,44 +160,58 @@ def test_nothing_is_kept_that_no_graph_has():
     assert handle not in named._by_handle
 
 
-def test_functions_are_looked_for_while_others_are_made():
-    """A name that is not known is looked for among all functions that are alive."""
-    kept = [functions(factor=factor)[0] for factor in range(1000, 1500)]
-    done, failed = threading.Event(), []
+def test_functions_are_looked_for_while_others_are_made(monkeypatch):
+    """A name that is not known is looked for among all functions that are alive. Another thread makes one when the
+    first of them is looked at: it has to wait, or the dictionary would change under the search."""
+    looking, made = threading.Event(), threading.Event()
 
-    def look() -> None:
-        try:
-            for _ in range(20):
-                with pytest.raises(NotImplementedError, match="of their source"):
-                    named.function_named("score_mod", "none has this name")
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            done.set()
+    class Watched(WeakValueDictionary[str, Any]):
+        def values(self) -> Any:
+            for function in super().values():
+                looking.set()
+                made.wait(0.5)  # in vain, as the other waits
+                yield function
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        looks = threading.Thread(target=look)
-        looks.start()
-        while not done.is_set():
-            kept.append(functions(factor=len(kept) + 2000)[0])
-        looks.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failed == []
+    monkeypatch.setattr(named, "_by_handle", Watched())
+    kept = [functions(factor=factor)[0] for factor in (1000, 1001)]
+
+    def make() -> None:
+        looking.wait(60)
+        kept.append(functions(factor=1002)[0])
+        made.set()
+
+    other = threading.Thread(target=make)
+    other.start()
+    with pytest.raises(NotImplementedError, match="of their source"):
+        named.function_named("score_mod", "none has this name")
+    other.join(60)
+    assert len(kept) == 3
 
 
 def test_what_functions_read_begins_where_kernels_may_load_several_elements():
-    q, k, v = qkv()
-    scores = functions()[0]
-    table = torch.zeros(9)[1:]
-    unaligned = ScoreMod(add, add_backward, constants=(3,), tensors=(table,))
-    for _ in range(2):  # of a kernel that is not there, and of one that is
-        with pytest.raises(
-            ValueError, match=r"score_mod.tensors\[0\]: expected a base address that is a multiple of 16"
-        ):
-            attention(q, k, v, score_mod=unaligned, device=HOPPER)
-        out = attention(q, k, v, score_mod=scores, device=HOPPER)
+    """A call is refused whether its kernel is there already or not, and so is its backward pass."""
+    (q, k, v), (scores, mask) = qkv(), functions()
+    refused = r"_mod.tensors\[0\]: expected a base address that is a multiple of 16"
+    far = ScoreMod(add, add_backward, constants=(3,), tensors=(torch.zeros(9)[1:],))
+    odd = MaskMod(of_parity, tensors=(torch.zeros(9, dtype=torch.int32)[1:],))
+    for asked in ({"score_mod": far}, {"mask_mod": odd}):
+        right = {"score_mod": scores} if "score_mod" in asked else {"mask_mod": mask}
+        for _ in range(2):
+            with pytest.raises(ValueError, match=refused):
+                attention(q, k, v, **asked, device=HOPPER)
+            out, lse = attention(q, k, v, **right, device=HOPPER, return_lse=True)
+        with pytest.raises(ValueError, match=refused):
+            attention_backward(out, None, q, k, v, out, lse, **asked, device=HOPPER)
+
+
+def test_one_number_that_a_function_reads_may_be_anywhere():
+    q, k, v = (t.detach()[:, :1].contiguous() for t in qkv())
+    number = torch.tensor([5.0, 1.0])[1:]
+
+    def out_with(number: Tensor) -> Tensor:
+        mod = ScoreMod(add, constants=(3,), tensors=(number,))
+        out = attention(q, k, v, score_mod=mod, device=HOPPER)
         assert isinstance(out, Tensor)
-        assert out.isfinite().all()
+        return out
+
+    assert torch.equal(out_with(number), out_with(number.clone()))
