@@ -27,7 +27,7 @@ from .refusals import refuse_unusual
 from .runtime.compiler import check_triton_version
 from .runtime.kernel import Launches, available
 from .score_mod import ScoreMod, compiled_part
-from .tensors import FP8_DTYPES, PACKED, TMA_ALIGNMENT_BYTES, empty_output, shape_of_lse
+from .tensors import PACKED, TMA_ALIGNMENT_BYTES, empty_output, shape_of_lse
 from .tuning import Table, active, rows_for
 
 # What flash-attention and torch call it.
@@ -173,11 +173,15 @@ def attention(
     options = Options(
         causal, hashable(window), chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device, mask
     )
-    q_ids, k_ids = both_segment_ids(segment_ids)
-    extras = Extras(
-        out, q_scale, k_scale, v_scale, sinks, alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids,
-        bias=bias, of_score_mod=read, of_mask_mod=read_by_mask,
-    )  # fmt: skip
+    extras = NO_EXTRAS
+    if not (out is q_scale is k_scale is v_scale is sinks is alibi_slopes is segment_ids is bias is None) or (
+        read or read_by_mask
+    ):
+        q_ids, k_ids = both_segment_ids(segment_ids)
+        extras = Extras(
+            out, q_scale, k_scale, v_scale, sinks, alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids,
+            bias=bias, of_score_mod=read, of_mask_mod=read_by_mask,
+        )  # fmt: skip
     if is_compiling() or is_seen_by_a_mode(extras, options):
         both = attention_op(*autocast(q, k, v), extras, options)
         return both if return_lse else both[0]
@@ -231,10 +235,10 @@ def attend(
         elif lse is not None:
             lse.fill_(float("-inf"))
     else:
-        if q.dtype in FP8_DTYPES:
+        if not extras.is_empty:
             check_scales(extras.scales)
         given = extras.given()
-        given.update(q=q, k=k, v=v, out=out, lse=lse)
+        given["q"], given["k"], given["v"], given["out"], given["lse"] = q, k, v, out, lse  # update() takes longer
         launch(given)
     return out if lse is None else (out, lse)
 
@@ -277,12 +281,11 @@ def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, option
     check_gradients_of_call(q, extras, options)
 
 
-def wants_gradient(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+def wants_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, bias: Tensor | None = None) -> bool:
     try:
-        for t in others:
-            if t is not None and t.requires_grad:
-                return True
-        return q.requires_grad or k.requires_grad or v.requires_grad
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return True
+        return (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
     except AttributeError:  # no tensor, which is found later
         return False
 
@@ -318,8 +321,8 @@ def refuse(unsupported: dict[str, Any], function: str) -> None:
 def check_call(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
     """What may differ from call to call with the same shapes: addresses, shared memory, gradients."""
     check_addresses(q, k, v, extras)
-    if torch.is_grad_enabled():
-        for t in (q, k, v, *(() if extras.is_empty else extras.each())):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or not extras.is_empty):
+        for t in (q, k, v, *extras.each()):
             if t is not None and t.requires_grad:
                 named = {"q": q, "k": k, "v": v, **extras.named()}
                 refuse_gradient(next(name for name, other in named.items() if other is t))
@@ -342,10 +345,9 @@ def check_addresses(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
     ):
         check_memory(q=q, k=k, v=v)
     addresses = at_q | at_k | at_v
-    others = () if extras.is_empty else [t for t in extras.each() if t is not None]
-    if others:
+    if not extras.is_empty:
         out, bias = extras.out, extras.bias
-        if any(map(is_suspect, others)):
+        if any(map(is_suspect, [t for t in extras.each() if t is not None])):
             check_memory(**extras.named())
         extras.check_alignment()
         if bias is not None:

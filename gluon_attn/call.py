@@ -62,6 +62,8 @@ class Extras(NamedTuple):
     def is_empty(self) -> bool:
         """Whether there are none. A chain, as a loop takes three times as long in each call. Its value is not returned,
         as torch.compile knows `not` of a tuple in conditions only."""
+        if self is NO_EXTRAS:  # as most calls have it
+            return True
         a, b, c, d, e, f, g, h, i, j, m, n, read, read_by_mask = self
         if a is b is c is d is e is f is g is h is i is j is m is n is None and not read and not read_by_mask:  # noqa: SIM103
             return True
@@ -97,6 +99,8 @@ class Extras(NamedTuple):
     def check_alignment(self) -> None:
         """That functions may read several elements at a time of what they are given: kernels are compiled so. One
         element is at a multiple of its own size. ValueError names the first tensor that begins elsewhere."""
+        if not self.of_score_mod and not self.of_mask_mod:
+            return
         for name, t in self.of_functions().items():
             if t.data_ptr() % TMA_ALIGNMENT_BYTES and t.numel() > 1:
                 refuse_address(name, t)
@@ -117,11 +121,13 @@ def identity(t: Tensor) -> Key:
 def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Key:
     """All that a launch depends on, but for the tables in use, and for what may differ from call to call. True, 1 and
     1.0 are equal, their types not."""
-    return (
+    key = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
-        *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in extras.each()],
     )  # fmt: skip
+    if extras.is_empty:
+        return key
+    return *key, *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in extras.each()]
 
 
 def lengths_of(extras: Extras, options: Options) -> Lengths | None:

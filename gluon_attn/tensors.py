@@ -24,10 +24,11 @@ def output_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def empty_output(q: Tensor, v: Tensor, device: torch.device | str | None = None) -> Tensor:
     """Memory for O of these, in q's order of dimensions."""
-    if v.shape[-1] == q.shape[-1] and device is None and q.dtype not in FP8_DTYPES:
+    alike = v.size(-1) == q.size(-1)
+    if alike and device is None and q.dtype not in FP8_DTYPES:
         return torch.empty_like(q)  # with options it would take as long again on the host
     dtype = output_dtype(q.dtype)
-    if v.shape[-1] == q.shape[-1]:
+    if alike:
         return torch.empty_like(q, dtype=dtype, device=device)
     inwards = sorted(range(q.dim() - 1), key=q.stride, reverse=True)
     shape = (*q.shape[:-1], v.shape[-1])
