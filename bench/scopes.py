@@ -115,7 +115,7 @@ def wait_name(kind: str, frames: list[tuple[str, str]]) -> str:
     if kind == "warpgroup_mma_wait":
         apart = re.search(r"wait_apart\((\w+)", line)
         return f"products: {apart[1] if apart else re.split('[,=]', line)[0].strip()}"
-    channel = re.search(r"(\w+)\.(?:acquire|borrow|take|wait_again)\(\)", line)
+    channel = re.search(r"(\w+)\.(?:acquire|borrow|take|wait|wait_again)\(\)", line)
     if not channel:
         return line[:40]
     barrier = frames[0][1]

@@ -43,6 +43,7 @@ NAMES = [
     ("products: dq", "warpgroup_mma_wait", [(GRADIENT, "dqs = hand_over(wait_apart(dq, 1), dqs)"), STEP]),
     ("products: s", "warpgroup_mma_wait", [(GRADIENT, "s = wait_apart(s, 1)  # dP goes on"), STEP]),
     ("freed dqs", "wait", [FREED, (GRADIENT, "memory = ends.dqs.borrow().part(0)")]),
+    ("dqs", "wait", [FILLED, (GRADIENT.replace("gradient", "reduce"), "sums.dqs.wait()")]),
     ("claims", "wait", [FILLED, (WORK, "slot, end = self.end.acquire()")]),
     ("the other warpgroup", "barrier", [(GRADIENT, "gl.barrier()")]),
     ("all at the start or the end", "barrier", [("/any/channels/barriers.py", "gl.barrier()")]),
