@@ -338,20 +338,48 @@ def measure_candidates(point: Point, rounds: int, in_order: bool, only: Sequence
         name: {"ms": t.median * 1e3, "tflops": flops / t.median / 1e12, "spread": t.spread}
         for name, t in timings.items()
     }
+    measured = {"point": asdict(point), "name": point.name, "table": table, "results": results, "refused": refused}
+    show_candidates(measured)
+    return measured
+
+
+def show_candidates(point: dict[str, Any]) -> None:
+    results, table = point["results"], point["table"]
     fastest = max(results, key=lambda name: results[name]["tflops"])
     lead = results[fastest]["tflops"] / results[table]["tflops"] if table in results else float("nan")
-    print(f"{point.name}: fastest {fastest}, {lead:.3f} times the table's {table}; {len(refused)} refused", flush=True)
-    return {"point": asdict(point), "name": point.name, "table": table, "results": results, "refused": refused}
+    refused = len(point["refused"])
+    print(f"{point['name']}: fastest {fastest}, {lead:.3f} times the table's {table}; {refused} refused", flush=True)
 
 
 def show(found: dict[str, Any]) -> None:
-    names = list(found["points"][0]["results"])
-    print("| TFLOP/s | " + " | ".join(names) + " | ours / cudnn |")
-    print("|---" * (len(names) + 2) + "|")
-    for point in found["points"]:
+    """Of any result file of this command."""
+    if "host_us" in found:
+        for name, us in found["host_us"].items():
+            print(f"{name:36} {us:6.1f} us")
+        return
+    points = found["points"]
+    if "table" in points[0]:
+        for point in points:
+            show_candidates(point)
+        return
+    show_table("TFLOP/s", "tflops", points, last=("ours / cudnn", "ratio_to_cudnn"))
+    if "joules_per_tflop" in points[0]["results"]["ours"]:
+        print()
+        show_table("J per TFLOP", "joules_per_tflop", points)
+
+
+def show_table(heading: str, figure: str, points: list[dict[str, Any]], last: tuple[str, str] | None = None) -> None:
+    """A figure of all that was timed. last: heading of one of ours alone, and what it is called."""
+    names = list(dict.fromkeys(name for point in points for name in point["results"]))
+    print(f"| {heading} | " + " | ".join([*names, *(last or ())[:1]]) + " |")
+    print("|---" * (len(names) + 1 + bool(last)) + "|")
+    digits = 0 if figure == "tflops" else 2
+    for point in points:
         results = point["results"]
-        rates = " | ".join(f"{results[name]['tflops']:.0f}" for name in names)
-        print(f"| {point['name']} | {rates} | {results['ours']['ratio_to_cudnn']:.2f} |")
+        cells = [f"{results[name][figure]:.{digits}f}" if name in results else "–" for name in names]
+        if last:
+            cells.append(f"{results['ours'][last[1]]:.2f}")
+        print(f"| {point['name']} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
@@ -377,15 +405,17 @@ def main() -> None:
     if args.only and not (args.candidates and known.issuperset(args.only)):
         parser.error(f"--only: expected labels of configs of these head dims, with --candidates, got {args.only}")
     if args.show:
-        show(json.loads(args.show.read_text(encoding="utf-8")))
+        try:
+            show(json.loads(args.show.read_text(encoding="utf-8")))
+        except (IndexError, KeyError, TypeError):
+            parser.error(f"--show: expected a result file of this command, got {args.show}")
         return
     if not torch.cuda.is_available():
         sys.exit("bench.gradients: expected a Hopper card, got none; use --show FILE to see a result file")
     found: dict[str, Any] = {"provenance": provenance(args.commit), "with_forward": args.with_forward, "points": []}
     if args.host:
         found |= {"point": asdict(HOST_POINT), "host_us": host_microseconds()}
-        for name, us in found["host_us"].items():
-            print(f"{name:36} {us:6.1f} us")
+        show(found)
         save(found, args.out)
         return
     for point in points(args.head_dims, args.lengths, args.kv_heads):

@@ -3,7 +3,9 @@
 import concurrent.futures
 import dataclasses
 import json
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from gluon_attn.gradients import attention_backward
 from gluon_attn.runtime.launcher import Launcher
 from gluon_attn.testing import backward_call
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 POINT = Point(head_dim=64, causal=True, length=130, batch=1, heads=1)
 
 
@@ -135,3 +138,27 @@ def test_labels_that_are_of_no_config_are_refused(arguments, monkeypatch, capsys
     with pytest.raises(SystemExit):
         gradients.main()
     assert "--only: expected labels of configs of these head dims, with --candidates, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("h200_gradients.json", "| D=64 causal 16384 | 434 | 524 | 480 | 164 | 1.21 |"),
+        ("h200_gradients_grouped.json", "| D=128 full 2048 GQA 8:1 B=8 H=64 |"),  # not all points have a fixed order
+        ("h200_gradients_host.json", "backward, cuDNN                        84.8 us"),
+        ("h200_gradients_sustained.json", "| D=64 full 8192 | 1.58 | 1.35 |"),
+        ("h200_gradients_dq_slots.json", "times the table's"),
+    ],
+)
+def test_shows_each_kind_of_result_file(monkeypatch, capsys, file, line):
+    monkeypatch.setattr(sys, "argv", ["bench.gradients", "--show", str(RESULTS / file)])
+    gradients.main()
+    assert line in capsys.readouterr().out
+
+
+def test_a_result_file_of_another_command_is_refused(monkeypatch, capsys):
+    other = RESULTS / "h200_gradients_parts.json"
+    monkeypatch.setattr(sys, "argv", ["bench.gradients", "--show", str(other)])
+    with pytest.raises(SystemExit):
+        gradients.main()
+    assert f"--show: expected a result file of this command, got {other}" in capsys.readouterr().err
