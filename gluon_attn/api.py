@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, key_of, problem_of
+from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, keep, key_of, problem_of
 from .checks import check_bool, check_device, check_num_ctas, check_scale_signs, hashable, type_name
 from .device import Device
 from .features import INSTEAD, NOT_THERE, refuse_together
@@ -54,7 +54,6 @@ RENAMED = {
 
 # Launches by everything they depend on. Shapes and strides only: no tensor is kept alive. None: nothing to launch.
 _launches: dict[tuple[Any, ...], Launches | None] = {}
-MAX_LAUNCHES = 4096
 
 
 def attention(
@@ -208,9 +207,7 @@ def attend(
         if cast[0] is not q or cast[1] is not k or cast[2] is not v:
             return attend(*cast, extras, options, return_lse)
         launch = prepare(q, k, v, extras, options, tables)
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
+        keep(_launches, key, launch)
     else:
         check_call(q, k, v, extras)
 
@@ -283,9 +280,9 @@ def check_differentiable(q: Tensor, k: Tensor, v: Tensor, extras: Extras, option
 
 def wants_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, bias: Tensor | None = None) -> bool:
     try:
-        if q.requires_grad or k.requires_grad or v.requires_grad:
+        if (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad):
             return True
-        return (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
+        return q.requires_grad or k.requires_grad or v.requires_grad
     except AttributeError:  # no tensor, which is found later
         return False
 

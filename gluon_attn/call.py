@@ -1,6 +1,6 @@
 """What a call of attention is given besides q, k and v: as one thing that every function passes on."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from .memory import refuse_address
 from .problem import Lengths, Problem
 from .score_mod import MAX_TENSORS, ScoreFunction, alibi, softcap
 from .tensors import TMA_ALIGNMENT_BYTES, in_bhsd
+
+Kept = TypeVar("Kept")
 
 
 class Options(NamedTuple):
@@ -111,6 +113,14 @@ SINGLE = Extras._fields[:-2]  # those that are one tensor each
 NONE_GIVEN: dict[str, Tensor | None] = {**NOT_GIVEN, **dict.fromkeys(SINGLE)}
 
 Key = tuple[Any, ...]
+MAX_KEPT = 4096  # calls
+
+
+def keep(kept: dict[Key, Kept], key: Key, what: Kept) -> None:
+    """For the next call like this one. Of shapes that never end it does not grow without end."""
+    if len(kept) >= MAX_KEPT:
+        kept.clear()
+    kept[key] = what
 
 
 def identity(t: Tensor) -> Key:

@@ -12,7 +12,7 @@ from .backward.launch import NOT_THERE, backward_on_card
 from .backward.plan import BackwardPlan
 from .backward.table import pick_config
 from .bias import bias_of
-from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, identity, key_of, problem_of
+from .call import NO_EXTRAS, NONE_GIVEN, Extras, Options, Window, both_segment_ids, identity, keep, key_of, problem_of
 from .checks import check_bool, check_dense, check_device, check_scale_tensor, check_strides, hashable, type_name
 from .device import Device
 from .mask_mod import MaskMod
@@ -29,7 +29,6 @@ from .tuning import Table, active, backward_rows_for
 ARCHS = (90,)  # for which there are backward kernels
 
 _launches: dict[tuple[Any, ...], Launches | None] = {}  # by everything they depend on, see api.py
-MAX_LAUNCHES = 4096
 
 
 def attention_backward(
@@ -173,9 +172,7 @@ def differentiate(
             require_gradient_of_bias(q, extras.bias, options.layout, deterministic)
         shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **grads}
         launch = prepare(problem, shapes, extras, options.device, deterministic, of_bias, tables)
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
+        keep(_launches, key, launch)
     if extras.sinks is not None:
         grads["dsinks"] = torch.empty_like(extras.sinks)
     if extras.bias is not None and of_bias:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .api import MAX_LAUNCHES, attend_again, attention, check_addresses, launch_of
-from .call import NO_EXTRAS, Key, Options, identity
+from .api import attend_again, attention, check_addresses, launch_of
+from .call import NO_EXTRAS, Key, Options, identity, keep
 from .checks import Window
 from .cudnn import cudnn_is_faster
 from .device import Device
@@ -110,8 +110,9 @@ def forward_pass(
         return None
     with TORCH, torch.no_grad():  # who records gradients is torch's operator
         out, lse = (attention_varlen if packed else attention)(q, k, v, return_lse=True, **options)
-        if key is not None:
-            keep(_forward, key, launch_of(q, k, v, as_of_attention(**options), tables))
+        launch = None if key is None else launch_of(q, k, v, as_of_attention(**options), tables)
+        if key is not None and launch is not None:  # None: there was nothing to launch, which is asked again
+            keep(_forward, key, launch)
         return out, lse
     return None
 
@@ -142,7 +143,9 @@ def backward_pass(
         tensors = (dout, None, q, k, v, readable_by_tma(out), lse.contiguous())
         dq, dk, dv = (attention_varlen_backward if packed else attention_backward)(*tensors, **options)
         if key is not None and readable_by_tma(dout) is dout and tensors[-2] is out and tensors[-1] is lse:
-            keep(_backward, key, gradients_launch_of(dout, q, k, v, out, lse, as_of_attention(**options), tables))
+            launch = gradients_launch_of(dout, q, k, v, out, lse, as_of_attention(**options), tables)
+            if launch is not None:
+                keep(_backward, key, launch)
         return dq, dk, dv
     return None
 
@@ -173,12 +176,3 @@ def as_of_attention(
 ) -> Options:
     """As `attention` has them of these arguments."""
     return Options(causal=causal, scale=scale, layout=layout, device=device, window=window)
-
-
-def keep(launches: dict[Key, Launches], key: Key, launch: Launches | None) -> None:
-    """None: there was nothing to launch, which is asked again."""
-    if launch is None:
-        return
-    if len(launches) >= MAX_LAUNCHES:
-        launches.clear()
-    launches[key] = launch

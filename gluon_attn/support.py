@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .api import (
-    MAX_LAUNCHES,
     autocast,
     check_call,
     check_differentiable,
@@ -17,7 +16,7 @@ from .api import (
     plan_of,
     wants_gradient,
 )
-from .call import Extras, Options, Window, both_segment_ids, key_of
+from .call import Extras, Options, Window, both_segment_ids, keep, key_of
 from .checks import check_seqlens, hashable
 from .device import Device
 from .forward.configs import ForwardConfig
@@ -144,9 +143,7 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Opti
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # New; or no dense tensor, or not hashable: plan_of() says what is wrong.
         computes = plan_of(q, k, v, extras, options, tables) is not None
-        if len(_taken) >= MAX_LAUNCHES:
-            _taken.clear()
-        _taken[key] = computes
+        keep(_taken, key, computes)
     else:
         check_call(q, k, v, extras)
     if computes and q.dtype in FP8_DTYPES:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,58 @@ def test_energy_of_gradients():
         rates = [round(of["tflops"]) for of in (ours, cudnn)]
         name = point["name"].removesuffix(" 8192")
         assert rows_below("backward.md", "| | ours, J per TFLOP")[name] == [*joules, *rates]
+
+
+def test_waits_of_long_gradients():
+    def of(problem: str) -> list[float]:
+        name = f"bench/results/h200_timeline_gradients_{problem}.json"
+        found = json.loads((ROOT / name).read_text(encoding="utf-8"))
+        roles = {role: of["waits"] for role, of in found["all CTAs"].items()}
+        halves = [roles[f"gradient, {half} half"] for half in ("first", "second")]
+
+        def share(waits: dict[str, Any], begin: str = "") -> float:
+            return 100 * sum(float(wait["share"]) for name, wait in waits.items() if name.startswith(begin))
+
+        mean = [
+            sum(share(half, begin) for half in halves) / 2
+            for begin in ("", "keys values", "queries", "douts", "freed dqs", "products", "the other warpgroup")
+        ]
+        reduce = roles["reduce"]
+        return [
+            round(found["slower"], 2), round(mean[0]), *(round(number, 1) for number in mean[1:]),
+            round(share(roles["load"])), round(share(reduce)), round(share(reduce, "other programs"), 1),
+            round(share(reduce, "stores"), 1),
+        ]  # fmt: skip
+
+    problems = [of(problem) for problem in ("d64_full_1024_in_order", "d128_full_8192", "d64_causal_16384")]
+    shown = rows_below("lab_log.md", "| | D=64 full, 1024, in order |")
+    assert list(shown.values()) == [list(row) for row in zip(*problems, strict=True)]
+
+
+def test_counters_of_several_query_heads():
+    file = ROOT / "bench/results/h200_gradients_grouped_counters.json"
+    kernels = list(json.loads(file.read_text(encoding="utf-8"))["kernels"].values())
+    of = {
+        "time, ms": ("gpu__time_duration.sum", 1e6, 1),
+        "L2 has, % of what is asked": ("lts__t_sector_hit_rate.pct", 1, 0),
+        "read from memory, GB": ("dram__bytes_read.sum", 1e9, 1),
+        "written to memory, GB": ("dram__bytes_write.sum", 1e9, 1),
+        "of memory's rate, %": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 1, 0),
+        "of L2's rate, %": ("lts__t_bytes.sum.pct_of_peak_sustained_elapsed", 1, 0),
+    }
+    assert rows_below("lab_log.md", "| | full, 64 KV heads |") == {
+        name: [round(kernel[metric] / unit, digits) for kernel in kernels]
+        for name, (metric, unit, digits) in of.items()
+    }
+
+
+def test_host_time_before_and_after_gradients():
+    file = ROOT / "bench/results/h200_host_before_after.json"
+    shown = cells_below("lab_log.md", "| host | commit | before, median")
+    for cells, session in zip(shown.values(), json.loads(file.read_text(encoding="utf-8"))["sessions"], strict=True):
+        us = {when: [one for process in session["us"][when] for one in process] for when in ("before", "now")}
+        found = [of(us[when]) for of in (statistics.median, min) for when in ("before", "now")]
+        assert cells == [session["now"], *(f"{number:.1f}" for number in found)]
 
 
 def test_parts_under_a_causal_mask():

@@ -452,6 +452,33 @@ def test_out_over_an_input_is_refused(name):
         attention(q, k, v, out={"q": q, "k": k, "v": v}[name])
 
 
+SPANS = {64: 2048, 128: 4032}  # elements from the first of out to the last, by those from one row to the next
+
+
+@pytest.mark.parametrize("row", SPANS)
+@pytest.mark.parametrize(("first", "what"), [(0, "overlaps"), (8, "overlaps"), (2040, "overlaps"), (2048, "is beside")])
+@pytest.mark.parametrize("before", [False, True])
+def test_out_may_be_beside_an_input_and_not_over_it(row, first, what, before):
+    """Q has 2048 elements in the middle of memory. first: of out, counted from Q's; before: out ends so far ahead of
+    where Q ends."""
+    memory = torch.zeros(3 * 4096, dtype=torch.bfloat16)
+    q, k, v = qkv()
+    q = memory[4096 : 4096 + 2048].view(q.shape)
+    at = 4096 + 2048 - first - SPANS[row] if before else 4096 + first
+    out = memory.as_strided(q.shape, (32 * row, 16 * row, row, 1), at)
+    if what == "is beside":
+        attention(q, k, v, out=out, device=HOPPER)
+        return
+    with pytest.raises(ValueError, match=r"^out: expected memory of its own, got a range that overlaps that of q;"):
+        attention(q, k, v, out=out, device=HOPPER)
+
+
+def test_out_over_a_bias_is_refused():
+    memory = torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^out: expected memory of its own, got a range that overlaps that of bias;"):
+        attention(*qkv(), bias=memory[..., :16], out=memory, device=HOPPER)
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("softmax_scale", "scale"), ("is_causal", "causal"), ("sm_scale", "scale"), ("window_size", "window")],

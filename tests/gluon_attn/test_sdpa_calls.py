@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import sdpa_calls, tuning
+from gluon_attn import call, sdpa_calls, tuning
 from gluon_attn.runtime.kernel import KernelUnavailable
 from gluon_attn.testing import check, check_gradients, normal
 from tests.gluon_attn.sdpa import FLASH, FLASH_BACKWARD, RNG, by_cudnn, by_flash, q_of
@@ -143,7 +143,7 @@ def test_memory_in_backward_passes(calls, asked):
 
 
 def test_what_is_kept_is_bounded(calls, monkeypatch):
-    monkeypatch.setattr(sdpa_calls, "MAX_LAUNCHES", 2)
+    monkeypatch.setattr(call, "MAX_KEPT", 2)
     for length in (40, 41, 42):
         q = q_of(1, 1, length, 64)
         by_flash(q, q, q)
