@@ -239,10 +239,13 @@ class Unavailable(Launches):
         self.error = without_frames(error)
 
     def __call__(self, tensors: Tensors) -> None:
-        raise KernelUnavailable(
-            f"this call's kernel could not be compiled or loaded: {type(self.error).__name__}: {self.error}; "
-            "see docs/install.md"
-        ) from self.error
+        raise not_made(self.error) from self.error
+
+
+def not_made(error: Exception) -> KernelUnavailable:
+    return KernelUnavailable(
+        f"this call's kernel could not be compiled or loaded: {type(error).__name__}: {error}; see docs/install.md"
+    )
 
 
 def without_frames(error: Exception) -> Exception:
@@ -255,12 +258,15 @@ def without_frames(error: Exception) -> Exception:
 
 
 def available(make: Callable[[], Launches]) -> Launches:
-    """What `make` returns; or Unavailable, if it fails. Refusals, which name an argument, it raises."""
+    """What `make` returns; or Unavailable, if it fails. Refusals, which name an argument, it raises; and
+    KernelUnavailable where there is no memory, as the next call may have some."""
     try:
         return make()
     except (NotInCapture, NotImplementedError, TypeError, ValueError):
         raise
     except Exception as error:  # whatever Triton, its compiler or the system raises
+        if "out of memory" in str(error).lower():  # as the driver says it, through Triton and through torch
+            raise not_made(error) from error
         return Unavailable(error)
 
 

@@ -18,6 +18,8 @@ from tests.gluon_attn.sdpa import HOPPER, by_cudnn, by_flash, q_of
 
 NO_COMPILER = "Failed to find C compiler"
 
+LAUNCHES_ON_CPU = cpu.launches_on_cpu
+
 
 def fail(*args: Any) -> NoReturn:
     raise RuntimeError(NO_COMPILER)
@@ -59,6 +61,26 @@ def test_a_call_that_failed_keeps_no_tensor_alive(without_a_compiler):
     gc.collect()
     assert api._launches
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Triton Error [CUDA]: out of memory"), torch.OutOfMemoryError("CUDA out of memory.")],
+    ids=str,
+)
+def test_without_memory_the_next_call_tries_again(monkeypatch, without_a_compiler, error):
+    q = q_of()
+
+    def full(*args: Any) -> NoReturn:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu, "launches_on_cpu", full)
+        with pytest.raises(KernelUnavailable, match=r"could not be compiled or loaded: .*out of memory"):
+            attention(q, q, q, device=HOPPER)
+    assert not api._launches
+    monkeypatch.setattr(cpu, "launches_on_cpu", LAUNCHES_ON_CPU)
+    attention(q, q, q, device=HOPPER)
 
 
 @pytest.mark.parametrize("by", [by_flash, by_cudnn])
