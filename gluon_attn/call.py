@@ -134,6 +134,7 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) ->
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, options[:-1], type(options.causal), type(options.scale), type(options.num_ctas),
+        type(options.softcap), type(options.chunk), *map(type, options.window),
     )  # fmt: skip
     if extras.is_empty:
         return key

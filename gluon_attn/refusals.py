@@ -34,6 +34,8 @@ def refuse_unusual(**tensors: Any) -> None:
 
 def unusual(t: Tensor) -> str | None:
     """What it is, if it is not plain."""
+    if t.is_nested and t.layout == torch.jagged:
+        return "a jagged nested one (give its .values() and .offsets() to attention_varlen)"
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"a {type(t).__name__}, a tensor subclass that stands for other tensors or for none"
     return transformed(t)

@@ -196,6 +196,25 @@ def test_memory_that_is_not_what_it_reads_as_is_refused(kind, name, calls_before
         attention(**tensors, device=HOPPER)
 
 
+@pytest.mark.parametrize(
+    ("before", "then"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({"num_ctas": 1}, {"num_ctas": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"chunk": 1}, {"chunk": True}),
+        ({"window": (1, 0)}, {"window": (1.0, 0)}),
+        ({"window": (1, 0)}, {"window": (1, False)}),
+    ],
+    ids=str,
+)
+def test_what_equals_an_option_of_before_is_refused_by_its_type(before, then, no_launch):
+    attention(*qkv(), device=HOPPER, **before)
+    with pytest.raises(TypeError, match=rf"^{next(iter(then))}: expected"):
+        attention(*qkv(), device=HOPPER, **then)
+
+
 @jit
 def unchanged(score, q_index, k_index, head, batch, read):
     return score

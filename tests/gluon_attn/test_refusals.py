@@ -124,3 +124,10 @@ def test_plain_ones_are_not():
         pass
 
     refuse_unusual(q=Q, k=torch.nn.Parameter(Q), v=Q.as_subclass(Named), out=None)
+
+
+def test_a_jagged_tensor_is_sent_to_packed_sequences():
+    rows = [torch.randn(length, 2, 64, dtype=torch.bfloat16) for length in (3, 5)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(NotImplementedError, match=r"^q: .* jagged .*\.offsets\(\) to attention_varlen"):
+        attention(jagged, jagged, jagged, device=Device.hopper())
