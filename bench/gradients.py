@@ -351,6 +351,13 @@ def show_candidates(point: dict[str, Any]) -> None:
     print(f"{point['name']}: fastest {fastest}, {lead:.3f} times the table's {table}; {refused} refused", flush=True)
 
 
+def is_of_this_command(found: Any) -> bool:
+    if not isinstance(found, dict):
+        return False
+    points = found.get("points", [])
+    return "host_us" in found or (bool(points) and all("results" in point for point in points))
+
+
 def show(found: dict[str, Any]) -> None:
     """Of any result file of this command."""
     if "host_us" in found:
@@ -362,23 +369,24 @@ def show(found: dict[str, Any]) -> None:
         for point in points:
             show_candidates(point)
         return
-    show_table("TFLOP/s", "tflops", points, last=("ours / cudnn", "ratio_to_cudnn"))
+    show_table("TFLOP/s", "tflops", 0, points, with_ratio=True)
     if "joules_per_tflop" in points[0]["results"]["ours"]:
         print()
-        show_table("J per TFLOP", "joules_per_tflop", points)
+        show_table("J per TFLOP", "joules_per_tflop", 2, points)
 
 
-def show_table(heading: str, figure: str, points: list[dict[str, Any]], last: tuple[str, str] | None = None) -> None:
-    """A figure of all that was timed. last: heading of one of ours alone, and what it is called."""
+def show_table(
+    heading: str, figure: str, digits: int, points: list[dict[str, Any]], *, with_ratio: bool = False
+) -> None:
+    """A figure of all that was timed. with_ratio: and our rate over cuDNN's."""
     names = list(dict.fromkeys(name for point in points for name in point["results"]))
-    print(f"| {heading} | " + " | ".join([*names, *(last or ())[:1]]) + " |")
-    print("|---" * (len(names) + 1 + bool(last)) + "|")
-    digits = 0 if figure == "tflops" else 2
+    print("| " + " | ".join([heading, *names, *["ours / cudnn"] * with_ratio]) + " |")
+    print("|---" * (len(names) + 1 + with_ratio) + "|")
     for point in points:
         results = point["results"]
         cells = [f"{results[name][figure]:.{digits}f}" if name in results else "–" for name in names]
-        if last:
-            cells.append(f"{results['ours'][last[1]]:.2f}")
+        if with_ratio:
+            cells.append(f"{results['ours']['ratio_to_cudnn']:.2f}")
         print(f"| {point['name']} | " + " | ".join(cells) + " |")
 
 
@@ -405,10 +413,10 @@ def main() -> None:
     if args.only and not (args.candidates and known.issuperset(args.only)):
         parser.error(f"--only: expected labels of configs of these head dims, with --candidates, got {args.only}")
     if args.show:
-        try:
-            show(json.loads(args.show.read_text(encoding="utf-8")))
-        except (IndexError, KeyError, TypeError):
+        shown = json.loads(args.show.read_text(encoding="utf-8"))
+        if not is_of_this_command(shown):
             parser.error(f"--show: expected a result file of this command, got {args.show}")
+        show(shown)
         return
     if not torch.cuda.is_available():
         sys.exit("bench.gradients: expected a Hopper card, got none; use --show FILE to see a result file")

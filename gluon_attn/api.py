@@ -173,9 +173,8 @@ def attention(
         causal, hashable(window), chunk, softcap, function, scale, layout, deterministic, num_ctas, config, device, mask
     )
     extras = NO_EXTRAS
-    if not (out is q_scale is k_scale is v_scale is sinks is alibi_slopes is segment_ids is bias is None) or (
-        read or read_by_mask
-    ):
+    alone = out is q_scale is k_scale is v_scale is sinks is alibi_slopes is segment_ids is bias is None
+    if not alone or score_mod is not None or mask_mod is not None:
         q_ids, k_ids = both_segment_ids(segment_ids)
         extras = Extras(
             out, q_scale, k_scale, v_scale, sinks, alibi_slopes, q_segment_ids=q_ids, k_segment_ids=k_ids,

@@ -60,3 +60,18 @@ def calls(originals) -> Iterator[list[Any]]:
     handle = torch_sdpa.override("CPU", HOPPER)
     yield originals.calls
     handle.remove()
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    """attention() on the CPU as far as the launch, which does nothing."""
+
+    class NoLaunch:
+        def __init__(self, launch, arch):
+            pass
+
+        def __call__(self, tensors):
+            pass
+
+    monkeypatch.setattr("gluon_attn.cpu.CpuLaunch", NoLaunch)
+    monkeypatch.setattr(api, "_launches", {})

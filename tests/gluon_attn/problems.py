@@ -21,3 +21,8 @@ def problem(**fields: Any) -> Problem:
         "layout": "bhsd",
     }
     return Problem(**(standard | fields))
+
+
+def qkv(requires_grad: bool = False, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> list[torch.Tensor]:
+    shape = (1, 2, 16, head_dim)
+    return [torch.zeros(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
