@@ -48,7 +48,7 @@ class Apart:
     function: str
     item_seconds: float = 900  # so large that only a hang takes it: a first compile can take minutes on a busy machine
     group: Callable[[str], object] = lambda name: name
-    processes: int = os.cpu_count() or 1
+    processes: int = len(os.sched_getaffinity(0))
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     restarts: int = 2
 
