@@ -1,7 +1,7 @@
 """Which calls of torch's operators for attention these kernels compute, and the passes of those.
 
-A call whose shapes, strides and options came before takes one look-up, as its launch is kept: every layer of every step
-makes the same one, and the host's time counts where the card has little to do.
+A call whose shapes, strides and options came before takes one look-up, as its launch is kept, or that it is torch's:
+every layer of every step makes the same one, and the host's time counts where the card has little to do.
 """
 
 from typing import Any
@@ -35,6 +35,7 @@ DTYPES = (torch.float16, torch.bfloat16)  # of the operators; fp8 has others
 # Launches of calls that were ours, by all that this and the launch depend on. Shapes and strides only.
 _forward: dict[Key, Launches] = {}
 _backward: dict[Key, Launches] = {}
+_left: dict[Key, bool] = {}  # those of both passes that are torch's to compute: all True
 
 
 def takes(
@@ -104,9 +105,10 @@ def forward_pass(
         with TORCH:
             return attend_again(launch, q, k, v, options["layout"])
         return None  # TORCH has swallowed that there is no kernel
-    if of_cudnn and not timed(q, v):
+    if key in _left:
         return None
-    if not (takes_packed if packed else takes)(q, k, v, needs_grad=False, **options):
+    if (of_cudnn and not timed(q, v)) or not (takes_packed if packed else takes)(q, k, v, needs_grad=False, **options):
+        leave(key, q, k, v)
         return None
     with TORCH, torch.no_grad():  # who records gradients is torch's operator
         out, lse = (attention_varlen if packed else attention)(q, k, v, return_lse=True, **options)
@@ -133,11 +135,14 @@ def backward_pass(
         with TORCH:
             return differentiate_again(launch, dout, q, k, v, out, lse)
         return None  # as above
-    if of_cudnn and not timed(q, v):
+    if key in _left:
         return None
-    if not takes_gradients(dout, q, k, v, out, lse, **options):
-        return None
-    if of_cudnn and cudnn_is_faster(q, k, v, causal=options["causal"], device=options["device"]):
+    if (
+        (of_cudnn and not timed(q, v))
+        or not takes_gradients(dout, q, k, v, out, lse, **options)
+        or (of_cudnn and cudnn_is_faster(q, k, v, causal=options["causal"], device=options["device"]))
+    ):
+        leave(key, dout, q, k, v, out, lse)
         return None
     with TORCH, torch.no_grad():
         tensors = (dout, None, q, k, v, readable_by_tma(out), lse.contiguous())
@@ -148,6 +153,12 @@ def backward_pass(
                 keep(_backward, key, launch)
         return dq, dk, dv
     return None
+
+
+def leave(key: Key | None, *tensors: Tensor) -> None:
+    """Such calls to torch from now on, unless what was refused may be an address or a kind of tensor: no key has those."""
+    if key is not None and are_as_before(*tensors):
+        keep(_left, key, True)
 
 
 def key_of_call(q: Tensor, k: Tensor, v: Tensor, of_cudnn: bool, options: dict[str, Any], *others: Tensor) -> Key:

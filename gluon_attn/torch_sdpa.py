@@ -32,10 +32,18 @@ WINDOW = ("window_size_left", "window_size_right")  # -1, or None: no limit
 
 Original = Callable[..., Any]
 
+GONE = (
+    "gluon_attn.torch_sdpa: another implementation of attention was active when this was imported, and is removed now; "
+    "import it before that one is activated, or leave enabled() and enter it again"
+)
+
 _lock = threading.Lock()  # for the list below, and what torch is told when it changes
 _registered: list["Overrides"] = []
 # Kernels that are registered no longer. Another thread may be in one, so they are not destroyed at once.
 _removed: deque[Any] = deque(maxlen=1000)
+# Torch's own kernels, by dispatch key and operator. The one before ours may be another implementation's instead, and that
+# may be removed while ours is on.
+_own: dict[tuple[str, str], Any] = {}
 
 
 class Overrides:
@@ -74,10 +82,11 @@ def override(
             except RuntimeError:
                 continue
             overrides.originals[name] = kernel
+            own = _own.get((key, name))
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one is replaced
                 # Of ours there may be several at a time. Torch 2.11 takes a second one only if asked to, later ones do.
-                ours = functools.partial(call, replacement, kernel, device)
+                ours = functools.partial(call, replacement, kernel, own, device)
                 overrides.library.impl(name, ours, with_keyset=True, allow_override=True)
             overrides.ours.append(get_kernel(f"aten::{name}", key))
         _registered.append(overrides)
@@ -97,9 +106,22 @@ def original_of(name: str, key: str) -> Any:
 
 
 def call(
-    replacement: Callable[..., Any], kernel: Any, device: Device | None, keys: Any, /, *args: Any, **kw: Any
+    replacement: Callable[..., Any], kernel: Any, own: Any, device: Device | None, keys: Any, /, *args: Any, **kw: Any
 ) -> Any:
-    return replacement(functools.partial(kernel.call_boxed, keys), device, *args, **kw)
+    return replacement(functools.partial(hand_on, kernel, own, keys), device, *args, **kw)
+
+
+def hand_on(kernel: Any, own: Any, keys: Any, /, *args: Any, **kw: Any) -> Any:
+    """To the kernel that was there before ours; once that is removed, to torch's own."""
+    try:
+        return kernel.call_boxed(keys, *args, **kw)
+    except RuntimeError as error:
+        if "has been invalidated" not in str(error):
+            raise
+        if own is None:
+            error.add_note(GONE)
+            raise
+    return own.call_boxed(keys, *args, **kw)
 
 
 @contextlib.contextmanager
@@ -116,6 +138,14 @@ def enabled(device: Device | None = None) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def keep_own(key: str) -> None:
+    """Of those that are there now, as implementations in Python come and go."""
+    for name in FLASH | CUDNN:
+        with contextlib.suppress(RuntimeError):  # there is none, as in a torch without CUDA
+            if ".py:" not in repr(kernel := get_kernel(f"aten::{name}", key)):
+                _own[key, name] = kernel
 
 
 def cudnn_has_other_strides() -> bool:
@@ -353,6 +383,8 @@ CUDNN: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_cudnn_attention": cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
 }
+
+keep_own("CUDA")
 
 # Who activates an implementation of FlashAttention by torch's own switch means its operators, and not cuDNN's.
 register_flash_attention_impl(NAME, register_fn=functools.partial(override, replacements=FLASH))

@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("by", [by_flash, by_cudnn])
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch):
-    for name in ("_forward", "_backward"):
+    for name in ("_forward", "_backward", "_left"):
         monkeypatch.setattr(sdpa_calls, name, {})
 
 
@@ -149,6 +149,36 @@ def test_what_is_kept_is_bounded(calls, monkeypatch):
         by_flash(q, q, q)
         assert 1 <= len(sdpa_calls._forward) <= 2
     assert calls == []
+
+
+@BOTH
+def test_what_is_torchs_is_asked_about_once(by, calls, asked):
+    """Of both passes; and each call's own numbers are handed on."""
+    inputs = [q_of(1, 1, length, 64).requires_grad_() for length in (1, 40, 40)]  # a single query
+    dout = q_of(1, 1, 1, 64)
+    for times in (1, 2):
+        out = by(*inputs)[0]
+        torch.autograd.grad(out, inputs, dout)
+        assert [next(t for t in args if isinstance(t, Tensor)).shape for _, args, _ in calls[-2:]] == [dout.shape] * 2
+        assert len(calls) == 2 * times
+    assert asked == ["takes", "takes_gradients", "takes"]
+
+
+def test_a_refused_address_is_not_kept(calls, asked):
+    """As the next tensor of that shape may have one that is taken."""
+    q = q_of()
+    other = misaligned(q)
+    assert (by_flash(other, q, q)[0] == 7).all()
+    assert not (by_flash(q, q, q)[0] == 7).all()
+    assert asked == ["takes", "takes"]
+    assert not sdpa_calls._left
+
+
+def test_what_is_left_is_bounded(calls, monkeypatch):
+    monkeypatch.setattr(call, "MAX_KEPT", 2)
+    for length in (40, 41, 42):
+        by_flash(q_of(1, 1, 1, 64), *[q_of(1, 1, length, 64)] * 2)
+        assert 1 <= len(sdpa_calls._left) <= 2
 
 
 def test_no_output_is_given_to_what_is_kept(calls, asked):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import get_kernel
+from torch.library import Library, get_kernel
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
@@ -22,7 +23,7 @@ from torch.nn.attention import (
 )
 
 from gluon_attn import attention, reference_attention, sdpa_calls, torch_sdpa
-from tests.gluon_attn.sdpa import CUDNN, HOPPER, SDPA, Originals, by_cudnn, by_flash, q_of
+from tests.gluon_attn.sdpa import CUDNN, HOPPER, RNG, SDPA, Originals, by_cudnn, by_flash, q_of
 
 
 def test_afterwards_all_is_as_before(originals):
@@ -97,6 +98,7 @@ class OfCuda:
         self.originals = Originals("CUDA")
         self.asked: list[Any] = []
         patch.setattr(sdpa_calls, "refusal", self.refuse)
+        patch.setattr(sdpa_calls, "_left", {})
 
     def refuse(self, *_: Any, **__: Any) -> str:
         self.asked.append(1)
@@ -104,6 +106,7 @@ class OfCuda:
 
     def is_ours(self, op: Any, *others: Any) -> bool:
         before, q = len(self.asked), q_of()
+        sdpa_calls._left.clear()  # else it would not be asked again
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
         assert (get_kernel(op.default, "CUDA").call_boxed(keys, q, q, q, *others)[0] == 7).all()
         return len(self.asked) > before
@@ -198,6 +201,67 @@ def test_many_threads(originals):
         assert all(pool.map(work, range(12)))
     assert all((by(q, q, q)[0] == 7).all() for by in (by_flash, by_cudnn))
     assert not torch_sdpa._registered
+
+
+class Another:
+    """An implementation of FlashAttention of somebody else's, as FA3's and FA4's are registered: with 9 for O."""
+
+    def __init__(self) -> None:
+        self.library = Library("aten", "IMPL", "CPU")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.library.impl(SDPA.default.name(), self.forward, allow_override=True)
+
+    @staticmethod
+    def forward(q: Tensor, *_: Any, **__: Any) -> Any:
+        o, lse = torch.full_like(q, 9), torch.zeros(q.shape[:3])
+        return o, lse, None, None, q.shape[2], q.shape[2], *RNG, torch.empty(0)
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+
+def number_handed_on() -> float:
+    """In O of a call that is not ours, which tells whose it is."""
+    q = q_of()
+    return float(by_flash(q, q, q, dropout_p=0.5)[0].flatten()[0])
+
+
+def test_another_implementation_that_leaves_within(originals, monkeypatch):
+    """Calls go to it while it is there, and to torch's own then, also through what is turned on after that."""
+    own = {("CPU", name): get_kernel(f"aten::{name}", "CPU") for name in ("_scaled_dot_product_flash_attention",)}
+    monkeypatch.setattr(torch_sdpa, "_own", own)
+    another = Another()
+    assert number_handed_on() == 9
+    handle = torch_sdpa.override("CPU", HOPPER)
+    assert number_handed_on() == 9
+    another.remove()
+    assert number_handed_on() == 7
+    later = torch_sdpa.override("CPU", HOPPER)
+    assert number_handed_on() == 7
+    handle.remove()
+    assert number_handed_on() == 7
+    later.remove()
+    assert number_handed_on() == 7
+
+
+def test_another_implementation_that_was_there_at_import_and_left(originals):
+    another = Another()
+    handle = torch_sdpa.override("CPU", HOPPER)
+    another.remove()
+    with pytest.raises(RuntimeError) as refused:
+        number_handed_on()
+    assert refused.value.__notes__ == [torch_sdpa.GONE]
+    handle.remove()
+    assert number_handed_on() == 7
+
+
+def test_torchs_own_kernels_are_those_in_cpp(originals):
+    """Of stand-ins in Python none is kept: they come and go."""
+    torch_sdpa.keep_own("CPU")
+    assert not any(key == "CPU" for key, _ in torch_sdpa._own)
+    if torch.version.cuda:
+        assert ("CUDA", "_scaled_dot_product_flash_attention") in torch_sdpa._own
 
 
 def test_the_stand_ins_are_not_ours():
