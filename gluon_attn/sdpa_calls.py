@@ -156,7 +156,7 @@ def backward_pass(
 
 
 def leave(key: Key | None, *tensors: Tensor) -> None:
-    """Such calls to torch from now on, unless what was refused may be an address or a kind of tensor: no key has those."""
+    """Such calls to torch from now on. What was refused may be an address or a kind of tensor: those no key has."""
     if key is not None and are_as_before(*tensors):
         keep(_left, key, True)
 

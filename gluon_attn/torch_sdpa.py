@@ -41,8 +41,8 @@ _lock = threading.Lock()  # for the list below, and what torch is told when it c
 _registered: list["Overrides"] = []
 # Kernels that are registered no longer. Another thread may be in one, so they are not destroyed at once.
 _removed: deque[Any] = deque(maxlen=1000)
-# Torch's own kernels, by dispatch key and operator. The one before ours may be another implementation's instead, and that
-# may be removed while ours is on.
+# Torch's own kernels, by dispatch key and operator. The one before ours may be another implementation's, and be removed
+# while ours is on.
 _own: dict[tuple[str, str], Any] = {}
 
 

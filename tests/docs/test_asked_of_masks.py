@@ -1,7 +1,7 @@
 """The lab log's tables of what was asked of masks, scores and packed sequences, held against the runs' files."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tests.docs.test_figures_page import ROOT, cells_below
@@ -16,7 +16,7 @@ def runs_of(name: str, *runs: str) -> list[dict[str, Any]]:
     return [{p["name"]: p for p in json.loads(file.read_text(encoding="utf-8"))["points"]} for file in files]
 
 
-def check(heading: str, rows: dict[str, tuple[str, Iterable[float]]], met: Callable[[float, float], bool]) -> None:
+def check(heading: str, rows: Mapping[str, tuple[str, Iterable[float]]], met: Callable[[float, float], bool]) -> None:
     """rows: what was asked, and what each run reached. The last cell begins with whether that was met, in how many."""
     found = cells_below("lab_log.md", heading)
     for name, (asked, reached) in rows.items():

@@ -36,11 +36,14 @@ def tensors_from(aux, PLACE: gl.constexpr):
 @jit
 def lets_through(FUNCTION: gl.constexpr, SCORE_MOD: gl.constexpr, q_index, k_index, head, batch, sequence, aux):
     """Whether queries see keys, as the function says. It is asked of none beyond the last: the index is then that of
-    the last, unless what it reads is padded."""
+    the last, or 0 if there is none, unless what it reads is padded."""
     read = tensors_from(aux, tensors_of(FUNCTION, SCORE_MOD))
     if not FUNCTION.found_before:
         q_index = gl.minimum(q_index, sequence.q_len - 1)
-        k_index = gl.minimum(k_index, sequence.k_len - 1)
+        last_key = sequence.k_len - 1
+        if sequence.PACKED:
+            last_key = gl.maximum(last_key, 0)  # there may be none
+        k_index = gl.minimum(k_index, last_key)
     if FUNCTION.aligned:
         q_index += sequence.k_len - sequence.q_len
     place = (q_index, k_index, head, batch, sequence.q_len, sequence.k_len)

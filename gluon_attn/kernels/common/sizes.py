@@ -45,7 +45,10 @@ class Lengths:
         seen = end_of_keys(first, sequence, self.MASK)
         row_block = RowBlock(batch, head, first, sequence)
         rows = Rows(row_block, first, seen, self.BLOCK_M, self.BLOCK_N, self.MASK, self.SCORE_MOD, self.aux, ())
-        return rows.limited(0, (sequence.k_len + self.BLOCK_N - 1) // self.BLOCK_N)
+        blocks = (sequence.k_len + self.BLOCK_N - 1) // self.BLOCK_N
+        if sequence.PACKED:
+            blocks = gl.maximum(blocks, 1)  # there may be no key, and one block is walked
+        return rows.limited(0, blocks)
 
 
 @jit

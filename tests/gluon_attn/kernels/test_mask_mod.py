@@ -236,6 +236,48 @@ def test_packed_sequences():
             assert torch.equal(grad[0], of_all[start:end])
 
 
+@jit
+def listed(q_index, k_index, head, batch, allowed):
+    return gl.load(allowed + k_index) != 0
+
+
+@jit
+def listed_keys(first_row, last_row, q_len, k_len, head, batch, allowed):
+    return 0, k_len
+
+
+@pytest.mark.parametrize("device", [H200, B200], ids=lambda device: device.name)
+@pytest.mark.parametrize("keys", [None, listed_keys], ids=["", "with ranges"])
+@pytest.mark.parametrize(
+    ("k_lengths", "used"), [((0, 130), None), ((300, 0, 10), None), ((200, 40, 10), (200, 0, 10))], ids=str
+)
+def test_packed_sequences_with_queries_and_no_key(device, keys, k_lengths, used):
+    """O is 0 and LSE -inf, whatever lies before the sequence; and the function reads no number before its table."""
+    allowed = torch.tensor([1, 1, 0] * 100, dtype=torch.int32)
+    mod = MaskMod(listed, keys=keys, tensors=(allowed,))
+    lengths = {"q": (20, 30, 10)[: len(k_lengths)], "k": k_lengths}
+    starts = {name: torch.tensor([0, *of]).cumsum(0).int() for name, of in lengths.items()}
+    used_k = None if used is None else torch.tensor(used, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths[name]), 1, 64, generator=generator).bfloat16() for name in "qkk")
+    out, lse = gluon_attn.attention_varlen(
+        q, k, v, starts["q"], starts["k"], max(lengths["q"]), max(k_lengths), seqused_k=used_k, mask_mod=mod,
+        device=device, return_lse=True,
+    )  # fmt: skip
+    for i, count in enumerate(used or k_lengths):
+        rows = slice(starts["q"][i], starts["q"][i + 1])
+        keys_of = slice(starts["k"][i], starts["k"][i] + count)
+        seen = allowed[:count] != 0
+        if not count:
+            assert (out[rows] == 0).all()
+            assert (lse[:, rows] == float("-inf")).all()
+            continue
+        one_k, one_v = (t[keys_of][seen][None] for t in (k, v))
+        want, want_lse = gluon_attn.reference_attention(q[rows][None], one_k, one_v, layout="bshd")
+        torch.testing.assert_close(out[rows][None].double(), want.double(), atol=0.02, rtol=0.02)
+        torch.testing.assert_close(lse[None, :, rows].double(), want_lse.double(), atol=0.01, rtol=0.01)
+
+
 def test_no_race():
     """Of the backward, where load, gradient and reduce each find the rows that a block of keys walks."""
     mod = MaskMod(prefix, keys=prefix_keys, rows=prefix_rows, tensors=(PREFIXES,))
