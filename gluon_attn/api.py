@@ -101,9 +101,9 @@ def attention(
 
     Args:
         q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a
-            multiple of 8 (fp8: of 16) up to 256 (Blackwell: up to 128).
+            multiple of 8 (fp8: of 16) up to 256.
         k, v: (B, Hkv, Sk, D) likewise, H a multiple of Hkv. V's head dim may be another one than D, as 128 with 192; O
-            has V's (Blackwell: D). Any Sq, Sk. Any strides that TMA takes: the last 1, the others and the base address
+            has V's. On Blackwell V's is at most 128. Any Sq, Sk. Any strides that TMA takes: the last 1, the others and the base address
             multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
         causal: query i sees keys j <= i + Sk - Sq, aligned to the BOTTOM RIGHT as in flash-attention. (`is_causal` of
             torch's scaled_dot_product_attention is aligned to the top left: they differ where Sq != Sk.)
@@ -119,9 +119,9 @@ def attention(
         bias: (B or 1, H or 1, Sq or 1, Sk), in either layout, of q's dtype or fp32: is added to scores that are scaled,
             as torch's scaled_dot_product_attention adds a float `attn_mask`. Strides as of q: a row whose Sk is no
             multiple of 8 (fp32: of 4) numbers is part of a longer one. -inf hides a key; so does a number below -1e37.
-            On Hopper, in 16 bits, one CTA. Not with softcap, alibi_slopes or score_mod.
+            In 16 bits, with num_ctas=1. Not with softcap, alibi_slopes or score_mod.
         score_mod: a change of scores that you write, see `ScoreMod` and docs/masks_and_scores.md. A call has one of
-            score_mod, softcap and alibi_slopes.
+            score_mod, softcap, alibi_slopes and bias.
         chunk: a query sees the keys of its own chunk only: position p those from p // chunk * chunk on, `chunk` many.
         segment_ids: (of queries (B, Sq), of keys (B, Sk)), int32, contiguous, or one tensor that is both: a query sees
             keys of its own id only, as of documents packed into one sequence. Blocks without such are left out, if ids
@@ -148,9 +148,9 @@ def attention(
     Returns:
         O in q's shape, but with V's head dim, and in q's dtype (of fp8 inputs: bfloat16); with return_lse, (O, LSE),
         LSE (B, H, Sq) fp32, natural logarithm. A row that sees no key, or has scores of -inf alone, has O = 0 and
-        LSE = -inf: so with Sk = 0 all rows. With Sq = 0, O and LSE are empty. In fp8 on Hopper, whose tensor cores add
-        with about 14 bits, O of many keys is too small if V has one sign: by 13 % at 8192 (docs/fp8.md#how-exact, with
-        a remedy).
+        LSE = -inf, or with sinks LSE = its sink: so with Sk = 0 all rows. With Sq = 0, O and LSE are empty. In fp8 on
+        Hopper, whose tensor cores add with about 14 bits, O of many keys is too small if V has one sign: by 13 % at
+        8192 (docs/fp8.md#how-exact, with a remedy).
 
         NaN and infinity come out as of `reference_attention`, which is plain PyTorch: a score of NaN makes O and LSE of
         its row NaN; one of +inf makes O NaN and LSE +inf. NaN and infinity in V reach O in each row that sees the key.

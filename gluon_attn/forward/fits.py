@@ -14,11 +14,10 @@ MOST_ROLES_WITH_BIAS = 2  # of each row: a role with others' rows now and then w
 def require_supported(problem: Problem, device: Device) -> None:
     """NotImplementedError for a problem that the kernel of the device's architecture does not compute."""
     if device.arch != 90 and problem.padded_head_dim_v > LARGEST_HEAD_DIM_V:
-        name = "q" if problem.head_dim == problem.head_dim_v else "v"
         raise NotImplementedError(
-            f"{name}: head_dim {problem.head_dim_v} on a Blackwell card is not supported: expected at most "
+            f"v: head_dim {problem.head_dim_v} on a Blackwell card is not supported: expected at most "
             f"{LARGEST_HEAD_DIM_V}, as two query tiles with outputs of 256 columns leave no tensor memory for their "
-            "scores" + "; v's alone counts" * (name == "q")
+            "scores; those of q and k may be larger"
         )
 
 

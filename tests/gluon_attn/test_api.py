@@ -215,13 +215,13 @@ NOT_ON_THIS_CARD: dict[str, tuple[Device, dict[str, Any], type[Exception], str]]
         BLACKWELL,
         {"head_dim": 136},
         NotImplementedError,
-        r"^q: head_dim 136 on a Blackwell card .*at most 128.*tensor memory",
+        r"^v: head_dim 136 on a Blackwell card .*at most 128.*tensor memory",
     ),
     "D=256 in fp8 on Blackwell": (
         BLACKWELL_ULTRA,
         {"head_dim": 256, "dtype": E4M3},
         NotImplementedError,
-        r"^q: head_dim 256 on a Blackwell card .*at most 128",
+        r"^v: head_dim 256 on a Blackwell card .*at most 128",
     ),
     "four CTAs on Hopper": (
         HOPPER,

@@ -137,7 +137,7 @@ def test_a_config_for_every_problem(dtype, device):
 @every_device
 @pytest.mark.parametrize("head_dim", [136, 192, 256])
 def test_no_config_beyond_what_tensor_memory_holds(head_dim, device):
-    with pytest.raises(NotImplementedError, match=rf"^q: head_dim {head_dim} on a Blackwell card .*at most 128"):
+    with pytest.raises(NotImplementedError, match=rf"^v: head_dim {head_dim} on a Blackwell card .*at most 128"):
         pick_config(problem(head_dim=head_dim), device)
 
 
