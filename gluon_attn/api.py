@@ -103,8 +103,8 @@ def attention(
         q: (B, H, Sq, D), or with layout "bshd" (B, Sq, H, D). float16, bfloat16, float8_e4m3fn or float8_e5m2. D: a
             multiple of 8 (fp8: of 16) up to 256.
         k, v: (B, Hkv, Sk, D) likewise, H a multiple of Hkv. V's head dim may be another one than D, as 128 with 192; O
-            has V's. On Blackwell V's is at most 128. Any Sq, Sk. Any strides that TMA takes: the last 1, the others and the base address
-            multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
+            has V's. On Blackwell V's is at most 128. Any Sq, Sk. Any strides that TMA takes: the last 1, the others and
+            the base address multiples of 16 bytes; a dimension of size 1 may have any. Stride 0 is fine.
         causal: query i sees keys j <= i + Sk - Sq, aligned to the BOTTOM RIGHT as in flash-attention. (`is_causal` of
             torch's scaled_dot_product_attention is aligned to the top left: they differ where Sq != Sk.)
         window: (left, right), how many keys a query sees before and after its own position, besides the one at it; None

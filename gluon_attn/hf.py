@@ -197,7 +197,7 @@ def attend_packed(
 ) -> tuple[Tensor | None, str | None]:
     """(O (B, S, H, D), None), or (None, why it is not ours)."""
     lengths: dict[str, Any] = dict(
-        zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), sequences, strict=True)
+        zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), sequences[:4], strict=True)
     )
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     why = refusal(q, k, v, **lengths, **options)
@@ -250,7 +250,8 @@ def attend(
         if sequences is not None:
             why = "its kernel is not available"  # if nothing is returned
             with to_transformers():
-                packed, why = attend_packed(query, key, value, sequences, options | {"causal": each_causal})
+                options_of_each = options | {"causal": each_causal, "window": window or sequences.window}
+                packed, why = attend_packed(query, key, value, sequences, options_of_each)
                 if packed is not None:
                     return packed, None
     if why is None and query.shape[2] > 1:

@@ -23,8 +23,8 @@ from .refusals import unusual
 # mask's version, as code that writes to the mask leaves the attribute there; and the window, for `attention`.
 KNOWN = "_gluon_attn_known"
 
-# Likewise of a mask that is causal within each of several sequences, which padding tokens are as well: the version, and
-# those sequences.
+# Likewise of a mask that is causal within each of several sequences, which padding tokens are as well, maybe with a
+# window: the version, and those sequences.
 KNOWN_SEQUENCES = "_gluon_attn_known_sequences"
 # And the parts of these in a call with `cu_seq_lens_q`, as `shorter` found them: the version, that, and the parts.
 KNOWN_PARTS = "_gluon_attn_known_parts"
@@ -36,12 +36,13 @@ CAUSAL_BY_THEMSELVES = frozenset({"gemma2", "gpt_oss", "vaultgemma"})
 
 
 class Sequences(NamedTuple):
-    """Of a batch whose rows follow each other, as `attention_varlen` takes them."""
+    """Of a batch whose rows follow each other, as `attention_varlen` takes them; and the window that a mask says."""
 
     starts_q: Tensor
     starts_k: Tensor
     longest_q: int
     longest_k: int
+    window: Window = (None, None)
 
 
 def mask_of(sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Tensor | None:
@@ -71,12 +72,13 @@ def noted(sdpa_mask: Callable[..., Tensor | None], options: dict[str, Any]) -> T
         return mask
     if mask is None:
         return mask if q_len >= kv_len else sdpa_mask(**{**options, "allow_is_causal_skip": False})
+    window = None
     if can_be_asked(mask, options.get("attention_mask")) and continues(q_len, kv_len, options):
         window = window_of(options.get("mask_function"), options.get("local_size"))
-        if window is not None:
-            setattr(mask, KNOWN, (mask._version, window))
-    else:
+    if window is None:
         note_sequences(mask, q_len, kv_len, options)
+    else:
+        setattr(mask, KNOWN, (mask._version, window))
     return mask
 
 
@@ -119,16 +121,18 @@ def note_sequences(mask: Tensor | None, q_len: int, kv_len: int, options: dict[s
     padding = options.get("attention_mask")
     if mask is None or q_len != kv_len or not can_be_asked(mask, padding):
         return
-    sequences = sequences_of(mask, padding)
+    sequences = sequences_of(mask, padding, options.get("local_size"))
     if sequences is not None:
         setattr(mask, KNOWN_SEQUENCES, (mask._version, sequences))
 
 
-def sequences_of(mask: Tensor, padding: Tensor | None) -> Sequences | None:
-    """Those within which a mask (B, 1, S, S), True where a query sees a key, is causal; None if it is another mask.
+def sequences_of(mask: Tensor, padding: Tensor | None, size: Any = None) -> Sequences | None:
+    """Those within which a mask (B, 1, S, S), True where a query sees a key, is causal, maybe with a window; None if it
+    is another mask. The chunks of a chunked mask are sequences too.
 
-    padding: (B, S), 0 or False for tokens whose rows nobody reads: several in a row are a sequence too. It waits for
-    the card, as transformers does when it makes the mask; once, for all layers.
+    padding: (B, S), 0 or False for tokens whose rows nobody reads: several in a row are a sequence too. size: that of
+    the sliding window, if its maker says that it has one. It waits for the card, as transformers does when it makes the
+    mask; once, for all layers.
     """
     batch, _, length, _ = mask.shape
     if mask.dtype != torch.bool or (padding is not None and padding.shape != (batch, length)):
@@ -139,10 +143,17 @@ def sequences_of(mask: Tensor, padding: Tensor | None) -> Sequences | None:
     begins[:, 1:] |= is_read[:, 1:] != is_read[:, :-1]
     begins[:, 0] = True
     first = torch.where(begins, at, 0).cummax(-1).values[..., None]
-    if bool(((seen != ((at >= first) & (at <= at[:, None]))) & is_read[..., None]).any()):
-        return None
-    starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([batch * length], device=mask.device)]).int()
-    return Sequences(starts, starts, length, length)
+    row = at[:, None]
+    causal = (at >= first) & (at <= row)
+    masks: list[tuple[Window, Tensor]] = [((None, None), causal)]
+    if isinstance(size, int):
+        masks.append(((size - 1, 0), causal & (at > row - size)))  # the query's own position counts there
+    for window, expected in masks:
+        if not bool(((seen != expected) & is_read[..., None]).any()):
+            ends = torch.tensor([batch * length], device=mask.device)
+            starts = torch.cat([begins.flatten().nonzero()[:, 0], ends]).int()
+            return Sequences(starts, starts, length, length, window)
+    return None
 
 
 def continues(q_len: int, kv_len: int, options: dict[str, Any]) -> bool:

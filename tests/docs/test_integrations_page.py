@@ -273,12 +273,18 @@ def test_what_calls_gain_by_the_switch():
             ratios = [ratio(point["passes"][which]) for point in found if is_of(point["shape"])]
             cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
         assert f"\n| {name} | {' | '.join(cells)} |\n" in PAGE
-    # Models of images have more work: there the card's time counts.
     in_a_row = [p["in_a_row"] for p in found if "in_a_row" in p and p["shape"]["q_len"] % 128 == 0]
     assert f"| µs of each of {len(in_a_row)} small calls, in a row | torch | with `enabled()` | torch, through" in PAGE
     for which in ("forward", "backward"):
         times = [[point[which][by]["us"] for point in in_a_row] for by in ("torch", "enabled", "handed on")]
         assert f"| {which} pass | {' | '.join(f'{min(of):.0f} to {max(of):.0f}' for of in times)} |\n" in PAGE
+    for point in found:
+        shape = point["shape"]
+        if "in_a_row" in point and shape["q_len"] % 128:  # models of images
+            for which in ("forward", "backward"):
+                times = [f"{point['in_a_row'][which][by]['us']:.0f}" for by in ("torch", "enabled", "handed on")]
+                row = f"\n| {shape['q_len']} tokens, B={shape['batch']}, {which} | {' | '.join(times)} |\n"
+                assert row in PAGE
     of_160 = [point for point in found if point["shape"]["head_dim"] == 160]
     assert len(of_160) == 4
     assert not any(ours for point in of_160 for ours in point["ours"].values())  # left to torch, as the page says

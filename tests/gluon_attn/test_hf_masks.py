@@ -118,3 +118,34 @@ def test_sequences_that_a_mask_is_made_of():
     for other in (changed(_0_1_2=True), changed(_1_4_3=False), SEEN.float(), SEEN.tril(-1), SEEN.triu(-2)):
         assert hf_masks.sequences_of(other, None) is None
     assert hf_masks.sequences_of(SEEN & holes.bool()[:, None, None], holes) is None
+
+
+def test_sequences_with_a_window():
+    windowed = SEEN & ~SEEN.tril(-3)  # three keys each, its own among them
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    seen = windowed & padding.bool()[:, None, None]
+    found = hf_masks.sequences_of(seen, padding, 3)
+    assert found is not None
+    assert found.window == (2, 0)
+    assert found.starts_q.tolist() == [0, 1, 6, 11, 12]
+    for size in (2, 4, None):
+        assert hf_masks.sequences_of(seen, padding, size) is None
+    assert hf_masks.sequences_of(changed(_0_3_0=False), None, 3) is None
+    within = hf_masks.sequences_of(SEEN, None, 6)  # it hides no key
+    assert within is not None
+    assert within.window == (None, None)
+    alone = hf_masks.sequences_of(SEEN & ~SEEN.tril(-1), None, 1)  # each query sees itself
+    assert alone is not None
+    assert alone.starts_q.tolist() == list(range(13))
+
+
+def test_chunks_are_sequences():
+    chunks = {
+        "batch_size": 1, "q_length": 6, "kv_length": 6, "q_offset": 0, "attention_mask": None, "local_size": 4,
+        "mask_function": lambda b, h, q, k: (q >= k) & (q // 4 == k // 4), "allow_is_causal_skip": False,
+    }  # fmt: skip
+    for options in (chunks, chunks | {"allow_is_causal_skip": True}):
+        version, sequences = getattr(make(**options), hf_masks.KNOWN_SEQUENCES)
+        assert version == 0
+        assert sequences.starts_q.tolist() == [0, 4, 6]
+        assert sequences.window == (None, None)
