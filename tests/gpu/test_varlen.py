@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_attn import attention, attention_varlen, reference_attention
+from bench.mask_mods import near, near_keys, near_rows
+from gluon_attn import MaskMod, attention, attention_varlen, reference_attention
 from gluon_attn.apart import Apart
 from gluon_attn.device import Device
 from gluon_attn.forward.launch import compiled
@@ -122,6 +123,25 @@ def neighbours_of_nan() -> None:
         assert bool(lse[:, 370:499].isneginf().all())
 
 
+def mask_of_a_function() -> None:
+    """As a window of the same keys; and a sequence with queries and no key has none of its neighbours'."""
+    mod = MaskMod(near, keys=near_keys, rows=near_rows, constants=(100,))
+    for head_dim, (lengths_k, used) in itertools.product(
+        (64, 128, 256), (((300, 0, 700), None), ((300, 40, 700), (300, 0, 700)), ((0, 300, 700), None))
+    ):
+        counts = used or lengths_k
+        case = on_card(
+            pack(tuple(max(n, 30) for n in counts), lengths_k, head_dim=head_dim, dtype=torch.bfloat16, used=used)
+        )
+        (got, lse), (want, want_lse) = call(case, mask_mod=mod), call(case, window=(100, None))
+        rows = slice(0, sum(case.lengths_q))
+        torch.testing.assert_close(got[rows], want[rows], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse[:, rows], want_lse[:, rows], atol=2e-3, rtol=1e-3)
+        start = sum(case.lengths_q[: counts.index(0)])
+        assert bool((got[start : start + 30] == 0).all())
+        assert bool(lse[:, start : start + 30].isneginf().all())
+
+
 def graph_of_other_lengths() -> None:
     """A captured call follows what the tensors hold at each replay."""
     total, count = 4000, 6
@@ -157,6 +177,7 @@ def lengths_compile_nothing() -> None:
 
 ITEMS: dict[str, Callable[[], None]] = {
     "neighbours of NaN": neighbours_of_nan,
+    "mask of a function": mask_of_a_function,
     "a graph of other lengths": graph_of_other_lengths,
     "lengths compile nothing": lengths_compile_nothing,
 }
