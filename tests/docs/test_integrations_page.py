@@ -282,8 +282,8 @@ def test_what_calls_gain_by_the_switch():
         shape = point["shape"]
         if "in_a_row" in point and shape["q_len"] % 128:  # models of images
             for which in ("forward", "backward"):
-                times = [f"{point['in_a_row'][which][by]['us']:.0f}" for by in ("torch", "enabled", "handed on")]
-                row = f"\n| {shape['q_len']} tokens, B={shape['batch']}, {which} | {' | '.join(times)} |\n"
+                cells = [f"{point['in_a_row'][which][by]['us']:.0f}" for by in ("torch", "enabled", "handed on")]
+                row = f"\n| {shape['q_len']} tokens, B={shape['batch']}, {which} | {' | '.join(cells)} |\n"
                 assert row in PAGE
     of_160 = [point for point in found if point["shape"]["head_dim"] == 160]
     assert len(of_160) == 4
