@@ -145,15 +145,17 @@ def sequences_of(mask: Tensor, padding: Tensor | None, size: Any = None) -> Sequ
     first = torch.where(begins, at, 0).cummax(-1).values[..., None]
     row = at[:, None]
     causal = (at >= first) & (at <= row)
-    masks: list[tuple[Window, Tensor]] = [((None, None), causal)]
-    if isinstance(size, int):
-        masks.append(((size - 1, 0), causal & (at > row - size)))  # the query's own position counts there
-    for window, expected in masks:
-        if not bool(((seen != expected) & is_read[..., None]).any()):
-            ends = torch.tensor([batch * length], device=mask.device)
-            starts = torch.cat([begins.flatten().nonzero()[:, 0], ends]).int()
-            return Sequences(starts, starts, length, length, window)
-    return None
+
+    def is_other_than(expected: Tensor) -> bool:
+        return bool(((seen != expected) & is_read[..., None]).any())
+
+    window: Window = (None, None)
+    if is_other_than(causal):
+        if not isinstance(size, int) or is_other_than(causal & (at > row - size)):
+            return None
+        window = (size - 1, 0)  # the query's own position counts there
+    starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([batch * length], device=mask.device)]).int()
+    return Sequences(starts, starts, length, length, window)
 
 
 def continues(q_len: int, kv_len: int, options: dict[str, Any]) -> bool:

@@ -34,7 +34,7 @@ Original = Callable[..., Any]
 
 GONE = (
     "gluon_attn.torch_sdpa: another implementation of attention was active when this was imported, and is removed now; "
-    "import it before that one is activated, or leave enabled() and enter it again"
+    "import it before that one is activated, or leave every enabled() and enter it again"
 )
 
 _lock = threading.Lock()  # for the list below, and what torch is told when it changes
@@ -116,7 +116,7 @@ def hand_on(kernel: Any, own: Any, keys: Any, /, *args: Any, **kw: Any) -> Any:
     try:
         return kernel.call_boxed(keys, *args, **kw)
     except RuntimeError as error:
-        if "has been invalidated" not in str(error):
+        if "SafeKernelFunction has been invalidated" not in str(error):  # torch's words for a kernel that is removed
             raise
         if own is None:
             error.add_note(GONE)
@@ -144,7 +144,7 @@ def keep_own(key: str) -> None:
     """Of those that are there now, as implementations in Python come and go."""
     for name in FLASH | CUDNN:
         with contextlib.suppress(RuntimeError):  # there is none, as in a torch without CUDA
-            if ".py:" not in repr(kernel := get_kernel(f"aten::{name}", key)):
+            if ".cpp:" in repr(kernel := get_kernel(f"aten::{name}", key)):
                 _own[key, name] = kernel
 
 

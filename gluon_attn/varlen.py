@@ -78,8 +78,8 @@ def attention_varlen(
 
     Returns:
         O, (T, H, D); with return_lse, (O, LSE), LSE (H, T) fp32. Rows of q past cu_seqlens_q[-1] have none: what is
-        in `out` there stays. A row that sees no key has O = 0 and LSE = -inf, or with
-        sinks LSE = its sink.
+        in `out` there stays. A row that sees no key has O = 0, and LSE = -inf or, with
+        sinks, LSE = its sink.
 
     Raises:
         As `attention` does.

@@ -20,11 +20,11 @@ def check(heading: str, rows: Mapping[str, tuple[str, Iterable[float]]], met: Ca
     """rows: what was asked, and what each run reached. The last cell begins with whether that was met, in how many."""
     found = cells_below("lab_log.md", heading)
     for name, (asked, reached) in rows.items():
-        numbers = [f"{number:.2f}" for number in reached]
-        count = sum(met(float(number), float(asked)) for number in numbers)
+        numbers = list(reached)
+        count = sum(met(number, float(asked)) for number in numbers)
         word = {0: "missed", len(numbers): "met"}.get(count, f"met in {count} of {len(numbers)}")
         *cells, verdict = found.pop(name)
-        assert cells == [asked, *numbers], name
+        assert cells == [asked, *(f"{number:.2f}" for number in numbers)], name
         assert verdict.split(":")[0] == word, name
     assert not found
 

@@ -237,6 +237,9 @@ def test_the_speed_of_several_cards_is_that_of_the_result_file():
             name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
             rows = [row_of(points[name, length], function, found["cards"]) for function, length in columns]
             assert [float(cell) for cell in cells] == pytest.approx([float(row[column]) for row in rows], abs=0.0051)
+    rounds = {len(times) for point in found["timed"] for times in point["seconds"].values()}
+    assert rounds == {4}
+    assert "the median of four rounds" in PAGE
     (hidden,) = re.findall(r"^\| \| ring, 32768, hidden .*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     for line in hidden.splitlines():
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gluon_attn import api, torch_sdpa
+from gluon_attn import api, sdpa_calls, torch_sdpa
 from gluon_attn.forward.plan import Plan
 from tests.gluon_attn.sdpa import HOPPER, Originals
 from tests.gluon_attn.table_files import content
@@ -48,7 +48,8 @@ def ran(monkeypatch) -> Iterator[list[tuple[str, int]]]:
 
 
 @pytest.fixture
-def originals() -> Iterator[Originals]:
+def originals(monkeypatch) -> Iterator[Originals]:
+    monkeypatch.setattr(sdpa_calls, "_left", {})  # a test may change what is left to torch
     stand_ins = Originals("CPU")
     yield stand_ins
     stand_ins.library._destroy()

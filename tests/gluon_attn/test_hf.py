@@ -124,7 +124,7 @@ def test_padding_is_never_ignored(name, side, ran):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks(padded, ran):
-    """Of Llama 4: each chunk is a sequence. Left out of a padded batch is what nobody reads."""
+    """Of Llama 4: each chunk is a sequence. In a padded batch rows of padding are not compared."""
     config = transformers.Llama4TextConfig(
         **TINY, attention_chunk_size=WINDOW, no_rope_layers=[1, 0], num_local_experts=2, num_experts_per_tok=1,
         intermediate_size_mlp=64,

@@ -153,15 +153,42 @@ def test_what_is_kept_is_bounded(calls, monkeypatch):
 
 @BOTH
 def test_what_is_torchs_is_asked_about_once(by, calls, asked):
-    """Of both passes; and each call's own numbers are handed on."""
-    inputs = [q_of(1, 1, length, 64).requires_grad_() for length in (1, 40, 40)]  # a single query
-    dout = q_of(1, 1, 1, 64)
+    """Of both passes; and each call's own tensors are handed on."""
     for times in (1, 2):
-        out = by(*inputs)[0]
-        torch.autograd.grad(out, inputs, dout)
-        assert [next(t for t in args if isinstance(t, Tensor)).shape for _, args, _ in calls[-2:]] == [dout.shape] * 2
+        q, k, v, dout = (
+            normal(1, 1, length, 64, seed=10 * times + i, device="cpu") for i, length in enumerate((1, 40, 40, 1))
+        )  # a single query
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        torch.autograd.grad(by(*inputs)[0], inputs, dout)
+        (_, forward, _), (_, backward, _) = calls[-2:]
+        for got, want in zip((*forward[:3], *backward[:4]), (*inputs, dout, *inputs), strict=True):
+            assert torch.equal(got, want)
         assert len(calls) == 2 * times
     assert asked == ["takes", "takes_gradients", "takes"]
+
+
+@pytest.mark.usefixtures("packaged_alone")
+@pytest.mark.filterwarnings("ignore:.*for none of the cards")
+def test_what_is_torchs_is_asked_about_again_where_it_may_differ(calls, asked, written):
+    """With another table, with another order of sums, and by other options."""
+    inputs = [q_of(1, 1, length, 64).requires_grad_() for length in (1, 40, 40)]
+    of_both = ["takes", "takes_gradients", "takes"]
+
+    def asks(**options: Any) -> list[str]:
+        asked.clear()
+        torch.autograd.grad(by_flash(*inputs, **options)[0], inputs, q_of(1, 1, 1, 64))
+        return list(asked)
+
+    assert [asks(), asks()] == [of_both, []]
+    assert [asks(scale=0.1), asks(scale=0.1)] == [of_both, []]
+    with tuning.load(written()):
+        assert [asks(), asks()] == [of_both, []]
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert [asks(), asks()] == [of_both[1:], []]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asks() == []
 
 
 def test_a_refused_address_is_not_kept(calls, asked):
