@@ -80,7 +80,7 @@ WITH: dict[str, Callable[[dict[str, Any], torch.dtype], dict[str, Any]]] = {
     "cu_seqlens_q": lambda call, _: packed(call),
 }
 NAMED = {name: (name,) for name in ("out", "q_scale", "bias")} | {
-    "head dim 256": ("q",),
+    "head dim 256": ("v",),
     "v's head dim": ("v",),
     "num_ctas 4": ("num_ctas",),
 }

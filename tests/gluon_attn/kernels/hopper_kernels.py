@@ -1,8 +1,10 @@
 """Prints what every kernel for Hopper takes of a card, a JSON object a line, with the Triton of the Python that runs
-it, so that two releases of Triton can be compared: `python -m tests.gluon_attn.kernels.hopper_kernels`."""
+it, so that two releases of Triton can be compared: `python -m tests.gluon_attn.kernels.hopper_kernels 1/1`, or 2/16
+for a sixteenth of them."""
 
 import json
 import re
+import sys
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from gluon_attn.kernels.common.mask import Mask
 from gluon_attn.launchable import Features, Job, backward_jobs, unlike
 from gluon_attn.resources import count, instructions, steady_loops
 from gluon_attn.runtime.assembler import disassemble, is_serialised
+from tests.gluon_cpu.arguments import shard
 
 DTYPES = {2: torch.bfloat16, 1: torch.float8_e4m3fn}
 
@@ -63,7 +66,8 @@ def measure(job: Job) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for job in every_kernel():
+    part, parts = shard(sys.argv[1])
+    for job in every_kernel()[part - 1 :: parts]:
         print(json.dumps(measure(job)), flush=True)
 
 
