@@ -229,8 +229,8 @@ def number_handed_on() -> float:
 
 def test_another_implementation_that_leaves_within(originals, monkeypatch):
     """Calls go to it while it is there, and to torch's own then, also through what is turned on after that."""
-    own = {("CPU", name): get_kernel(f"aten::{name}", "CPU") for name in ("_scaled_dot_product_flash_attention",)}
-    monkeypatch.setattr(torch_sdpa, "_own", own)
+    name = "_scaled_dot_product_flash_attention"
+    monkeypatch.setitem(torch_sdpa._own, ("CPU", name), get_kernel(f"aten::{name}", "CPU"))
     another = Another()
     assert number_handed_on() == 9
     handle = torch_sdpa.override("CPU", HOPPER)
