@@ -144,19 +144,31 @@ ALIBI = Case(
 )
 
 
-def bias_of(shape: Shape, device: str) -> Tensor:
-    """(S, S), one for all batches and heads: of each head its own would be larger than all else together."""
+def bias_of(shape: Shape, device: str, heads: int = 1) -> Tensor:
+    """(heads, S, S), of all batches; 1: of all heads too."""
     generator = torch.Generator(device).manual_seed(SEED)
-    return torch.randn((shape.length, shape.length), generator=generator, dtype=torch.bfloat16, device=device)
+    return torch.randn((heads, shape.length, shape.length), generator=generator, dtype=torch.bfloat16, device=device)
 
 
 BIAS = Case(
     name="bias",
-    data=bias_of,
+    data=lambda shape, device: bias_of(shape, device)[0],
     options=lambda bias: {"bias": bias[None, None]},
     score_mod=lambda bias: lambda score, b, h, i, j: score + bias[i, j],
 )
-LEARNED_BIAS = replace(BIAS, name="bias with its gradient", learned=True, passes=("backward",))
+BIAS_OF_EACH_HEAD = Case(
+    name="bias of each head",
+    data=lambda shape, device: bias_of(shape, device, shape.heads),
+    options=lambda bias: {"bias": bias[None]},
+    score_mod=lambda bias: lambda score, b, h, i, j: score + bias[h, i, j],
+)
+
+
+def learned(case: Case) -> Case:
+    return replace(case, name=f"{case.name} with its gradient", learned=True, passes=("backward",))
+
+
+LEARNED_BIAS = learned(BIAS)
 SINKS = Case(
     name="sinks",
     data=lambda shape, device: torch.randn(shape.heads, device=device),
@@ -199,7 +211,8 @@ SETS: dict[str, tuple[Case, ...]] = {
         BIAS,
         LEARNED_BIAS,
     ),
-    "bias": (BIAS, LEARNED_BIAS),  # of these alone
+    # Of these alone. A bias of each head is larger than all else together: 9 GB at D=128.
+    "bias": (BIAS, LEARNED_BIAS, BIAS_OF_EACH_HEAD, learned(BIAS_OF_EACH_HEAD)),
 }
 
 
