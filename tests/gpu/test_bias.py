@@ -223,6 +223,28 @@ def large_numbers() -> None:
         torch.testing.assert_close(lse, want_lse + shift, atol=1e-2, rtol=1e-5)
 
 
+@TESTS
+def more_than_2_to_32_elements() -> None:
+    """A bias of each head: the last head's numbers are those of a call of that head alone."""
+    heads, length = 17, 2**14
+    q, k, v, dout = (torch.randn(1, heads, length, 64, dtype=BF16, device="cuda") for _ in range(4))
+    bias = torch.randn(1, heads, length, length, dtype=BF16, device="cuda")
+    assert bias.numel() > 2**32
+    dlse = torch.randn(1, heads, length, device="cuda")
+
+    def results(heads: slice) -> list[Tensor]:
+        *qkv, given_bias = (t[:, heads] for t in (q, k, v, bias))
+        options: dict[str, Any] = {"bias": given_bias.requires_grad_(), "causal": True}
+        with torch.no_grad():
+            out, lse = attention(*qkv, return_lse=True, **options)
+        return [out, lse, *attention_backward(dout[:, heads], dlse[:, heads], *qkv, out, lse, **options)]
+
+    last = slice(heads - 1, heads)
+    for found, want in zip(results(slice(None)), results(last), strict=True):
+        # Programs may have other row blocks, and sums of dQ another order.
+        assert (found[:, last].float() - want.float()).abs().max() <= 0.01 * want.float().abs().max()
+
+
 def run_test(name: str) -> None:
     TESTS[name]()
 
