@@ -99,8 +99,8 @@ class Case:
 
     @property
     def is_in_flex(self) -> bool:
-        """FlexAttention has no sinks: nothing that enters the denominator alone. Of a bias of each head it reads outside
-        of memory at 2^32 elements, which it counts in 32 bits (torch 2.11)."""
+        """FlexAttention has no sinks: nothing that enters the denominator alone. And it reads outside of memory with a
+        bias of 2^32 elements, as one of each head has at D=128 (torch 2.11)."""
         return self.keeps is not None or self.score_mod is not None
 
 

@@ -2,23 +2,27 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from gluon_attn.bias import Bias
+from gluon_attn.cpu import CpuLaunch
 from gluon_attn.device import Device
+from gluon_attn.documents import padded_lengths
 from gluon_attn.forward.configs import BlackwellConfig
-from gluon_attn.forward.launch import BLACKWELL as KERNEL
-from gluon_attn.forward.launch import NOT_GIVEN, build_of, compiled_for, launches_of
+from gluon_attn.forward.launch import NOT_GIVEN, build_of, launches_of, workspaces_of
 from gluon_attn.forward.plan import Plan
 from gluon_attn.forward.table import BLACKWELL, BLACKWELL_UNLIKE, Row
 from gluon_attn.kernels.common.mask import Mask
-from gluon_attn.mask_mod import MaskFunction, MaskMod
+from gluon_attn.mask_mod import DOCUMENTS, MaskFunction, MaskMod
 from gluon_attn.problem import Problem
+from gluon_attn.runtime.kernel import Launch as KernelLaunch
+from gluon_attn.runtime.kernel import Tensors
 from gluon_attn.score_mod import ScoreFunction, alibi, softcap
-from gluon_attn.tensors import FP8_DTYPES, SCALES, output_dtype
+from gluon_attn.tensors import FP8_DTYPES, PACKED, SCALES, output_dtype
 
 from .attention_ptx import (
     RescaleDecision,
@@ -29,9 +33,12 @@ from .attention_ptx import (
 )
 from .capture import describe
 from .equivalence import Equivalence, Operand, leave_barriers_valid
+from .halves import fill_second_halves
 from .launch import Launch
 from .masks import keys_of_prefix, prefix
 from .prove import Proof
+from .reductions import reduce_by_exchange
+from .rewrites import Rewrite
 from .source import arguments_text, hash_of
 from .verifier import Limits
 
@@ -43,7 +50,6 @@ DTYPES = {
 }
 MINUTES = 60
 ARCH = 100  # sm_100a, which the verifier knows
-RUN_TIME = tuple(p.name for group in (KERNEL.tma, KERNEL.pointers, KERNEL.scalars) for p in group)
 # Levers of a config that decide at run time what is done next, by the data or by the hardware: the verifier follows one
 # way only. They are off where a row of the table is proved; `rescale_proofs` and `LEVERS` say what holds with them on.
 UNDECIDED: dict[str, Any] = {"rescale_threshold": 0.0, "dynamic": False}
@@ -77,7 +83,8 @@ LIMITS = {
 class Case:
     """A launch to prove something about. clusters: how many the described card has room for: fewer than row blocks make
     the programs walk over several. Masks and changed scores: as `Problem.of` has them; sinks: whether there are any;
-    bias_rows: of a bias that all heads have in common. head_dim_v: None: as Q's."""
+    bias_rows: of a bias that all heads have in common. head_dim_v: None: as Q's. documents: how many queries and keys
+    each has. lengths: of packed sequences, (queries, keys) of each; then q_len and kv_len say nothing."""
 
     dtype: torch.dtype
     head_dim: int
@@ -96,46 +103,113 @@ class Case:
     sinks: bool = False
     bias_rows: int | None = None
     head_dim_v: int | None = None
-
-    def launch(self) -> Launch:
-        plan, values = self.call()
-        return describe(compiled_for(plan.problem, self.config, self.arch), (plan.programs,), values)
+    documents: tuple[int, int] | None = None
+    lengths: tuple[tuple[int, int], ...] | None = None
 
     def proof(self, name: str, limits: Limits, **more: Any) -> Proof:
-        return Proof(name=name, launch=self.launch, source=self.source, limits=limits, **more)
+        return Proof(name=name, launch=lambda: self.steps()[-1].described(), source=self.source, limits=limits, **more)
+
+    def proof_before(self, name: str, **more: Any) -> Proof:
+        """Of the kernel before attention."""
+
+        def source() -> str:
+            step = self.steps()[0]
+            return step.source(hash_of(step.launch.build.front_end(self.arch)))
+
+        return Proof(name=name, launch=lambda: self.steps()[0].described(), source=source, limits=LIMITS[1], **more)
 
     def source(self) -> str:
-        """All that `launch` is made from, without compiling it; see source.py."""
-        plan, values = self.call()
-        problem = plan.problem
+        """All that attention's launch is made from, without compiling it; see source.py."""
+        *_, step = self.steps()
+        problem = step.problem
         made = front_end(
             self.dtype, self.head_dim, problem.mask, self.config, self.arch, self.score_mod, problem.sinks,
-            problem.padded_head_dim_v, problem.bias,
+            problem.padded_head_dim_v, problem.bias, self.lengths is not None,
         )  # fmt: skip
-        return hash_of(made, str(plan.programs), arguments_text(values, RUN_TIME))
+        return step.source(made)
 
-    def call(self) -> tuple[Plan, dict[str, Any]]:
-        """(plan, arguments by the kernel's names)"""
-        q = torch.empty(1, self.heads, self.q_len, self.head_dim, dtype=self.dtype)
-        k = torch.empty(1, self.kv_heads, self.kv_len, self.head_dim, dtype=self.dtype)
-        v = torch.empty(*k.shape[:3], self.head_dim_v or self.head_dim, dtype=self.dtype)
-        out = torch.empty(*q.shape[:3], v.shape[3], dtype=output_dtype(self.dtype))
-        lse = torch.empty(q.shape[:3])
-        fp8 = self.dtype in FP8_DTYPES
-        scales = {name: torch.empty(k.shape[:2]) if fp8 else None for name in SCALES}
+    def steps(self) -> "list[Step]":
+        """The launches, that of attention last. What the kernel before it writes is executed by gluon_cpu."""
+        queries: tuple[int, ...] = (1, self.heads, self.q_len)
+        keys: tuple[int, ...] = (1, self.kv_heads, self.kv_len)
+        starts, options = list[torch.Tensor](), dict[str, Any]()
+        if self.lengths is not None:
+            of_each = list(zip(*self.lengths, strict=True))  # of queries, and of keys
+            starts = [torch.tensor([0, *itertools.accumulate(of)], dtype=torch.int32) for of in of_each]
+            queries, keys = (sum(of_each[0]), self.heads), (sum(of_each[1]), self.kv_heads)
+            options = {"layout": PACKED, "lengths": (*starts, *map(max, of_each), None)}
+        q = torch.empty(*queries, self.head_dim, dtype=self.dtype)
+        k = torch.empty(*keys, self.head_dim, dtype=self.dtype)
+        v = torch.empty(*keys, self.head_dim_v or self.head_dim, dtype=self.dtype)
+        out = torch.empty(*queries, v.shape[-1], dtype=output_dtype(self.dtype))
+        lse = torch.empty(queries)
+        fp8, sequences = self.dtype in FP8_DTYPES, len(self.lengths or (1,))
+        scales = {name: torch.empty(sequences, self.kv_heads) if fp8 else None for name in SCALES}
         sinks = torch.empty(self.heads) if self.sinks else None
         bias = None if self.bias_rows is None else torch.empty(1, 1, self.bias_rows, self.kv_len, dtype=self.dtype)
         problem = Problem.of(
-            q, k, v, causal=self.causal, window=self.window, chunk=self.chunk, mask_function=self.mask_function,
-            score_mod=self.score_mod, sinks=sinks, bias=bias,
+            q, k, v, causal=self.causal, window=self.window, chunk=self.chunk, score_mod=self.score_mod, sinks=sinks,
+            mask_function=self.mask_function if self.documents is None else DOCUMENTS, bias=bias, **options,
         )  # fmt: skip
         read = [] if self.score_mod is None else self.score_mod.tensors
         given: dict[str, Any] = {f"aux{i}": torch.empty(self.heads) for i in range(len(read))} | {"sinks": sinks}
         device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.config.num_ctas)
         plan = Plan.of(problem, self.config, device)
-        (launch,) = launches_of(plan, q, k, v, out, bias=bias)
+        *before, launch = launches_of(plan, q, k, v, out, bias=bias)
         tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "bias": bias, **scales, **given}
-        return plan, launch.arguments({**NOT_GIVEN, **tensors})
+        tensors = {**NOT_GIVEN, **tensors, **dict(zip(STARTS, starts, strict=False))}
+        if self.documents is not None:
+            of = zip(("q_segment_ids", "k_segment_ids"), (self.q_len, self.kv_len), self.documents, strict=True)
+            tensors |= {name: torch.arange(length, dtype=torch.int32)[None] // size for name, length, size in of}
+        steps, known = list[Step](), {name: words_of(start) for name, start in zip(STARTS, starts, strict=False)}
+        make = workspaces_of(plan)
+        made = {} if make is None else {name: t.fill_(UNWRITTEN) for name, t in make(tensors).items()}
+        tensors |= made
+        for step in before:
+            steps.append(Step(problem=problem, launch=step, arch=self.arch, tensors=tensors, known=known))
+            CpuLaunch(step, self.arch)(tensors)
+        # Of documents not their ids, which decide about scores alone.
+        ids = sum(padded_lengths(problem)) if problem.has_documents else 0
+        known = {name: words_of(memory, ids) for name, memory in made.items()}
+        return [*steps, Step(problem=problem, launch=launch, arch=self.arch, tensors=tensors, known=known)]
+
+
+STARTS = ("cu_seqlens_q", "cu_seqlens_k")
+UNWRITTEN = -1
+
+
+def words_of(memory: torch.Tensor, first: int = 0) -> dict[int, int]:
+    """The int32 that are written there, by their indices from `first` on."""
+    return {i: word for i, word in enumerate(memory.flatten().tolist()) if i >= first and word != UNWRITTEN}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A launch and its tensors. known: of some, int32 that they hold, by name and index."""
+
+    problem: Problem
+    launch: KernelLaunch
+    arch: int
+    tensors: Tensors
+    known: dict[str, dict[int, int]]
+
+    @property
+    def words(self) -> dict[str, dict[int, int]]:
+        """By parameter."""
+        pointers = self.launch.build.kernel.pointers
+        names = zip(pointers, self.launch.tensor_names(pointers), strict=True)
+        return {p.name: self.known[name] for p, name in names if name in self.known}
+
+    def described(self) -> Launch:
+        compiled, programs = self.launch.build.compile(self.arch), (self.launch.programs,)
+        return describe(compiled, programs, self.launch.arguments(self.tensors), self.words)
+
+    def source(self, made: str) -> str:
+        """made: a hash of what the machine code depends on."""
+        kernel = self.launch.build.kernel
+        run_time = [p.name for group in (kernel.tma, kernel.pointers, kernel.scalars) for p in group]
+        arguments = arguments_text(self.launch.arguments(self.tensors), run_time)
+        return hash_of(made, str(self.launch.programs), arguments, repr(self.words))
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,9 +223,10 @@ def front_end(
     sinks: torch.dtype | None = None,
     head_dim_v: int | None = None,
     bias: Bias | None = None,
+    packed: bool = False,
 ) -> str:
     """A hash of what the kernel's machine code depends on. Two proofs in a row are often of one kernel."""
-    return hash_of(build_of(dtype, head_dim, mask, config, score_mod, sinks, False, head_dim_v, bias).front_end(arch))
+    return hash_of(build_of(dtype, head_dim, mask, config, score_mod, sinks, packed, head_dim_v, bias).front_end(arch))
 
 
 def one_row_block(dtype: torch.dtype, row: Row) -> Case:
@@ -177,6 +252,11 @@ def two_row_blocks(case: Case) -> Case:
 def odd_lengths(case: Case) -> Case:
     """Lengths that fill no block; more queries than keys, so that under a causal mask rows see none; grouped heads."""
     return dataclasses.replace(case, q_len=case.q_len - 27, kv_len=case.kv_len - 61, heads=2, kv_heads=1, clusters=1)
+
+
+def packed(case: Case) -> Case:
+    """One program computes a row block each of two sequences, of which the second is short; no block is full."""
+    return dataclasses.replace(case, lengths=((case.q_len - 27, case.kv_len - 61), (40, 100)), clusters=1)
 
 
 def laps(case: Case) -> Case:
@@ -232,29 +312,34 @@ def rescale_proofs(case: Case, row: Row, name: str) -> Iterator[Proof]:
 
 
 # By name: what a case has besides. Windows of four key blocks: the wide one has unmasked ones between masked ones, in
-# the narrow one each query tile walks blocks that only the other sees; likewise with chunks. Chunks are powers of two.
-# The ends of others are found by a division, after which the verifier knows no trip count
-# (`control_predicate_not_static`).
+# the narrow one each query tile walks blocks that only the other sees; likewise with chunks.
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": (300, 0), "kv_len": 512},
     "narrow-window": {"window": (60, 20), "kv_len": 512},
     "chunk": {"chunk": 256, "kv_len": 512},
     "narrow-chunk": {"chunk": 128, "kv_len": 512},
+    "odd-chunk": {"chunk": 150, "kv_len": 512},
+    "documents": {"documents": (100, 130), "kv_len": 512},
     "softcap": {"score_mod": softcap(15.0)},
     "alibi": {"score_mod": alibi(torch.empty(1))},
     "sinks": {"sinks": True},
     "mask-mod": {"mask_function": MaskMod(prefix, keys=keys_of_prefix, constants=(70,)).function, "kv_len": 512},
     "bias": {"bias_rows": 256},
     "bias-of-one-row": {"bias_rows": 1},
+    "packed-some-empty": {"lengths": ((130, 150), (0, 60), (40, 0)), "clusters": 1},
+    "packed-window": {"lengths": ((200, 400), (60, 30)), "clusters": 1, "window": (100, 20)},
+}
+REWRITES: dict[str, tuple[Rewrite, ...]] = {
+    "odd-chunk": (fill_second_halves,),
+    "documents": (reduce_by_exchange,),
 }
 
 
 def feature_proofs(case: Case, name: str) -> Iterator[Proof]:
-    """One kind of mask, changed scores or sinks at a time. What reads from memory which key blocks there are, as
-    documents and packed sequences do, the verifier cannot follow: it knows no contents of memory."""
+    """One kind of mask, changed scores or sinks at a time, or packed sequences."""
     for feature, options in FEATURES.items():
-        limits = LIMITS[case.config.num_ctas]
-        yield dataclasses.replace(case, **options).proof(f"{name}-{feature}", limits)
+        limits, rewrites = LIMITS[case.config.num_ctas], REWRITES.get(feature, ())
+        yield dataclasses.replace(case, **options).proof(f"{name}-{feature}", limits, rewrites=rewrites)
 
 
 def proofs_of(row: Row) -> Iterator[Proof]:
@@ -269,6 +354,8 @@ def proofs_of(row: Row) -> Iterator[Proof]:
         if name.startswith("d64-e4m3-full"):
             rewrites = (leave_out_early_arrivals,) if n == 4 else ()
             yield laps(case).proof(f"{name}-laps", LIMITS[n], rewrites=rewrites)
+        if dtype_name == "bf16" or name == "d64-e4m3-full-1cta":
+            yield packed(case).proof(f"{name}-packed", LIMITS[n])
         if dtype_name != "bf16" or n > 2:
             continue
         if isinstance(row.config, BlackwellConfig) and row.config.rescale_threshold:
@@ -294,6 +381,18 @@ def unlike_proofs(row: Row) -> Iterator[Proof]:
         yield one_row_block(torch.bfloat16, row).proof(name, LIMITS[n], rewrites=rewrites)
 
 
+# Of the kernel that lists row blocks: two programs, sequences without queries and without keys.
+LISTED = ((600, 300), (0, 60), (40, 0), (2513, 700))
+
+
+def list_proofs() -> Iterator[Proof]:
+    """That no two programs write a record in one place. As it walks through lengths in memory, these are given."""
+    row = next(row for row in BLACKWELL if ARCH in row.config.archs)
+    for causal in (False, True):
+        case = dataclasses.replace(one_row_block(torch.bfloat16, row), causal=causal, lengths=LISTED)
+        yield case.proof_before(f"lists-{'causal' if causal else 'full'}", rewrites=(reduce_by_exchange,))
+
+
 def max_in_load_proofs() -> Iterator[Proof]:
     """Rows that let the loads find the maxima, which sm_103 alone has: D=64, bf16, no mask. With one CTA also compiled
     for sm_103 with maxima apart."""
@@ -314,5 +413,5 @@ def catalogue() -> tuple[Proof, ...]:
     """Every proof, the cheapest first."""
     proofs = [proof for row in BLACKWELL if ARCH in row.config.archs for proof in proofs_of(row)]
     proofs += [proof for row in BLACKWELL_UNLIKE if ARCH in row.config.archs for proof in unlike_proofs(row)]
-    proofs += max_in_load_proofs()
+    proofs += [*list_proofs(), *max_in_load_proofs()]
     return tuple(sorted(proofs, key=lambda proof: proof.limits.seconds))

@@ -24,8 +24,14 @@ def capture(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
     return describe(compiled, grid, dict(zip(names, arguments, strict=True)))
 
 
-def describe(compiled: CompiledKernel, grid: tuple[int, ...], values: Mapping[str, Any]) -> Launch:
-    """The launch of a kernel that is compiled already. values: by name, of its run-time parameters at least."""
+def describe(
+    compiled: CompiledKernel,
+    grid: tuple[int, ...],
+    values: Mapping[str, Any],
+    words: Mapping[str, Mapping[int, int]] | None = None,
+) -> Launch:
+    """The launch of a kernel that is compiled already. values: by name, of its run-time parameters at least. words:
+    what is known of the memory behind pointers, by name."""
     metadata = compiled.metadata
     maps = iter(metadata.tensordesc_meta or ())
     storages: dict[int, str] = {}
@@ -46,7 +52,7 @@ def describe(compiled: CompiledKernel, grid: tuple[int, ...], values: Mapping[st
             storage, offset = storage_of(name, value)
             if offset:
                 raise ValueError(f"{name}: expected a tensor at the start of its storage, got one at byte {offset}")
-            return Pointer(name=name, storage=storage)
+            return Pointer(name=name, storage=storage, words=(words or {}).get(name, {}))
         value = value.item() if hasattr(value, "item") else value
         # As it is passed: a proof about values must know the very number that the kernel gets.
         return Scalar(name=name, value=struct.unpack("f", struct.pack("f", value))[0] if kind == "fp32" else value)

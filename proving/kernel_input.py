@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .launch import Launch, Pointer, Scalar, TensorMap
+from gluon_attn.runtime.descriptors import PACKED_WRAP
+
+from .launch import Argument, Launch, Pointer, Scalar, TensorMap
 from .ptx import Parameter, entry
 
 # What the verifier would take on trust unless told otherwise: copies that several lanes of a warp start alike would
@@ -37,7 +39,7 @@ class Writer:
         if isinstance(value, float):
             kind = "f" + kind[1:]
         elif value < 0:
-            kind = "s" + kind[1:]
+            value += 2 ** int(kind[1:])  # a parameter has no sign
         self.values.append({"parameter": index, "type": kind, "value": value})
 
     def pointer(self, name: str, storage: str | None) -> None:
@@ -59,7 +61,7 @@ class Writer:
                 # Innermost dimension first, as PTX counts.
                 "global_shape": list(reversed(arg.shape)),
                 "box_shape": list(reversed(arg.box)),
-                "coordinate_strides_bytes": [s * arg.element_bytes for s in reversed(arg.strides)],
+                "coordinate_strides_bytes": [s * arg.element_bytes for s in reversed(strides_forwards(arg))],
                 "element_strides": [1] * len(arg.shape),
                 "base_byte_offset": arg.offset_bytes,
                 "swizzle": arg.swizzle,
@@ -69,6 +71,27 @@ class Writer:
         )
         for i, value in enumerate((*arg.shape, *arg.strides)):
             self.scalar(f"{arg.name} (shape and strides, number {i})", value)
+
+
+def strides_forwards(arg: TensorMap) -> tuple[int, ...]:
+    """Its strides. The first one of a `View.packed` steps backwards, in 64 bits that wrap around: here it is forwards.
+
+    Why: the verifier takes no address beyond 64 bits. Exact: every copy is PACKED_WRAP steps along that dimension, see
+    `packed_coords`. So all addresses of the tensor move by as much, and it is reached by such copies alone.
+    """
+    if arg.shape[0] != PACKED_WRAP + 1:
+        return arg.strides
+    return arg.strides[-2], *arg.strides[1:]
+
+
+def parameter_of(launch: Launch, name: str) -> int:
+    """Which parameter of the PTX an argument begins with, from 0."""
+
+    def parameters(arg: Argument) -> int:
+        return 1 + len(arg.shape) + len(arg.strides) if isinstance(arg, TensorMap) else 1
+
+    names = [arg.name for arg in launch.arguments]
+    return sum(map(parameters, launch.arguments[: names.index(name)]))
 
 
 def kernel_input(launch: Launch, decisions: Mapping[int, bool] | None = None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a proof is about: one compiled kernel and the numbers of one launch of it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,10 +12,12 @@ class Scalar:
 
 @dataclass(frozen=True, kw_only=True)
 class Pointer:
-    """storage: the name of the memory behind it; two parameters that name the same one may alias."""
+    """storage: the name of the memory behind it; two parameters that name the same one may alias. words: int32 in it
+    that are known, by index; see contents.py."""
 
     name: str
     storage: str
+    words: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ from typing import Any
 import triton
 
 from . import store
+from .contents import take_as_given
 from .equivalence import Equivalence
-from .kernel_input import kernel_input
-from .launch import Launch
+from .kernel_input import kernel_input, parameter_of
+from .launch import Launch, Pointer
 from .rewrites import DIAGNOSIS, SAFETY, Rewrite, rewritten
 from .source import adapter, hash_of
 from .verifier import PACKAGE, Limits, Verdict, verify, version
@@ -66,6 +67,9 @@ class Task:
         """more: rewrites beyond those that a proof needs."""
         launch, equivalence = proof.launch(), proof.equivalence
         ptx, applied = rewritten(launch.ptx, (*proof.all_rewrites, *more))
+        for arg in launch.arguments:
+            if isinstance(arg, Pointer) and arg.words:
+                ptx, applied[f"words of {arg.name}"] = take_as_given(ptx, parameter_of(launch, arg.name), arg.words)
         return Task(
             proof=proof,
             launch=launch,

@@ -22,8 +22,8 @@ from .compat import TensorDescriptor
 
 # The files of this package that decide what the verifier is given.
 ADAPTER = (
-    *("attention_ptx", "branches", "capture", "compat", "dispatch", "equivalence", "kernel_input", "launch", "loads"),
-    *("prove", "ptx", "reductions", "registers", "rewrites"),
+    *("attention_ptx", "branches", "capture", "compat", "contents", "dispatch", "equivalence", "halves"),
+    *("kernel_input", "launch", "loads", "prove", "ptx", "reductions", "registers", "rewrites"),
 )
 
 

@@ -14,15 +14,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "proving.md"
 HEAD = "| proof | proofs | least, s | most, s | most memory, GiB |\n|---|---|---|---|---|\n"
 # As they are shown. A proof is of the kind whose pattern its whole name matches.
 KINDS = {
-    "one CTA, one row block": r".*-1cta(?!-(laps|two-row-blocks|odd-lengths|equals-softmax)$).*",
+    "one CTA, one row block": r".*-1cta(?!-(laps|two-row-blocks|odd-lengths|equals-softmax|packed.*)$).*",
     "one CTA, two row blocks": r".*-1cta-two-row-blocks",
     "one CTA, odd lengths": r".*-1cta-odd-lengths",
-    "two CTAs, one row block": r".*-2cta(?!-laps$).*",
-    "four CTAs, one row block": r".*-4cta(?!-laps$).*",
+    "one CTA, packed sequences": r".*-1cta-packed.*",
+    "two CTAs, one row block": r".*-2cta(?!-(laps|packed)$).*",
+    "two CTAs, packed sequences": r".*-2cta-packed",
+    "four CTAs, one row block": r".*-4cta(?!-(laps|packed)$).*",
+    "four CTAs, packed sequences": r".*-4cta-packed",
     "one CTA, every ring goes round twice or more": r".*-1cta-laps",
     "two CTAs, the same": r".*-2cta-laps",
     "four CTAs, the same": r".*-4cta-laps",
     "equality with softmax": r".*-equals-softmax",
+    "the kernel that lists row blocks": r"lists-.*",
 }
 
 

@@ -233,11 +233,11 @@ def more_than_2_to_32_elements() -> None:
     dlse = torch.randn(1, heads, length, device="cuda")
 
     def results(heads: slice) -> list[Tensor]:
-        *qkv, given_bias = (t[:, heads] for t in (q, k, v, bias))
-        options: dict[str, Any] = {"bias": given_bias.requires_grad_(), "causal": True}
+        qs, ks, vs, douts, dlses, biases = (t[:, heads] for t in (q, k, v, dout, dlse, bias))
+        options: dict[str, Any] = {"bias": biases.requires_grad_(), "causal": True}
         with torch.no_grad():
-            out, lse = attention(*qkv, return_lse=True, **options)
-        return [out, lse, *attention_backward(dout[:, heads], dlse[:, heads], *qkv, out, lse, **options)]
+            out, lse = attention(qs, ks, vs, return_lse=True, **options)
+        return [out, lse, *attention_backward(douts, dlses, qs, ks, vs, out, lse, **options)]
 
     last = slice(heads - 1, heads)
     for found, want in zip(results(slice(None)), results(last), strict=True):

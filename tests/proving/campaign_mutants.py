@@ -10,11 +10,8 @@ import collections
 import fnmatch
 
 from proving.attention import catalogue
-from proving.kernel_input import kernel_input
 from proving.ptx import source_line
-from proving.rewrites import DIAGNOSIS, SAFETY, rewritten
-from proving.verifier import verify
-from tests.proving.mutations import mutants
+from tests.proving.mutations import mutants, verdict_of_mutant
 
 
 def main() -> None:
@@ -24,12 +21,10 @@ def main() -> None:
     args = parser.parse_args()
     proof = next(proof for proof in catalogue() if proof.name == args.proof)
     launch = proof.launch()
-    described = kernel_input(launch)
     results: collections.Counter[tuple[str, str]] = collections.Counter()
     chosen = [mutant for mutant in mutants(launch.ptx) if fnmatch.fnmatch(mutant.kind, args.kind)]
     for i, mutant in enumerate(chosen):
-        ptx, _ = rewritten(mutant.ptx, (*SAFETY, *DIAGNOSIS))
-        verdict = verify(ptx, described, proof.limits)
+        verdict = verdict_of_mutant(proof, launch, mutant)
         results[mutant.kind, verdict.result] += 1
         place = f"{mutant}, {source_line(launch.ptx, mutant.line)}"
         print(f"[{i + 1}/{len(chosen)}] {place:50} {verdict.result:17} {verdict.seconds:6.1f} s", flush=True)

@@ -1,10 +1,15 @@
 """Breaking PTX on purpose: one synchronisation operation taken away or changed at a time."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from proving.launch import Launch
+from proving.prove import Proof, Task
 from proving.ptx import strip_comment
+from proving.rewrites import DIAGNOSIS
+from proving.verifier import Verdict
 
 OPERATIONS = {
     "arrive": r"(@!?%p\d+ )?mbarrier\.arrive\.(?!expect_tx)[^;]*;",
@@ -27,6 +32,12 @@ class Mutant:
 
     def __str__(self) -> str:
         return f"{self.kind} at line {self.line}"
+
+
+def verdict_of_mutant(proof: Proof, launch: Launch, mutant: Mutant) -> Verdict:
+    """launch: the proof's, unbroken."""
+    broken = dataclasses.replace(launch, ptx=mutant.ptx)
+    return Task.of(dataclasses.replace(proof, launch=lambda: broken), *DIAGNOSIS).run()
 
 
 def mutants(ptx: str) -> Iterator[Mutant]:

@@ -43,7 +43,9 @@ def test_every_row_of_the_tuning_table_has_its_proofs():
         for name, dtype in DTYPES.items():
             if dtype.itemsize == row.element_bytes:
                 mask = "causal" if row.causal else "full"
-                assert f"d{row.padded_head_dim}-{name}-{mask}-{row.config.num_ctas}cta" in names
+                proof = f"d{row.padded_head_dim}-{name}-{mask}-{row.config.num_ctas}cta"
+                assert proof in names
+                assert name != "bf16" or f"{proof}-packed" in names
 
 
 def test_pairs_of_unlike_head_dims_have_proofs():
@@ -57,10 +59,13 @@ def test_pairs_of_unlike_head_dims_have_proofs():
 
 
 def test_every_kind_of_feature_has_a_proof():
-    """But for what the verifier cannot follow."""
-    kinds = {"window", "narrow-window", "chunk", "narrow-chunk", "mask-mod"}
-    kinds |= {"softcap", "alibi", "sinks", "bias", "bias-of-one-row"}
+    kinds = {"window", "narrow-window", "chunk", "narrow-chunk", "odd-chunk", "documents", "mask-mod"}
+    kinds |= {"softcap", "alibi", "sinks", "bias", "bias-of-one-row", "packed", "packed-some-empty", "packed-window"}
     assert {f"{ONE}-{kind}" for kind in kinds} <= {proof.name for proof in catalogue()}
+
+
+def test_the_kernel_that_lists_row_blocks_has_proofs():
+    assert {"lists-full", "lists-causal"} <= {proof.name for proof in catalogue()}
 
 
 def test_names_are_unique():

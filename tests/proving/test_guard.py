@@ -3,15 +3,19 @@
 Some seconds each. Skipped without the verifier.
 """
 
-import pytest
+import dataclasses
 
-from proving.attention import catalogue
-from proving.kernel_input import kernel_input
+import pytest
+import torch
+
+from gluon_attn.forward.table import BLACKWELL
+from gluon_attn.kernels.common.packed import RECORD
+from proving.attention import ARCH, catalogue, one_row_block, packed
+from proving.launch import Pointer
 from proving.prove import Proof, Task, explained
-from proving.rewrites import DIAGNOSIS, SAFETY, rewritten
-from proving.verifier import PACKAGE, Limits, Verdict, verify, version
+from proving.verifier import PACKAGE, Limits, version
 from tests.proving import kernels
-from tests.proving.mutations import mutants
+from tests.proving.mutations import mutants, verdict_of_mutant
 from tests.slow import slow_if
 
 pytestmark = pytest.mark.skipif(version() is None, reason=f"{PACKAGE} is not installed: pip install -e '.[prove]'")
@@ -101,31 +105,48 @@ def test_a_kernel_that_computes_something_else_is_rejected():
     assert verdict.result == "equivalence_not_proven"
 
 
-ATTENTION = "d64-bf16-full-1cta"
+ATTENTION, PACKED = "d64-bf16-full-1cta", "d64-bf16-full-1cta-packed"
 
 
-@pytest.fixture(scope="module")
-def attention() -> Proof:
-    return next(proof for proof in catalogue() if proof.name == ATTENTION)
+def proof_called(name: str) -> Proof:
+    return next(proof for proof in catalogue() if proof.name == name)
 
 
 @pytest.mark.slow
-def test_attention_is_proved(attention):
+def test_attention_is_proved():
     """By the verifier, whatever is on record."""
-    verdict = Task.of(attention).run()
+    verdict = Task.of(proof_called(ATTENTION)).run()
     assert verdict.race_free, verdict
 
 
-def check_mutant(proof: Proof, kind: str) -> Verdict:
-    """The verdict on the first mutant of that kind."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((ATTENTION, kind) for kind in ("no arrive", "no wait", "no commit", "wrong bytes")),
+        *((PACKED, kind) for kind in ("no arrive", "no wait")),
+    ],
+)
+def test_attention_without_an_operation_is_rejected(name, kind):
+    """The first of that kind."""
+    proof = proof_called(name)
     launch = proof.launch()
     mutant = next(mutant for mutant in mutants(launch.ptx) if mutant.kind == kind)
-    ptx, _ = rewritten(mutant.ptx, (*SAFETY, *DIAGNOSIS))
-    return verify(ptx, kernel_input(launch), LIMITS)
+    verdict = verdict_of_mutant(proof, launch, mutant)
+    assert verdict.result in ("not_wellsynced", "potential_race", "invalid_lifecycle")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["no arrive", "no wait", "no commit", "wrong bytes"])
-def test_attention_without_an_operation_is_rejected(attention, kind):
-    verdict = check_mutant(attention, kind)
-    assert verdict.result in ("not_wellsynced", "potential_race", "invalid_lifecycle")
+@pytest.mark.parametrize("first", [229, 200])
+def test_sequences_with_rows_in_common_are_rejected(first):
+    """Two programs store a sequence each: 229 rows, and 40 from row `first` on. What lists them is trusted for that."""
+    row = next(row for row in BLACKWELL if ARCH in row.config.archs)
+    case = dataclasses.replace(packed(one_row_block(torch.bfloat16, row)), clusters=2)
+    launch = case.steps()[-1].described()
+    (records,) = (arg for arg in launch.arguments if isinstance(arg, Pointer) and arg.words)
+    at = 2 * RECORD.value  # of the second one, behind the number of them
+    assert (launch.grid, records.words[at], records.words[at + 1]) == ((2, 1, 1), 229, 40)
+    moved = dataclasses.replace(records, words={**records.words, at: first})
+    launch = dataclasses.replace(launch, arguments=tuple(moved if arg is records else arg for arg in launch.arguments))
+    verdict = Task.of(Proof(name="moved", launch=lambda: launch, source=lambda: "", limits=LIMITS)).run()
+    assert verdict.result == ("race_free" if first == 229 else "potential_race"), verdict

@@ -77,7 +77,7 @@ def test_everything_of_a_launch():
             {"parameter": 3, "type": "u64", "value": 128},
             {"parameter": 4, "type": "u64", "value": 1},
             {"parameter": 6, "type": "f32", "value": 0.5},
-            {"parameter": 7, "type": "s32", "value": -1},
+            {"parameter": 7, "type": "u32", "value": 2**32 - 1},
             {"parameter": 8, "type": "pointer", "value": None},
         ],
         "tma_descriptors": [
