@@ -38,7 +38,7 @@ def at_least(number: float, asked: float) -> bool:
 
 
 def test_masks_and_scores():
-    runs = runs_of("masks", "second", "third", "fourth")
+    runs = runs_of("masks", "second", "third", "fourth", "fifth")
 
     def of(what: str, which: str, shape: str, over: str = "over_ours_causal") -> list[float]:
         return [run[f"{SHAPES[shape]} {which}"]["results"][f"ours {what}"][over] for run in runs]
@@ -75,7 +75,7 @@ def test_masks_and_scores():
 
 
 def test_packed_sequences():
-    runs = runs_of("varlen", "second", "third")
+    runs = runs_of("varlen", "second", "third", "fourth")
     fa4 = "fa4 packed, carried"
     batched = [{name: p["ours_over"].get("ours batched") for name, p in run.items()} for run in runs]
     full = [f"D=128 full {shape} backward" for shape in ("8 x 2048", "2 x 8192")]
@@ -103,7 +103,7 @@ def test_packed_sequences():
 
 
 def test_unlike_head_dims():
-    runs = runs_of("unlike", "second")
+    runs = runs_of("unlike", "second", "third")
 
     def over_fa4(mask: str, which: str) -> list[float]:
         return [run[f"D=192/128 {mask} 8192 B=1 H=16 {which}"]["ours_over_fa4_carried"] for run in runs]
