@@ -93,7 +93,7 @@ def test_packed_sequences():
                 "0.97",
                 [min(ratio for name, ratio in run.items() if " 32 x 512 " in name) for run in batched],
             ),
-            "uniform, D=128 full, from 2048 on, backward, lowest": (
+            "uniform, D=128 full, from 2048, backward, lowest": (
                 "0.97",
                 [min(run[name] for name in full) for run in batched],
             ),
