@@ -179,7 +179,9 @@ UNWRITTEN = -1
 
 
 def words_of(memory: torch.Tensor, first: int = 0) -> dict[int, int]:
-    """The int32 that are written there, by their indices from `first` on."""
+    """The int32 that are written there, by their indices from `first` on; of other memory none."""
+    if memory.dtype != torch.int32:
+        return {}
     return {i: word for i, word in enumerate(memory.flatten().tolist()) if i >= first and word != UNWRITTEN}
 
 
@@ -255,7 +257,7 @@ def odd_lengths(case: Case) -> Case:
 
 
 def packed(case: Case) -> Case:
-    """One program computes a row block each of two sequences, of which the second is short; no block is full."""
+    """One program computes a row block each of two sequences, of which the second is short; no row block is full."""
     return dataclasses.replace(case, lengths=((case.q_len - 27, case.kv_len - 61), (40, 100)), clusters=1)
 
 

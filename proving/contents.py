@@ -16,6 +16,7 @@ LOAD = re.compile(
     r"\[ (?P<address>%rd\d+) \+ (?P<offset>\d+) \];)"
 )
 ADDRESS = re.compile(r"(?P<operation>add\.s64|mad\.wide\.s32)\s+(?P<target>%rd\d+), (?P<reads>[^;]+);")
+READ = re.compile(r"(@!?%p\d+ )?ld\.[\w.:]+\s+(?P<targets>[^\[;]*), \[\s*%rd\d+[^\];]*\];")
 WORD_BYTES = 4
 
 
@@ -24,13 +25,17 @@ def take_as_given(ptx: str, parameter: int, words: Mapping[int, int]) -> tuple[s
 
     parameter: the number of the pointer's. words: int32 in the memory behind it, by index; they are all that is known.
     A load of another word, or of several at once, stays. Exact for memory that holds these words, as the kernel does
-    not write to it: an address made from the pointer that anything else than a load reads is left alone.
+    not write to it: if anything but a load reads an address made from the pointer, nothing is changed. Memory that
+    another argument names too is for the caller to refuse.
     """
     name, _ = entry(ptx)
     lines = ptx.split("\n")
     given = re.compile(rf"ld\.param\.b64\s+(?P<target>%rd\d+), \[{re.escape(name)}_param_{parameter}\];")
     starts = {i: found["target"] for i, line in enumerate(lines) if (found := given.fullmatch(strip_comment(line)))}
-    offsets = addresses_from(set(starts.values()), lines)
+    named = re.compile(rf"(?!\.param\b).*\b{re.escape(name)}_param_{parameter}\b.*")
+    if {i for i, line in enumerate(lines) if named.fullmatch(strip_comment(line))} != starts.keys():
+        return ptx, 0  # the pointer is read otherwise too
+    offsets = addresses_from(starts, lines)
     # Beside each address its distance from the pointer, in a register of its own.
     twins = {address: f"%given{parameter}_{i}" for i, address in enumerate(sorted(offsets))}
     count = 0
@@ -44,20 +49,23 @@ def take_as_given(ptx: str, parameter: int, words: Mapping[int, int]) -> tuple[s
         elif (found := LOAD.fullmatch(text)) and found["address"] in twins:
             lines[i] = choice(found, twins[found["address"]], words)
             count += 1
-    ptx = "\n".join(lines)
-    return (declare(ptx, f".reg .b64 %given{parameter}_<{len(twins)}>;") if count else ptx), count
+    if not count:
+        return ptx, 0
+    return declare("\n".join(lines), f".reg .b64 %given{parameter}_<{len(twins)}>;"), count
 
 
-def addresses_from(starts: set[str], lines: list[str]) -> set[str]:
-    """The registers that hold one of these pointers and something added, or none if anything but a load reads one."""
-    sources, found = definitions(lines), set(starts)
+def addresses_from(starts: Mapping[int, str], lines: list[str]) -> set[str]:
+    """The registers that hold the pointer and something added, or none if anything but a load reads one. starts: by
+    line, those that it is loaded to."""
+    sources, found = definitions(lines), set(starts.values())
     while more := {target for target in sources if target not in found and is_derived(target, found, sources)}:
         found |= more
-    for line in lines:
+    for i, line in enumerate(lines):
         text = strip_comment(line)
-        read = set(re.findall(r"%rd\d+", text)) & found
-        address = ADDRESS.fullmatch(text)
-        if read and "ld." not in text and not (address and address["target"] in found):
+        address, load = ADDRESS.fullmatch(text), READ.fullmatch(text)
+        if i in starts or (address and address["target"] in found):
+            continue
+        if found & {*re.findall(r"%rd\d+", load["targets"] if load else text)}:
             return set()
     return found
 
@@ -65,7 +73,8 @@ def addresses_from(starts: set[str], lines: list[str]) -> set[str]:
 def is_derived(target: str, found: set[str], sources: Definitions) -> bool:
     """Whether each statement that writes it adds something to one of `found`."""
     return all(
-        (operation == "add.s64" and len(found & {*reads}) == 1) or (operation == "mad.wide.s32" and reads[2] in found)
+        (operation == "add.s64" and sum(read in found for read in reads) == 1)
+        or (operation == "mad.wide.s32" and reads[2] in found)
         for operation, reads in sources[target]
     )
 

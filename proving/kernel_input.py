@@ -49,7 +49,10 @@ class Writer:
         else:
             self.declarations.append({"parameter": index, "type": "pointer", "space": "global", "object": storage})
 
-    def tensor_map(self, arg: TensorMap) -> None:
+    def tensor_map(self, arg: TensorMap, alone: bool) -> None:
+        """alone: no other argument names its memory. Raises ValueError where it must be alone and is not."""
+        if arg.shape[0] == PACKED_WRAP + 1 and not alone:
+            raise ValueError(f"{arg.name}: expected memory of its own, as its map is moved, got {arg.storage} twice")
         index, _ = self.next(arg.name, map_bytes=128)
         self.declarations.append({"parameter": index, "type": "tensor_map", "object": arg.storage})
         self.maps.append(
@@ -84,6 +87,11 @@ def strides_forwards(arg: TensorMap) -> tuple[int, ...]:
     return arg.strides[-2], *arg.strides[1:]
 
 
+def is_alone(arg: Pointer | TensorMap, launch: Launch) -> bool:
+    """Whether no other argument names its memory."""
+    return [other.storage for other in launch.arguments if not isinstance(other, Scalar)].count(arg.storage) == 1
+
+
 def parameter_of(launch: Launch, name: str) -> int:
     """Which parameter of the PTX an argument begins with, from 0."""
 
@@ -108,7 +116,7 @@ def kernel_input(launch: Launch, decisions: Mapping[int, bool] | None = None) ->
             case Pointer():
                 writer.pointer(arg.name, arg.storage)
             case TensorMap():
-                writer.tensor_map(arg)
+                writer.tensor_map(arg, is_alone(arg, launch))
     for scratch, used in zip(("global_scratch", "profile_scratch"), launch.scratch, strict=True):
         writer.pointer(scratch, scratch if used else None)
     if left := parameters[writer.at :]:

@@ -11,7 +11,7 @@ import triton
 from . import store
 from .contents import take_as_given
 from .equivalence import Equivalence
-from .kernel_input import kernel_input, parameter_of
+from .kernel_input import is_alone, kernel_input, parameter_of
 from .launch import Launch, Pointer
 from .rewrites import DIAGNOSIS, SAFETY, Rewrite, rewritten
 from .source import adapter, hash_of
@@ -69,6 +69,10 @@ class Task:
         ptx, applied = rewritten(launch.ptx, (*proof.all_rewrites, *more))
         for arg in launch.arguments:
             if isinstance(arg, Pointer) and arg.words:
+                if not is_alone(arg, launch):
+                    raise ValueError(
+                        f"{arg.name}: expected memory of its own, as its words are given, got a shared one"
+                    )
                 ptx, applied[f"words of {arg.name}"] = take_as_given(ptx, parameter_of(launch, arg.name), arg.words)
         return Task(
             proof=proof,

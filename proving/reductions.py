@@ -45,11 +45,7 @@ def reduce_by_exchange(ptx: str) -> tuple[str, int]:
     lines, sources, count = ptx.split("\n"), definitions(ptx.split("\n")), 0
     for i, line in enumerate(lines):
         found = REDUCTION.fullmatch(strip_comment(line))
-        if (
-            not found
-            or found["kind"] not in ("min.s32", "max.s32", "add.s32")
-            or not is_constant(found["lanes"], -1, sources)
-        ):
+        if not found or found["kind"] not in EXCHANGED or not is_constant(found["lanes"], -1, sources):
             continue
         result = found["result"]
         steps = " ".join(

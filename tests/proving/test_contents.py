@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from proving.kernel_input import kernel_input, parameter_of, strides_forwards
 from proving.launch import Pointer, TensorMap
 from proving.prove import Proof, Task
 from proving.reductions import reduce_by_exchange
+from proving.registers import definitions, is_constant
 from proving.verifier import Limits
 from tests.proving.test_rewrites import HEAD, changed
 
@@ -115,13 +117,22 @@ def test_distances_are_added_up_beside_addresses():
         "ld.global.b32 { %r5 }, [ %rd3 + 0 ]; st.global.b32 [ %rd4 + 0 ], { %r5 };",
         "sub.s64 %rd5, %rd3, 4;",  # an address that is made otherwise
         "mov.b64 %rd3, %rd2; ld.global.b32 { %r5 }, [ %rd3 + 0 ];",  # or may be another one
+        "add.s64 %rd3, %rd1, %rd1; ld.global.b32 { %r5 }, [ %rd3 + 0 ];",  # or twice the pointer
+        "ld.param.b64 %rd1, [kernel_param_2]; ld.global.b32 { %r5 }, [ %rd1 + 0 ];",  # or another one
+        "ld.param.u64 %rd5, [kernel_param_1]; ld.global.b32 { %r5 }, [ %rd3 + 0 ];",  # it is read otherwise too
+        "@%p3 ld.param.b64 %rd5, [kernel_param_1]; ld.global.b32 { %r5 }, [ %rd3 + 0 ];",
+        "mov.b64 %rd5, kernel_param_1; ld.global.b32 { %r5 }, [ %rd3 + 0 ];",
+        "ld.global.b64 %rd3, [ %rd2 + 0 ]; ld.global.b32 { %r5 }, [ %rd3 + 0 ];",  # an address from memory
     ],
 )
 def test_other_loads_are_left_alone(load):
     before = PTX.format(load=load.replace("; ", ";\n\t"))
-    after, count = take_as_given(before, 1, {0: 20})
-    assert count == 0
-    assert [line for line in after.split("\n") if "setp" in line] == []
+    assert take_as_given(before, 1, {0: 20}) == (before, 0)
+
+
+def test_a_store_beside_a_load_is_seen():
+    before = PTX.format(load="{ ld.global.b32 { %r5 }, [ %rd3 + 0 ]; st.global.b32 [ %rd4 + 0 ], { %r5 }; }")
+    assert take_as_given(before, 1, {0: 20}) == (before, 0)
 
 
 def test_a_half_that_nobody_has_written_is_filled_if_nobody_reads_it():
@@ -138,17 +149,30 @@ def test_a_half_that_nobody_has_written_is_filled_if_nobody_reads_it():
         assert fill_second_halves(kept) == (kept, 0)
 
 
-def test_a_reduction_over_all_lanes_becomes_exchanges():
-    before = HEAD + "\tmov.b32 \t%r2, -1;\n\tredux.sync.min.s32 \t%r6, %r5, %r2;\n"
+def exchanged(text: str, values: list[int]) -> list[int]:
+    """What each lane of a warp has in %r6 after these statements. values: in %r5."""
+    reduced: dict[str, Callable[[int, int], int]] = {"min.s32": min, "max.s32": max, "add.s32": operator.add}
+    found = {"%r5": values, "%r6": [0] * len(values)}
+    for statement in text.strip("\t {}").split("; "):
+        operation, _, rest = statement.strip(" ;").partition(" ")
+        target, *reads = (word.strip() for word in rest.split(","))
+        if operation == "shfl.sync.bfly.b32":
+            assert reads[2:] == ["31", "-1"]
+            found[target] = [found[reads[0]][lane ^ int(reads[1])] for lane in range(32)]
+        elif operation == "mov.b32":
+            found[target] = found[reads[0]]
+        elif operation != ".reg":
+            found[target] = list(map(reduced[operation], *(found[read] for read in reads)))
+    return found["%r6"]
+
+
+@pytest.mark.parametrize(("kind", "want"), [("min.s32", -5), ("max.s32", 26), ("add.s32", 336)])
+def test_a_reduction_over_all_lanes_becomes_exchanges(kind, want):
+    before = HEAD + f"\tmov.b32 \t%r2, -1;\n\tredux.sync.{kind} \t%r6, %r5, %r2;\n"
     after, count = reduce_by_exchange(before)
     ((_, line),) = changed(before, after)
     assert count == 1
-    lanes = [int(part.split(", ")[2]) for part in line.split("shfl.sync.bfly.b32")[1:]]
-    values = [(7 * lane) % 32 - 5 for lane in range(32)]
-    for step in lanes:  # as a warp does
-        values = [min(value, values[lane ^ step]) for lane, value in enumerate(values)]
-    assert set(values) == {-5}
-    assert line.count("min.s32") == 5
+    assert exchanged(line, [(7 * lane) % 32 - 5 for lane in range(32)]) == [want] * 32
 
 
 @pytest.mark.parametrize("change", [("-1", "255"), ("min.s32", "or.b32"), ("min.s32", "min.u32")])
@@ -212,3 +236,32 @@ def test_a_task_takes_its_words_as_given(options):
     ]
     assert f"[attention_forward_param_{index}]; mov.b64" in task.ptx
     assert task.input == kernel_input(launch)
+
+
+COPY = re.compile(r"cp\.async\.bulk\.tensor\.5d\.[^{]*\{(?P<coords>[^}]*)\}")
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20)}])
+def test_every_copy_of_packed_rows_is_as_many_steps_along_the_first_dimension(options):
+    """What `strides_forwards` rests on. PTX has coordinates innermost first."""
+    lines = packed(case(**options)).steps()[-1].described().ptx.split("\n")
+    copies = [found for line in lines if (found := COPY.search(line))]
+    assert len(copies) >= 4
+    assert sum("cp.async.bulk.tensor" in line for line in lines) == len(copies)
+    sources = definitions(lines)
+    for found in copies:
+        assert is_constant(found["coords"].split(",")[-1].strip(), PACKED_WRAP, sources)
+
+
+def test_memory_that_two_arguments_share_is_refused():
+    launch = packed(case()).steps()[-1].described()
+
+    def task(name: str, storage: str) -> None:
+        shared = [dataclasses.replace(a, storage=storage) if a.name == name else a for a in launch.arguments]
+        made = dataclasses.replace(launch, arguments=tuple(shared))
+        Task.of(Proof(name="", launch=lambda: made, source=str, limits=Limits()))
+
+    with pytest.raises(ValueError, match="o_desc: expected memory of its own, as its map is moved, got o_desc twice"):
+        task("lse_ptr", "o_desc")
+    with pytest.raises(ValueError, match="records_ptr: expected memory of its own, as its words are given"):
+        task("records_ptr", "lse_ptr")
