@@ -257,8 +257,10 @@ def test_memory_that_two_arguments_share_is_refused():
     launch = packed(case()).steps()[-1].described()
 
     def task(name: str, storage: str) -> None:
-        shared = [dataclasses.replace(a, storage=storage) if a.name == name else a for a in launch.arguments]
-        made = dataclasses.replace(launch, arguments=tuple(shared))
+        (own,) = (arg for arg in launch.arguments if arg.name == name)
+        assert isinstance(own, Pointer)
+        moved = dataclasses.replace(own, storage=storage)
+        made = dataclasses.replace(launch, arguments=tuple(moved if arg is own else arg for arg in launch.arguments))
         Task.of(Proof(name="", launch=lambda: made, source=str, limits=Limits()))
 
     with pytest.raises(ValueError, match="o_desc: expected memory of its own, as its map is moved, got o_desc twice"):
