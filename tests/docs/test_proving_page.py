@@ -60,6 +60,14 @@ def test_the_times_are_those_on_record():
     assert shown(PAGE.read_text(encoding="utf-8")) == rows(on_record())
 
 
+def test_the_numbers_of_proofs_are_those_on_record():
+    page, records = PAGE.read_text(encoding="utf-8"), on_record()
+    same = sum(record.same_as is not None for record in records)
+    assert f"There are {len(catalogue())} proofs, all of them on record" in page
+    assert f"These are {len(records) - same} of the {len(records)} on record. The other {same} were not run" in page
+    assert {record.name for record in records} == {proof.name for proof in catalogue()}
+
+
 def test_every_proof_is_of_one_kind():
     assert {kind_of(proof.name) for proof in catalogue()} == set(KINDS)
 
