@@ -14,7 +14,6 @@ from gluon_attn.kernels.common.packed import RECORD
 from gluon_attn.runtime.descriptors import PACKED_WRAP, View
 from proving.attention import ARCH, FEATURES, Case, one_row_block, packed
 from proving.contents import take_as_given
-from proving.halves import fill_second_halves
 from proving.kernel_input import kernel_input, parameter_of, strides_forwards
 from proving.launch import Pointer, TensorMap
 from proving.prove import Proof, Task
@@ -133,20 +132,6 @@ def test_other_loads_are_left_alone(load):
 def test_a_store_beside_a_load_is_seen():
     before = PTX.format(load="{ ld.global.b32 { %r5 }, [ %rd3 + 0 ]; st.global.b32 [ %rd4 + 0 ], { %r5 }; }")
     assert take_as_given(before, 1, {0: 20}) == (before, 0)
-
-
-def test_a_half_that_nobody_has_written_is_filled_if_nobody_reads_it():
-    pair = "\tmov.b64 \t%rd5, {%r3, %r4};\n"
-    before = HEAD + "\tadd.s32 \t%r3, %r1, 1;\n" + pair + "\tmov.b64 \t{%r6, _}, %rd5;\n"
-    after, count = fill_second_halves(before)
-    assert (count, changed(before, after)) == (1, [("mov.b64 \t%rd5, {%r3, %r4};", "mov.b64 %rd5, {%r3, %r3};")])
-    for kept in (
-        before.replace("{%r6, _}", "{_, %r6}"),
-        before.replace("{%r6, _}", "{%r6, %r7}"),
-        before + "\tadd.s64 \t%rd6, %rd5, 1;\n",
-        before + "\tadd.s32 \t%r4, %r1, 2;\n",
-    ):
-        assert fill_second_halves(kept) == (kept, 0)
 
 
 def exchanged(text: str, values: list[int]) -> list[int]:
