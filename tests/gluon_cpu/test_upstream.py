@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import gluon_cpu
 from tests.gluon_cpu import upstream as adapter
@@ -174,6 +175,7 @@ def verdicts(
 
 
 def test_found_and_clean(upstream, tmp_path):
+    before = triton.knobs.compilation.instrumentation_mode
     status, cases, printed = verdicts(upstream, tmp_path, START + RACE, "--targets", "sm_90a")
     assert status == 0
     assert {name: case["verdict"] for name, case in cases.items()} == {
@@ -184,6 +186,7 @@ def test_found_and_clean(upstream, tmp_path):
     assert cases["test_race[1ctas-True]"]["findings"] == ["DataRace"]
     assert "[sm_90a 4/4, " in printed
     assert not (tmp_path / "__pycache__").exists()
+    assert triton.knobs.compilation.instrumentation_mode == before  # which the tests of the file change
 
 
 @pytest.mark.slow

@@ -157,12 +157,19 @@ class Adapter:
         return "cpu"
 
     @pytest.fixture
-    def fresh_knobs(self) -> Iterator[Any]:
+    def fresh_knobs(self) -> Any:
         from triton import knobs
 
-        before = knobs.compilation.instrumentation_mode
-        yield knobs
-        knobs.compilation.instrumentation_mode = before
+        return knobs
+
+    @pytest.fixture(autouse=True)
+    def knobs_as_before(self) -> Iterator[None]:
+        """Some of them set knobs, or read them again from an environment that is another afterwards."""
+        from triton import knobs
+
+        mode, debug = knobs.compilation.instrumentation_mode, knobs.runtime.debug
+        yield
+        knobs.compilation.instrumentation_mode, knobs.runtime.debug = mode, debug
 
     def run_in_process(self, fn: Any, args: tuple[Any, ...] = (), kwargs: Any = None, env: Any = None) -> Result:
         """In place of theirs: `fn` launches on the machine, under several schedules."""
