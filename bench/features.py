@@ -85,7 +85,7 @@ class Case:
     data: for a shape on a device, the tensor that the others are given; None: there is none.
     options: what attention() is given besides `causal`.
     keeps: of FlexAttention, which keys a query sees besides the causal ones, as its mask_mod.
-    score_mod: likewise how scores are changed; None: they are not, or it cannot.
+    score_mod: likewise how scores are changed; None: they are not, or it has no way to compute that.
     learned: a backward pass has the gradient of the data too.
     """
 
@@ -99,8 +99,7 @@ class Case:
 
     @property
     def is_in_flex(self) -> bool:
-        """FlexAttention has no sinks: nothing that enters the denominator alone. And it reads outside of memory with a
-        bias of 2^32 elements, as one of each head has at D=128 (torch 2.11)."""
+        """FlexAttention has no sinks: nothing that enters the denominator alone."""
         return self.keeps is not None or self.score_mod is not None
 
 
@@ -157,6 +156,7 @@ BIAS = Case(
     options=lambda bias: {"bias": bias[None, None]},
     score_mod=lambda bias: lambda score, b, h, i, j: score + bias[i, j],
 )
+# Without a score_mod: FlexAttention reads outside of memory with the 2^32 elements that this has at D=128 (torch 2.11).
 BIAS_OF_EACH_HEAD = Case(
     name="bias of each head",
     data=lambda shape, device: bias_of(shape, device, shape.heads),

@@ -130,6 +130,26 @@ class Case:
 
     def steps(self) -> "list[Step]":
         """The launches, that of attention last. What the kernel before it writes is executed by gluon_cpu."""
+        problem, tensors = self.posed()
+        device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.config.num_ctas)
+        plan = Plan.of(problem, self.config, device)
+        q, k, v, out = (tensors[name] for name in ("q", "k", "v", "out"))
+        *before, launch = launches_of(plan, q, k, v, out, bias=tensors["bias"])
+        steps, known = list[Step](), {name: words_of(tensors[name]) for name in STARTS if tensors[name] is not None}
+        make = workspaces_of(plan)
+        made = {} if make is None else {name: t.fill_(UNWRITTEN) for name, t in make(tensors).items()}
+        tensors |= made
+        for step in before:
+            steps.append(Step(problem=problem, launch=step, arch=self.arch, tensors=tensors, known=known))
+            CpuLaunch(step, self.arch)(tensors)
+        # Of documents not their ids, which decide about scores alone.
+        ids = sum(padded_lengths(problem)) if problem.has_documents else 0
+        known = {name: words_of(memory, ids) for name, memory in made.items()}
+        return [*steps, Step(problem=problem, launch=launch, arch=self.arch, tensors=tensors, known=known)]
+
+    def posed(self) -> tuple[Problem, Tensors]:
+        """The problem, and the tensors of the call. Nobody reads their numbers, but where sequences begin and which
+        documents there are."""
         queries: tuple[int, ...] = (1, self.heads, self.q_len)
         keys: tuple[int, ...] = (1, self.kv_heads, self.kv_len)
         starts, options = list[torch.Tensor](), dict[str, Any]()
@@ -153,25 +173,12 @@ class Case:
         )  # fmt: skip
         read = [] if self.score_mod is None else self.score_mod.tensors
         given: dict[str, Any] = {f"aux{i}": torch.empty(self.heads) for i in range(len(read))} | {"sinks": sinks}
-        device = dataclasses.replace(Device.blackwell(), sm_count=self.clusters * self.config.num_ctas)
-        plan = Plan.of(problem, self.config, device)
-        *before, launch = launches_of(plan, q, k, v, out, bias=bias)
         tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "bias": bias, **scales, **given}
         tensors = {**NOT_GIVEN, **tensors, **dict(zip(STARTS, starts, strict=False))}
         if self.documents is not None:
             of = zip(("q_segment_ids", "k_segment_ids"), (self.q_len, self.kv_len), self.documents, strict=True)
             tensors |= {name: torch.arange(length, dtype=torch.int32)[None] // size for name, length, size in of}
-        steps, known = list[Step](), {name: words_of(start) for name, start in zip(STARTS, starts, strict=False)}
-        make = workspaces_of(plan)
-        made = {} if make is None else {name: t.fill_(UNWRITTEN) for name, t in make(tensors).items()}
-        tensors |= made
-        for step in before:
-            steps.append(Step(problem=problem, launch=step, arch=self.arch, tensors=tensors, known=known))
-            CpuLaunch(step, self.arch)(tensors)
-        # Of documents not their ids, which decide about scores alone.
-        ids = sum(padded_lengths(problem)) if problem.has_documents else 0
-        known = {name: words_of(memory, ids) for name, memory in made.items()}
-        return [*steps, Step(problem=problem, launch=launch, arch=self.arch, tensors=tensors, known=known)]
+        return problem, tensors
 
 
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")

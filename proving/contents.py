@@ -80,6 +80,8 @@ def is_derived(target: str, found: set[str], sources: Definitions) -> bool:
 
 
 def choice(load: re.Match[str], offset: str, words: Mapping[int, int]) -> str:
+    """The statements in place of a LOAD. offset: of its address from the pointer, in a register. What is not among the
+    words is loaded as before, and under a guard that does not hold the target keeps its value."""
     asked = {None: "setp.eq.s64 %asked, %at, %at;", "": "mov.pred %asked, {};", "!": "not.pred %asked, {};"}
     chosen = " ".join(
         f"setp.eq.s64 %is, %at, {WORD_BYTES * index}; selp.b32 %word, {word}, %word, %is; or.pred %found, %found, %is;"

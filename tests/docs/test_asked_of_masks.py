@@ -102,6 +102,14 @@ def test_packed_sequences():
     )
 
 
+def test_host_of_a_packed_forward():
+    runs = [run["D=128 causal mix of 64 forward"]["results"] for run in runs_of("varlen", "second", "third", "fourth")]
+    assert cells_below("lab_log.md", "| D=128, causal, mix | first ") == {
+        name: [f"{run[call]['host_us']:.0f}" for run in runs]
+        for name, call in (("ours", "ours packed"), ("FA2", "fa2 packed"))
+    }
+
+
 def test_unlike_head_dims():
     runs = runs_of("unlike", "second", "third")
 
